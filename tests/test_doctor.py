@@ -24,7 +24,7 @@ from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli import doctor
 from outcore.cli.doctor import CHECKS, Finding, Patient, examine
 from outcore.cli.main import main
-from outcore.disk import disk_calls, slot_probe
+from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.disk_calls import LinuxCalls
 from outcore.disk.metrics import Metrics
@@ -32,7 +32,6 @@ from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
 from outcore.machine import memory_calls
-from outcore.machine.pressure import Signal
 from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
@@ -92,7 +91,7 @@ class Broken:
                 super().__init__(*args)
                 self.array = mx.array(np.array(self.array))
 
-        self.patch.setattr(slot_probe, "Slot", Copied)
+        self.patch.setattr(disk_probe, "Slot", Copied)
 
     def offsets(self) -> None:
         self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))
@@ -102,9 +101,6 @@ class Broken:
 
     def disk_calibrated(self) -> None:
         self.patch.setattr(doctor, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None))
-
-    def pressure(self) -> None:
-        self.patch.setattr(doctor, "pressure_signals", lambda: (Signal("machine", "5"), Signal("swap-outs", None)))
 
     def overlap(self) -> None:
         """A reader that reads before it returns; as slowly as it ever did, whatever others do to the disk."""
@@ -136,7 +132,6 @@ class Broken:
         ("offsets", "offsets", "wrong bytes from offset 1"),
         ("disk_counted", "disk", "counted as 1: 99.00"),
         ("disk_calibrated", "disk", "calibrated: 500.00"),
-        ("pressure", "pressure", "this system tells: machine"),
         ("overlap", "overlap", "to ask for"),
         ("answers", "answers", "streamed logits are not the resident ones"),
     ],
@@ -209,7 +204,7 @@ def test_a_check_that_fails_itself_is_a_finding(model: Path, monkeypatch: pytest
 def test_the_command_says_what_each_check_found_and_fails_where_one_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = {name: CHECKS[name] for name in ("slots", "pressure")}
+    fast = {name: CHECKS[name] for name in ("slots", "limits")}
     monkeypatch.setattr(doctor, "CHECKS", fast)
     assert main(["doctor", "--json"]) == 0
     printed = capsys.readouterr()
@@ -252,7 +247,7 @@ def test_all_of_it_ends_in_time_and_is_well_here(monkeypatch: pytest.MonkeyPatch
     findings = examine()
     took = time.perf_counter() - began
     # Of this machine's own verdicts those that no neighbour can spoil.
-    sound = {"slots", "offsets", "pressure", "limits", "answers"}
+    sound = {"slots", "offsets", "limits", "answers"}
     assert {name for name, ok in verdicts(findings).items() if ok} >= sound, findings
     assert took < 60, "20 s are promised; others use this machine too"
 
@@ -263,13 +258,12 @@ def test_a_mac_that_is_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     calls = FakeDarwinMemory()
     monkeypatch.setattr(memory_calls, "SYSTEM", calls)
     fake = FakeDarwinDisk()
-    names = ("offsets", "direct reads", "disk", "pressure", "limits")
+    names = ("offsets", "direct reads", "disk", "limits")
     with disk_calls.using(fake):
         patient = Patient(file)
         found = {name: CHECKS[name](patient) for name in names}
     assert found["offsets"].ok and found["limits"].ok, found
     assert fake.direct > 0, "it was read around the cache that is not there"
-    assert "macOS's pressure level" in found["pressure"].found and found["pressure"].ok
     assert "12: " in found["disk"].found, "12 reads in flight are tried on Apple silicon"
     assert "recommended working set" in found["limits"].found
     with disk_calls.using(FakeDarwinDisk(takes_nocache=False)):

@@ -29,11 +29,10 @@ from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk import disk_calls
 from ..disk.cold_ranges import forget, forget_before, scratch_file
-from ..disk.disk_probe import DiskProbe, probe_disk
+from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
 from ..disk.layout import BLOCK, Extent, round_up
 from ..disk.reader import CHUNK, FileReader
 from ..disk.ring import Slot
-from ..disk.slot_probe import REWRITES, unseen_rewrites
 from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
@@ -41,7 +40,6 @@ from ..machine.cache_folder import cache_dir, make_cache
 from ..machine.device import device_facts, device_kind, on_cpu
 from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
 from ..machine.memory import default_budget
-from ..machine.pressure import pressure_signals
 from ..sizes import format_size
 from ..text import one_line
 from .console import console
@@ -283,15 +281,6 @@ def _slot(nbytes: int) -> Slot:
     return Slot(round_up(nbytes, BLOCK), device_kind())
 
 
-def pressure(_: Patient) -> Finding:
-    """What tells that memory gets short can be read."""
-    there = [s.name for s in pressure_signals() if s.readable]
-    # Of each system some are another's; what every one has are the limits and a count of page faults or of swapping.
-    ok = any(name in there for name in ("swap-outs", "macOS's pressure level", "stalls (some)", "major page faults"))
-    advice = "" if ok else "memory that gets short will be noticed late: give --memory with room to spare"
-    return Finding("pressure", ok, f"this system tells: {', '.join(there)}", advice)
-
-
 def limits(patient: Patient) -> Finding:
     """The device's limits, against the plan of the model."""
     facts = device_facts()
@@ -371,7 +360,6 @@ CHECKS: dict[str, Callable[[Patient], Finding]] = {
     "offsets": offsets,
     "direct reads": direct,
     "disk": rates,
-    "pressure": pressure,
     "limits": limits,
     "overlap": overlap,
     "answers": answers,

@@ -204,7 +204,6 @@ def monitor() -> ArgumentParser:
         "Show what your running Outcore processes do: layers, memory, the disk, tokens. Keys: left, right, tab switch "
         "the process, k ends it, q leaves. With --json a snapshot a line, four times a second.",
         "outcore monitor --once",
-        flag("--pid", "Only the process of this number. Default: all.", type=int, metavar="N"),
         switch("--once", "Show it once, after a second, and end."),
     )
 
