@@ -55,10 +55,10 @@ from .packed_store import (
     whole_files,
 )
 
-__all__ = ["Progress", "Share", "pack_model", "pack_overlay"]
+__all__ = ["PackPart", "Progress", "pack_model", "pack_overlay"]
 
 
-class Share(Protocol):
+class PackPart(Protocol):
     """A part of a model, as one of several machines needs it."""
 
     @property
@@ -135,7 +135,7 @@ def pack_model(
     coding: str = PLAIN,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    part: Share | None = None,
+    part: PackPart | None = None,
 ) -> PackedStore:
     """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
 
@@ -172,7 +172,7 @@ def _packed(
     coding: str,
     trust_remote_code: bool,
     progress: Progress | None,
-    part: Share | None = None,
+    part: PackPart | None = None,
 ) -> PackedStore:
     folder = checkpoint.folder
     if not force and (whole := _whole_copy(output, checkpoint, coding, part)) is not None:
@@ -237,7 +237,7 @@ def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[st
     return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
 
 
-def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: Share | None = None) -> PackedStore | None:
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: PackPart | None = None) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)

@@ -10,7 +10,8 @@ from typing import Any
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import PLAIN
 from outcore.cli import pack
-from outcore.cli.engine import progress_bar, text_of
+from outcore.cli.arguments import text_of
+from outcore.cli.engine import progress_bar
 from outcore.errors import UsageError
 from outcore.sizes import format_size
 from outcore.text import counted, printable
@@ -21,12 +22,10 @@ from ..folders import RankShares, pack_ranks
 def run(args: argparse.Namespace) -> None:
     """Run the command, for ranks or as it is without them."""
     if args.ranks_wanted is None:
-        if args.blocks:
-            raise UsageError("--blocks: is about --ranks; give both")
         pack.run(args)
         return
     began = time.perf_counter()
-    how = RankShares.parsed(args.ranks_wanted, blocks=args.blocks)
+    how = RankShares.parsed(args.ranks_wanted.removesuffix(":blocks"), blocks=args.ranks_wanted.endswith(":blocks"))
     if args.output is None:
         raise UsageError("--ranks: give a folder for the ranks' folders: --output")
     text_of("--output", str(args.output))  # MLX opens no file by another name
