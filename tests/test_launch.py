@@ -590,9 +590,9 @@ def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Pa
 def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     _truncate(folder)
-    assert "error" in model_facts(str(folder), 0, None)
-    assert model_facts(str(tmp_path / "none"), 0, None) == {"error": "no such folder"}
-    assert model_facts("nobody/nothing-of-this-name", 0, None) == {"absent": True}
+    assert "error" in model_facts(str(folder), None)
+    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
+    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
 
 
 AT_A_TERMINAL = """

@@ -32,11 +32,9 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLAIN_SCHEMA,
-    RANK_SCHEMA,
     SCHEMA,
     Coded,
     PackedFrom,
-    RankLayers,
     Record,
     is_being_packed,
     is_packed,
@@ -72,7 +70,6 @@ class PackWriter:
     extra: int = 0
     coding: str = PLAIN
     codings: Mapping[str, Coded] = field(default_factory=dict)
-    share: RankLayers | None = None
     done: int = field(default=0, init=False)
 
     @property
@@ -233,7 +230,6 @@ class PackWriter:
             "format": FORMAT,
             "schema": self._schema,
             "kind": self.kind,
-            **({} if self.share is None else {"share": self.share.model_dump()}),
             **({} if self.coding == PLAIN else self._codings),
             "outcore": _version(),
             "source": self.source.model_dump(),
@@ -254,8 +250,6 @@ class PackWriter:
     @property
     def _schema(self) -> int:
         """The oldest that tells all of it."""
-        if self.share is not None:
-            return RANK_SCHEMA
         return PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA
 
     @property
