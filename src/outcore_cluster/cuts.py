@@ -19,7 +19,7 @@ from outcore.modules.cache_growth import FEW
 from outcore.modules.call_values import flat
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer
-from outcore.modules.trace import Casts, restored, stand_ins
+from outcore.modules.stand_ins import Casts, restored, stand_ins
 
 from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
 

@@ -33,12 +33,10 @@ from .decoders import Decoder, as_used
 from .lazy_model import DTYPES, LazyModel, open_lazily
 from .manifest import (
     AGAIN,
-    COMPACT,
     FULL,
     MANIFEST,
     OVERLAY,
     PLAIN,
-    PLANES,
     Coded,
     PackedFrom,
     Record,
@@ -235,19 +233,9 @@ def open_model(
     return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
 
 
-def open_compact(folder: Path, **arguments: Any) -> LazyModel | None:
-    """Open a model lazily from the copy in the cache that takes fewer bytes; None: there is none."""
-    if is_packed(folder):
-        return None
-    return _open_copy(COMPACT, open_checkpoint(folder), arguments)
-
-
-def open_planes(folder: Path, high: int, **arguments: Any) -> LazyModel | None:
-    """Open a model lazily from the copy in the cache whose codes are cut there (``stored_planes``), with so many high
-    bits; None: there is none."""
-    if is_packed(folder):
-        return None
-    return _open_copy(f"{PLANES}:{high}", open_checkpoint(folder), arguments)
+def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
+    """Open a model lazily from the copy in the cache that has this coding, such as ``compact``; None: there is none."""
+    return None if is_packed(folder) else _open_copy(coding, open_checkpoint(folder), arguments)
 
 
 def _open_copy(coding: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> LazyModel | None:

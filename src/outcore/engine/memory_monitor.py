@@ -16,7 +16,7 @@ from .residency import Residency
 from .state import State
 
 NOTES = 4
-"""Notes that are kept of what went and came back, the first ones and the last; a run may be long."""
+"""Notes that are kept of what went and came back, the last ones; a run may be long."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Watch:
         decision, self._pending = self._pending, None
         if decision is None and self.governor.due(self._clock(), self._since):
             decision = self._look()
-        if decision is not None:
+        if decision is not None and (decision.stop or decision.target != decision.held):
             self._act(decision)
 
     def within_pass(self) -> None:
@@ -133,12 +133,11 @@ class Watch:
                 f"memory ran out while the model was running: {decision.reason}; no resident layer is left to give up"
             )
         layers, growth = self.residency.layers, decision.target - decision.held
-        count, what = layers.give(-growth) if growth < 0 else layers.take(growth) if growth else (0, "")
+        count, what = layers.give(-growth) if growth < 0 else layers.take(growth)
         if not what:
             return
         self.governor.acted(self._clock(), self._read(), decision)
         self.decisions.append((self._passes, Act(*((count, 0) if growth < 0 else (0, count)), decision.reason)))
-        own = [n for n in self.state.notes if n.startswith("pass ")]
-        if len(own) >= NOTES:
-            self.state.notes = tuple(n for n in self.state.notes if n != own[NOTES // 2])
-        self.state.notes = (*self.state.notes, f"pass {self._passes}: {what}: {decision.reason}")
+        own = [n for n in self.state.notes if n.startswith("pass ")][-NOTES:]
+        others = [n for n in self.state.notes if not n.startswith("pass ")]
+        self.state.notes = (*others, *own, f"pass {self._passes}: {what}: {decision.reason}")

@@ -50,7 +50,6 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         f"--draft {given.get('draft')}": draft == "mtp",
         f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
         "--device": name == "plan" and given.get("device") is not None,
-        "--plot": name == "plan" and given.get("plot") is not None,
         f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
