@@ -25,7 +25,7 @@ from ..engine.streaming import sweeps_of
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
-from ..plan.context_bytes import SHARED_STEP
+from ..plan.cache_size import SHARED_STEP
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import JOINING, MOST
 from .alone import Alone
@@ -198,7 +198,7 @@ class Continuous:
         """Compute it, and write down what it brought."""
         self._session.bind_again()
         if self._session.residency is not None:
-            self._session.residency.note_arrivals()
+            self._session.residency.layers.note_arrivals()
         # Who joins is computed with all others, when these have no tokens left of the sweep before.
         waits = isinstance(self._batch, SpeculativeDecoder) and self._batch.ready
         admitted = [] if waits else self._admit(step)
