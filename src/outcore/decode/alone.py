@@ -14,6 +14,7 @@ from ..engine.session import Session
 from .batch_engine import Request, Token, own_cache, to_token
 from .generate_step import generate_step
 from .one_text import OneText, drafting_of
+from .prompt import cached_tokens
 
 
 class Alone:
@@ -51,8 +52,9 @@ class Alone:
 
     def _run(self, request: Request) -> Generator[tuple[int, mx.array, bool], None, None]:
         session = self._session
-        drafting, most = drafting_of(session, {"num_draft_tokens": self._most})
-        text = OneText(session, len(request.earlier), drafting, most, (), request.sampler, self._ends)
+        drafting, most = (None, 0) if self._most == 0 else drafting_of(session, {"num_draft_tokens": self._most})
+        held = max(len(request.earlier), cached_tokens(self._cache))
+        text = OneText(session, held, drafting, most, (), request.sampler, self._ends)
 
         def counted(tokens: int) -> None:
             self._held = tokens
