@@ -14,12 +14,12 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
+from outcore.decode.alone import Alone
 
 import outcore
 import zoo
 from outcore import BudgetError
 from outcore.decode import one_text
-from outcore.decode.alone import Alone
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.sampling import own_sampler

@@ -13,12 +13,12 @@ import mlx_lm.utils
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
+from outcore.decode.alone import Alone
 
 import outcore
 import zoo
 from outcore import BudgetError
 from outcore.decode import one_text, sequence_room
-from outcore.decode.alone import Alone
 from outcore.decode.batch_engine import BatchDecoder, Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder

@@ -27,10 +27,10 @@ from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
-from .alone import Alone
 from .batch_engine import BatchDecoder, Request, Token, own_cache
 from .drafted_sweeps import SpeculativeDecoder
 from .known import Known, block_step, look_up, unkept
+from .one_text import Alone
 from .prefill import Prefill
 from .prompt import cached_tokens
 from .request_guard import error_of, guarded, rewound
@@ -176,10 +176,7 @@ class Continuous:
             if (prefill := self._prefills.get(uid)) is not None:
                 row.cache, row.held = prefill.caches()
                 self.remove([uid])
-            elif isinstance(self._batch, Alone):
-                (row,) = self._taken_out(self._prefills)
-                del self._rows[uid]
-            elif isinstance(self._batch, SpeculativeDecoder):
+            elif isinstance(self._batch, Alone | SpeculativeDecoder):
                 row.cache, held = self._batch.take_out(uid)
                 row.held += held
                 self.remove([uid])
@@ -453,10 +450,7 @@ class Continuous:
         batch, self._batch = self._batch, None
         rows = [row for uid, row in self._rows.items() if uid not in new]
         for row in rows if batch is not None else ():
-            if isinstance(batch, Alone):
-                row.cache, held = batch.take_out()
-                row.held += held
-            elif isinstance(batch, SpeculativeDecoder):
+            if isinstance(batch, Alone | SpeculativeDecoder):
                 row.cache, held = batch.take_out(row.request.uid)
                 row.held += held
             elif batch is not None:
