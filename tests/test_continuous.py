@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
-from outcore.decode.alone import Alone
 
 import outcore
 import zoo
@@ -22,6 +21,7 @@ from outcore import BudgetError
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
+from outcore.decode.one_text import Alone
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
@@ -154,11 +154,11 @@ def test_a_draft_gives_way_to_more_sequences(tmp_path: Path, demo_model: Path) -
     model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
     with model.outcore as session:
         expected = [alone(model, p, 12, folder=demo_model) for p in PROMPTS]
-        assert session.residency.draft is not None
+        assert session.residency.layers.draft is not None
         engine = Continuous(model, prefill_step=4)
         many = [Request(5 + i, PROMPTS[2], 12) for i in range(12)]
         done = write(engine, {0: [Request(0, PROMPTS[0], 12)], 2: [*many, Request(2, PROMPTS[2], 12)]})
-        assert session.residency.draft is None and done.most > 2 and not done.failed
+        assert session.residency.layers.draft is None and done.most > 2 and not done.failed
         for uid, got in done.tokens.items():
             assert_same(got, expected[uid if uid < 5 else 2])
         assert session.plan.peak_bytes <= budget

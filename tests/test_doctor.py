@@ -27,7 +27,7 @@ from outcore.cli.doctor import report
 from outcore.cli.machine_checks import CHECKS, examine
 from outcore.cli.main import main
 from outcore.cli.patient import Finding, Patient
-from outcore.disk import disk_calls, slot_probe
+from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.disk_calls import LinuxCalls
 from outcore.disk.metrics import Metrics
@@ -35,7 +35,6 @@ from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
 from outcore.machine import memory_calls
-from outcore.machine.pressure import Signal
 from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
@@ -95,7 +94,7 @@ class Broken:
                 super().__init__(*args)
                 self.array = mx.array(np.array(self.array))
 
-        self.patch.setattr(slot_probe, "Slot", Copied)
+        self.patch.setattr(disk_probe, "Slot", Copied)
 
     def offsets(self) -> None:
         self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))
@@ -107,9 +106,6 @@ class Broken:
         self.patch.setattr(
             disk_checks, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None)
         )
-
-    def pressure(self) -> None:
-        self.patch.setattr(doctor, "pressure_signals", lambda: (Signal("machine", "5"), Signal("swap-outs", None)))
 
     def overlap(self) -> None:
         """A reader that reads before it returns; as slowly as it ever did, whatever others do to the disk."""
@@ -141,7 +137,6 @@ class Broken:
         ("offsets", "offsets", "wrong bytes from offset 1"),
         ("disk_counted", "disk", "counted as 1: 99.00"),
         ("disk_calibrated", "disk", "calibrated: 500.00"),
-        ("pressure", "pressure", "this system tells: machine"),
         ("overlap", "overlap", "to ask for"),
         ("answers", "answers", "streamed logits are not the resident ones"),
     ],

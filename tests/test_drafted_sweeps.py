@@ -13,7 +13,6 @@ import mlx_lm.utils
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from outcore.decode.alone import Alone
 
 import outcore
 import zoo
@@ -22,6 +21,7 @@ from outcore.decode import one_text, sequence_room
 from outcore.decode.batch_engine import BatchDecoder, Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder
+from outcore.decode.one_text import Alone
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
@@ -406,7 +406,7 @@ def test_who_waits_for_room_costs_the_others_no_drafts(quick_models: Callable[..
         assert isinstance(engine._batch, SpeculativeDecoder) and engine._room.drafted
         with pytest.raises(BudgetError):
             session.residency.reserve(10**6, 10**6)
-        assert session.residency.draft is not None
+        assert session.residency.layers.draft is not None
         engine.close()
 
 

@@ -503,12 +503,12 @@ def test_layers_that_come_back_take_their_keys_and_values_along(full: Path) -> N
         found = [answer(model, cache, ids(TOKENS, 3 * TOKENS))]
         assert on_disk(cache) == 2
         model.outcore.streaming.drain()
-        assert residency.shed(1) == 1
+        assert residency.layers.shed(1) == 1
         found.append(answer(model, cache, ids(4, 12)))
         assert on_disk(cache) == 3
-        assert residency.regrow(1) == 1
+        assert residency.layers.regrow(1) == 1
         found.append(answer(model, cache, ids(5, 15)))
-        residency.note_arrivals()
+        residency.layers.note_arrivals()
         found.append(answer(model, cache, ids(6, 18)))
         assert on_disk(cache) == 2 and all(map(equal, expected, found))
 

@@ -26,7 +26,7 @@ from outcore.cli.main import main
 from outcore.cli.stop_strings import until_stop
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
-from outcore.serve.exchange import GenerationRequest, Sampling, TextPart
+from outcore.serve.events import GenerationRequest, Sampling, TextPart
 from outcore_compat.modelfile.prefaced import Prefaced
 from outcore_compat.modelfile.preset import settle
 

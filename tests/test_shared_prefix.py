@@ -22,7 +22,7 @@ from outcore.decode import prefix as prompts
 from outcore.decode.conversation import ChatTemplate, Conversation
 from outcore.errors import UsageError
 from outcore.serve import prompting
-from outcore.serve.exchange import Finished, GenerationRequest
+from outcore.serve.events import Finished, GenerationRequest
 from outcore.serve.prompting import Prompter
 from test_chat import chat
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fake_service import FakeService
 from outcore.cli import main, serve
-from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, TextPart
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 
 
 async def counted(ask: GenerationRequest) -> AsyncGenerator[Event, None]:

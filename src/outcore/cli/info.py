@@ -11,8 +11,7 @@ from rich.table import Table
 
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import PLAIN
-from ..checkpoint.packed_store import missing_bytes
-from ..checkpoint.weight_prints import coding_of
+from ..checkpoint.packed_store import coding_of, missing_bytes
 from ..errors import BudgetError
 from ..loading.preparation import Preparation, prepare
 from ..plan.draft_cost import AUTO, NONE

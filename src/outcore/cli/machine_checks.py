@@ -20,16 +20,16 @@ import numpy as np
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk.cold_ranges import scratch_file
-from ..disk.slot_probe import REWRITES, unseen_rewrites
-from ..engine.kernels import SHARES, Compiling, compile_kernels, keep_kernels, kernels_kept
+from ..disk.disk_probe import REWRITES, unseen_rewrites
 from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
 from ..machine.cache_folder import cache_dir, make_cache
-from ..machine.device import device_facts, on_cuda
-from ..machine.hardware import cores, cpu_name, gpu_name
+from ..machine.device import device_facts
+from ..machine.hardware import cpu_name, gpu_name
+from ..machine.kernels import keep_kernels
 from ..machine.memory import default_budget, memory_limits
-from ..machine.pressure import pressure_signals
+from ..machine.pressure import read_pressure
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from .disk_checks import direct, offsets, overlap, rates
@@ -51,11 +51,7 @@ def examine(
         facts: gets numbers for a program, by name.
     """
     findings = []
-    with _patient(model) as patient, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OutcoreError):
-            patient.compiling = _compile_beside(stack)
-        if patient.compiling is not None:
-            stack.callback(patient.compiling.close)
+    with _patient(model) as patient:
         patient.facts = {} if facts is None else facts
         for n, (name, check) in enumerate(CHECKS.items()):
             progress(name, n, len(CHECKS))
@@ -89,18 +85,6 @@ def _small_model() -> Iterator[Path]:
                 "written to and has 20 MB free"
             ) from e
         yield folder
-
-
-def _compile_beside(stack: contextlib.ExitStack) -> Compiling | None:
-    """Begin to compile the small model's kernels, where there are cores for that and for the other checks.
-
-    Args:
-        stack: keeps the model's folder, which the compiling processes open.
-    """
-    if not on_cuda() or cores() < 2 * SHARES:
-        return None
-    prepared = prepare(stack.enter_context(_small_model()), **SMALL)
-    return compile_kernels(prepared.profile, prepared.opened, prepared.plan.budget_bytes, SMALL["prompt"])
 
 
 @contextlib.contextmanager
@@ -146,13 +130,8 @@ def slots(_: Patient) -> Finding:
 
 
 def pressure(_: Patient) -> Finding:
-    """What tells that memory gets short can be read."""
-    signals = pressure_signals()
-    there = [s.name for s in signals if s.readable]
-    # Of each system some are another's; what every one has are the limits and a count of page faults or of swapping.
-    ok = any(name in there for name in ("swap-outs", "macOS's pressure level", "stalls (some)", "major page faults"))
-    advice = "" if ok else "memory that gets short will be noticed late: give --memory with room to spare"
-    return Finding("pressure", ok, f"this system tells: {', '.join(there)}", advice)
+    """What tells that memory gets short."""
+    return Finding("pressure", True, f"this system tells: {', '.join(read_pressure().told())}")
 
 
 def limits(patient: Patient) -> Finding:
@@ -180,10 +159,8 @@ def limits(patient: Patient) -> Finding:
     return Finding("limits", True, ", ".join(told))
 
 
-def answers(patient: Patient) -> Finding:
+def answers(_: Patient) -> Finding:
     """A small model gives the same logits, streamed and resident."""
-    if patient.compiling is not None:
-        patient.compiling.wait()
     with _small_model() as folder:
         logits = []
         for resident in (0, None):
@@ -205,11 +182,9 @@ def answers(patient: Patient) -> Finding:
 
 def kernels(_: Patient) -> Finding:
     """Where compiled kernels are kept."""
-    keep_kernels()
-    kept = kernels_kept()
-    if kept is None:
+    if (folder := keep_kernels()) is None or not folder.is_dir():
         return Finding("kernels", True, "compiled by MLX as they are needed, in seconds")
-    folder, nbytes = kept
+    nbytes = sum(file.stat().st_size for file in folder.rglob("*.*"))
     return Finding("kernels", True, f"compiled once and kept, {format_size(nbytes)} in {folder}; removing it is safe")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..disk.disk_probe import DiskProbe, probe_disk
-from ..engine.kernels import Compiling
 
 REPORT = "please report this page"
 
@@ -39,14 +38,12 @@ class Patient:
         model: a folder; None: none was given.
         disk: a folder on the file's disk, where its own path does not tell.
         facts: numbers for a program, by name.
-        compiling: the kernels of the small model, beside the other checks; None: its loading compiles them.
     """
 
     file: Path
     model: Path | None = None
     disk: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    compiling: Compiling | None = None
     _probe: DiskProbe | None = None
 
     @property

@@ -31,7 +31,6 @@ from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
-from .ranks_table import show_ranks
 
 BAR, LEAST_BAR, WIDTH = 30, 8, 120
 """Characters of the longest bar, of the longest where there is little room, and of a line where standard output is no
@@ -62,7 +61,7 @@ class Compared:
     @property
     def title(self) -> str:
         """The model and the device."""
-        name = name_of(Path(self.prepared.opened["folder"]))  # what is read may be a copy in the cache
+        name = name_of(Path(self.prepared.given))
         return f"{name} on {self.device}" if self.device else name
 
 
@@ -72,9 +71,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    if args.ranks is not None and args.ranks.link.size > 1:
-        show_ranks(args)
-        return
     plan_here(args)
 
 
@@ -159,7 +155,7 @@ def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
     """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
     prepared, plan, computing = compared.prepared, compared.plan, computing_from(compared.plans)
     return {
-        "model": name_of(Path(prepared.opened["folder"])),
+        "model": name_of(Path(prepared.given)),
         "title": compared.title,
         "device": compared.device,
         "predicted_tps": 1 / plan.token_s if compared.known(plan) else None,

@@ -17,7 +17,7 @@ from ..checkpoint.lazy_model import config_of, longest_context, position_limit
 from ..errors import OutcoreError, RequestError, UsageError
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from ..text import shortened
-from .exchange import ModelCard
+from .events import ModelCard
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from .template import GoTemplate
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from outcore.serve.endpoint import Defaults
-    from outcore.serve.exchange import Service
+    from outcore.serve.api import Defaults
+    from outcore.serve.events import Service
 
 FLAGS = {
     "model": "model",

@@ -125,7 +125,7 @@ def _add_network(parser: ArgumentParser) -> None:
         "--max-connections", type=int, default=512, metavar="N", help="Connections at once. Default: %(default)s."
     )
     group.add_argument(
-        "--max-body", metavar="SIZE", default="16MB", help="Size of a request at most. Default: %(default)s."
+        "--max-body", metavar="SIZE", default="4MB", help="Size of a request at most. Default: %(default)s."
     )
     group.add_argument(
         "--drain",
