@@ -57,7 +57,6 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
-from .state import State
 from .transport import Forecast, Transport
 from .vocabulary import Slice, Table, slices_of
 
@@ -73,7 +72,7 @@ class Share(Protocol):
     def layers(self) -> tuple[Layer, ...]:
         """Those of the whole model."""
 
-    def install(self, state: State) -> Transport:
+    def install(self, engine: Engine) -> Transport:
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
 
 
