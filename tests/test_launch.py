@@ -22,15 +22,15 @@ import pytest
 
 import zoo
 from fake_ssh import behind
-from outcore.cli.launch import _status
-from outcore.cli.launch_checks import check_versions, compare
-from outcore.cli.launch_facts import digests, model_facts
-from outcore.cli.launch_hosts import Host, find_hosts, remote_command
-from outcore.cli.launch_ranks import Rank, RankProcesses
 from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
 from outcore.machine.gpus import nvidia_gpus
+from outcore_cluster.launch.checks import check_versions, compare
+from outcore_cluster.launch.facts import digests, model_facts
+from outcore_cluster.launch.hosts import Host, find_hosts, remote_command
+from outcore_cluster.launch.launch import _status
+from outcore_cluster.launch.processes import Rank, RankProcesses
 from outcore_cluster.link.guard import on_host
 
 TOY = [sys.executable, str(Path(__file__).parent / "support" / "link_toy.py")]
@@ -382,7 +382,7 @@ def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
             if len(made) == 2:
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("outcore.cli.launch.subprocess.Popen", Interrupted)
+    monkeypatch.setattr("outcore_cluster.launch.launch.subprocess.Popen", Interrupted)
     assert main(["launch", *behind(tmp_path, "abc", "exec sleep 30"), "--program", "--", *TOY]) == 130
     ended = [guard.poll() is not None for guard in made]
     for guard in made:

@@ -15,11 +15,11 @@ from outcore.cli.console import PlainConsole
 from outcore.cli.draft_table import drafts_table
 from outcore.cli.main import usage
 from outcore.cli.plan import _curve_table
-from outcore.cli.ranks_alone import SingleMachine
-from outcore.cli.ranks_table import ranks_table
 from outcore.loading.preparation import prepare
 from outcore_bench.document import Stat
 from outcore_bench.table import table
+from outcore_cluster.launch.alone import SingleMachine
+from outcore_cluster.launch.plan import ranks_table
 from outcore_cluster.ranks_plan import RanksPlan
 from outcore_cluster.timing import LinkTimes
 from test_ranks_plan import part

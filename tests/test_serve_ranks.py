@@ -21,11 +21,10 @@ import pytest
 
 from outcore.cli import serve
 from outcore.cli.commands import parser_of
-from outcore.cli.serve_ranks import check_shared
 from outcore.errors import UsageError
+from outcore_cluster.group import RankGroup
+from outcore_cluster.launch.as_rank import leave_out
 from outcore_cluster.link.memory_link import memory_links
-from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.sharing import as_ranked
 
 FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
 LAUNCH = ["launch", "--hosts", "local,local", "--"]
@@ -215,12 +214,13 @@ def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
     args = parser_of("serve").parse_args(["--model", "m", *more])
     args.ranks = RankGroup(memory_links(2)[0])
     with pytest.raises(UsageError, match=why):
-        check_shared(args, [*args.model])
-        as_ranked(serve.service_options(args).load)
+        assert args.ranks.serves(args, [*args.model])
+        args.ranks.options(serve.service_options(args).load)
 
 
 def test_what_nobody_asked_for_is_off() -> None:
     args = parser_of("serve").parse_args(["--model", "m"])
     args.ranks = RankGroup(memory_links(2)[0])
-    load = as_ranked(serve.service_options(args).load)
+    leave_out(args)
+    load = args.ranks.options(serve.service_options(args).load)
     assert (load.prefix_cache, load.draft) == ("off", "auto")

@@ -123,13 +123,6 @@ FLAGS = {"prompt": "--prompt-tokens"}
 """Flags whose names are not their arguments'."""
 
 
-class Ranks(Protocol):
-    """The ranks that share a model (``outcore_cluster.link.ranks``)."""
-
-    @property
-    def owners(self) -> tuple[int, ...] | None: ...
-
-
 class SequenceCount(Protocol):
     """As many sequences as answer a number of requests soonest (``plan.workload``)."""
 
@@ -224,7 +217,7 @@ class LoadOptions:
         lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
             files that were written to since; whoever evaluates parameters before is not told.
         flags: the values came from a command line: errors name its flags.
-        ranks: the ranks that share the model (``outcore_cluster.link.ranks``); None: this process alone has it.
+        ranks: other machines that have layers of the model (``loading.preparation.Ranks``); None: it is all here.
 
     Raises:
         UsageError: a value is of another kind, or out of range.
@@ -259,7 +252,7 @@ class LoadOptions:
     adapter_path: str | None = None
     lazy: bool = False
     flags: bool = field(default=False, repr=False, compare=False)
-    ranks: Ranks | None = field(default=None, repr=False, compare=False)
+    ranks: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         counts = {

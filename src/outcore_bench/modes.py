@@ -20,7 +20,7 @@ from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
-from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.group import RankGroup
 
 from .plain_way import PlainWay
 from .words import AUTO, WAYS

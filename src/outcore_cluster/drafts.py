@@ -67,7 +67,7 @@ class SharedModel:
     """How a model is shared out.
 
     Attributes:
-        owners: the rank of each layer, in the order of calls.
+        owners: the rank of each layer, in the order of calls. ``profile``: what this rank holds.
         draft: what drafts. ``choices``: what ``auto`` chose from; ``choice``: what it is expected to give.
         filled: the draft goes on from caches that are filled for it.
     """
@@ -77,6 +77,7 @@ class SharedModel:
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
     filled: bool = False
+    profile: Any = None
 
 
 @dataclass(frozen=True)

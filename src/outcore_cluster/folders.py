@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outcore.checkpoint.checkpoint import ADAPTER_CONFIG, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
@@ -20,11 +20,13 @@ from outcore.text import counted
 
 from .cuts import Cuts
 from .layer_shares import in_blocks, in_turn
-from .link.ranks import RankGroup
 from .partial_checkpoint import name_in_hub
 from .rank_pack import RankPack
 from .rank_share import cuts_of, head_paths
 from .weight_prints import OWN_CODE, first_other, weight_prints
+
+if TYPE_CHECKING:
+    from .group import RankGroup
 
 MOST_RANKS = 1000
 

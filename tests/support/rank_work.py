@@ -37,13 +37,12 @@ from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
-from outcore_cluster.download import resolve_shared
 from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
+from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import Leader, follow
 from outcore_cluster.link.link import Arrival, Link
-from outcore_cluster.link.ranks import RankGroup
 from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
@@ -517,7 +516,7 @@ def downloaded(
     try:
         with hub.asked():
             asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
-            folder = resolve_shared("owner/name", None, asked, said.append)
+            folder = asked.ranks.model_folder("owner/name", None, asked, said.append)
         found, did = text(link, folder, tokens, **options)
     finally:
         os.environ.pop("OUTCORE_CACHE")

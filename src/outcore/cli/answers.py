@@ -29,10 +29,9 @@ from ..sizes import format_size
 from ..text import counted, one_line
 from .ctrl_c import interruptible, never
 from .engine import ProgressBar, sweep_progress
-from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
+from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP, TYPED_ELSEWHERE
 from .generate import AnswerOutput
 from .output import say
-from .ranks import RANK_TYPED
 from .stop_strings import until_stop
 
 COMMAND = re.compile(r"/[a-z]+")
@@ -115,7 +114,7 @@ class Chat:
 
     def _more(self) -> str:
         """Further keys, but for those that say nothing here."""
-        if RANK_TYPED in os.environ:
+        if TYPED_ELSEWHERE in os.environ:
             return LINE_HELP
         return f"{SAVING_HELP}, {MORE_HELP}" if transport_of(self._model).alone else MORE_HELP
 

@@ -18,8 +18,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from outcore_cluster.link.ranks import RankGroup
-
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.batch import Progress, answers
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _agreement(args: argparse.Namespace) -> Agreement:
     """With the ranks that share the model, if there are any."""
-    ranks: RankGroup | None = getattr(args, "ranks", None)
+    ranks = getattr(args, "ranks", None)
     return Solo() if ranks is None else ranks.agreement
 
 

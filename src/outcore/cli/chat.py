@@ -41,9 +41,9 @@ from .engine import (
     watched,
 )
 from .failures import tell
+from .flags.chat import TYPED_ELSEWHERE
 from .model_folder import model_folder
 from .preset import Preset
-from .ranks import RANK_TYPED
 from .text_arguments import check_window_arguments
 
 CONTEXTS = None, 512, 256
@@ -59,8 +59,6 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     check_max_tokens(args.max_tokens)
     draft, drafting = draft_options(args)
-    if getattr(args, "ranks", None) is not None:
-        args.prefix_cache = "off" if args.prefix_cache == "on" else args.prefix_cache
     check_window_arguments(args)
     if args.context is not None:
         whole("--context", args.context)
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
                 **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
             }
             chat = Chat(model, template, given, bar, args.model, preset.stop)
-            if sys.stdin.isatty() or RANK_TYPED in os.environ:
+            if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 chat.greet()
             with session_file(args.session) as path:
                 if path is not None and chat.resume(path) and args.system_prompt:

@@ -145,11 +145,11 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
     with rank as speaks, streams(as_json, silent or not speaks, sys.stderr):
         with spinner("starting") if speaks and not quiet else nullcontext():
-            with _uninterrupted():
+            with uninterrupted():
                 run = _work(command, parser.run)
             # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
             if "mlx.core" in sys.modules:
-                with _uninterrupted():
+                with uninterrupted():
                     _look_for_compiler()
                 # What a command says of its peak is its own: another one may have run in this process.
                 importlib.import_module("..machine.allocator", __package__).reset_peak()
@@ -223,7 +223,7 @@ def _taken(key: str, found: Setting) -> str:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ctrl-C takes effect at the end: MLX's own modules, interrupted while they are made, swallow it or fail to be.
 
     Threads that begin meanwhile, NumPy's and MLX's, never take it from the main thread.

@@ -31,7 +31,6 @@ from .arguments import FEWER_TOKENS, engine_options, planning_options
 from .console import PlainConsole
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
-from .ranks_table import show_ranks
 
 BAR, LEAST_BAR, WIDTH = 30, 8, 120
 """Characters of the longest bar, of the longest where there is little room, and of a line where standard output is no
@@ -72,9 +71,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    if args.ranks is not None and args.ranks.link.size > 1:
-        show_ranks(args)
-        return
     plan_here(args)
 
 

@@ -38,7 +38,6 @@ from ..text import counted, half_character, one_line, shortened
 from .arguments import check_max_tokens, engine_options
 from .flags.serve import NOT_HERE, NOTHING_HERE
 from .preset import Preset
-from .serve_ranks import check_shared, follow_first, ranks_of
 
 if TYPE_CHECKING:
     from ..engine.transport import Forecast
@@ -73,11 +72,9 @@ def run(args: argparse.Namespace) -> None:
     limits, defaults = limits_of(args), defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
-    if (ranks := ranks_of(args)) is not None:
-        check_shared(args, names)
-        if ranks.link.rank:
-            follow_first(names, args.revision, service_options(args))
-            return
+    ranks = getattr(args, "ranks", None)
+    if ranks is not None and not ranks.serves(args, names):
+        return
     share_one_heap()
     # Before anything is loaded, which takes long.
     sockets = listen(args.host, whole("--port", args.port, 0, 65535))
@@ -115,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
             each.close()
     if signal.SIGINT in server.signals:
         if ranks is not None:
-            ranks.link.close()  # all have ended well, whatever this one's status is
+            ranks.close()  # all have ended well, whatever this one's status is
         raise KeyboardInterrupt
 
 
@@ -324,7 +321,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
         engine["kv_disk"] = "off"
-    shared = ranks_of(args) is not None
     return ServiceOptions(
         load=LoadOptions(
             **engine,
@@ -333,7 +329,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
             prefill_step_size=args.prefill_step_size,
             trust_remote_code=args.trust_remote_code,
             adapter_path=args.adapter_path,
-            prefix_cache="off" if shared and args.prefix_cache == "on" else args.prefix_cache,
+            prefix_cache=args.prefix_cache,
         ),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),

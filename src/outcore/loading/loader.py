@@ -13,8 +13,6 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
-from outcore_cluster.sharing import as_ranked, as_work, ranks_of
-
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
@@ -134,7 +132,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     try:
         return _loaded(model_path, o, report)
     except StoreSpaceError as error:
-        if o.draft != AUTO or ranks_of(o) is not None:
+        if o.draft != AUTO or o.ranks is not None:
             raise
         # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
         model, config = _loaded(model_path, replace(o, draft=NONE), report)
@@ -143,8 +141,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    o = as_ranked(o)
-    report = as_work(o, report)
+    if o.ranks is not None:
+        o, report = o.ranks.options(o), o.ranks.report(report)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)

@@ -17,6 +17,9 @@ SAVING_HELP = "/save FILE and /load FILE keep the conversation"
 LINE_HELP = "/help is h, /bye is q; each line is a message"
 MORE_HELP = "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
 
+TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
+"""Set where standard input is lines that somebody types at a launcher elsewhere."""
+
 
 def setup_arg_parser() -> ArgumentParser:
     """The command's flags."""

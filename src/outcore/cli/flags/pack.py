@@ -36,19 +36,5 @@ def setup_arg_parser() -> ArgumentParser:
         help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when first "
         "asked for. Default: none.",
     )
-    parser.add_argument(
-        "--ranks",
-        dest="ranks_wanted",
-        metavar="N[:SHARES]",
-        help="Write a folder for each of so many machines that will share the model's layers (outcore launch), rank-0, "
-        "rank-1 and so on in --output: with its own layers and what all need; the head is the first one's. SHARES: how "
-        "much of the layers each has, such as 2:1,3. Default: one copy of all of it.",
-    )
-    parser.add_argument(
-        "--blocks",
-        action="store_true",
-        help="With --ranks: each machine gets layers that follow each other, for machines whose memories hold all of "
-        "them together. Else they alternate, so that all disks read at the same time.",
-    )
     add_output_arguments(parser)
     return parser

@@ -1,4 +1,4 @@
-"""Whether all hosts have the same model: ``python -m outcore.cli.launch_facts MODEL RANK [REVISION]``, on each of them.
+"""Whether all hosts have the same model: ``python -m outcore_cluster.launch.facts MODEL RANK [REVISION]`` on each.
 
 Digests leave out times, which copies of a folder do not share. They are over the whole of small files (configuration,
 tokenizer, templates), over headers, and over a block of each tensor.
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.find_model import of_rank
-from ..errors import CheckpointError, MissingFileError, OutcoreError
-from ..machine.small_files import TOKENIZER_BYTES, read_small
-from ..text import one_line
+from outcore.checkpoint.find_model import of_rank
+from outcore.errors import CheckpointError, MissingFileError, OutcoreError
+from outcore.machine.small_files import TOKENIZER_BYTES, read_small
+from outcore.text import one_line
 
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 """Files beside the weights that decide what a prompt's tokens are."""
@@ -48,7 +48,7 @@ def digests(folder: Path) -> dict[str, str]:
     Raises:
         OutcoreError: it is no model's, or not whole. OSError: a file cannot be read.
     """
-    from ..checkpoint.manifest import is_packed
+    from outcore.checkpoint.manifest import is_packed
 
     paths = sorted({path for pattern in SMALL for path in folder.glob(pattern) if path.is_file()})
     # ``pack`` notes in its manifest when and from what it was made.
@@ -70,8 +70,8 @@ def _over(paths: Sequence[Path], more: str) -> str:
 
 
 def _weights(folder: Path) -> str:
-    from ..checkpoint.checkpoint import open_checkpoint
-    from ..checkpoint.identity import identity
+    from outcore.checkpoint.checkpoint import open_checkpoint
+    from outcore.checkpoint.identity import identity
 
     checkpoint = open_checkpoint(folder)
     tensors = {file: [t for t in checkpoint.tensors.values() if t.file == file] for file in checkpoint.files}
@@ -85,7 +85,7 @@ def _weights(folder: Path) -> str:
 
 def _whole(folder: Path) -> bool:
     """Whether the Hub's cache has all shards."""
-    from ..checkpoint.checkpoint import open_checkpoint
+    from outcore.checkpoint.checkpoint import open_checkpoint
 
     try:
         open_checkpoint(folder)

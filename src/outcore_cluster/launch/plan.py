@@ -11,26 +11,26 @@ from typing import Any
 
 from rich.table import Table
 
+from outcore.calibration.calibrate import calibrated
+from outcore.checkpoint.hub_cache import name_of
+from outcore.cli.arguments import FEWER_TOKENS, engine_options, planning_options
+from outcore.cli.console import PlainConsole
+from outcore.cli.engine import measuring, progress_bar, warn
+from outcore.cli.model_folder import model_folder
+from outcore.errors import BudgetError
+from outcore.loading.preparation import Preparation, prepare
+from outcore.sizes import format_size
 from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare
 from outcore_cluster.ranks_plan import RankPart, RanksPlan
 
-from ..calibration.calibrate import calibrated
-from ..checkpoint.hub_cache import name_of
-from ..errors import BudgetError
-from ..loading.preparation import Preparation, prepare
-from ..sizes import format_size
-from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .console import PlainConsole
-from .engine import measuring, progress_bar, warn
-from .model_folder import model_folder
-from .ranks_alone import SingleMachine, all_alone, beside
+from .alone import SingleMachine, all_alone, beside
 
 WIDTH, WIDE = 120, 110
 """Characters of a line where standard output is no terminal, and from which on a machine's row takes one."""
 
 
-def show_ranks(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Measure each machine where it is not known, have each make its plan, and show all of them on the first.
 
     Raises:

@@ -8,45 +8,41 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
-from ..monitoring.publisher import staying
+from outcore.cli.serve import service_options
+from outcore.decode.continuous import Continuous
+from outcore.errors import UsageError
+from outcore.loading.loader import load_model
+from outcore.monitoring import publish
+from outcore.monitoring.publisher import staying
+from outcore.serve.service import ServiceOptions
+from outcore.serve.shelf import Shelf
+
+from ..leading import follow
 
 if TYPE_CHECKING:
-    from outcore_cluster.link.ranks import RankGroup
-
-    from ..serve.service import ServiceOptions
+    from ..group import RankGroup
 
 
-def ranks_of(args: argparse.Namespace) -> RankGroup | None:
-    """The ranks that share the model; None: there is one machine."""
-    ranks: RankGroup | None = getattr(args, "ranks", None)
-    return ranks if ranks is not None and ranks.link.size > 1 else None
-
-
-def check_shared(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse what is not shared: a model that is loaded because a client asks for it would end all ranks where one of
-    them has no room for it.
+def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> bool:
+    """Whether this rank has the server. Another one computes what the first says, and returns when that ends.
 
     Raises:
-        UsageError: there is not one model alone.
+        UsageError: there is not one model alone. One that is loaded because a client asks for it would end all ranks
+            where one of them has no room for it.
     """
     if args.models_folder is not None or len(names) != 1:
         raise UsageError("one model over several machines; give --model once, and no --models-folder")
+    if ranks.link.rank:
+        _follow_first(names, args.revision, service_options(args))
+    return ranks.link.rank == 0
 
 
-def follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
+def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
     """Compute what the first rank says, until it ends. Ctrl-C is that one's to hear.
 
     Raises:
         LinkError: the run has failed. OutcoreError: this rank cannot go on.
     """
-    from outcore_cluster.leading import follow
-
-    from ..decode.continuous import Continuous
-    from ..loading.loader import load_model
-    from ..monitoring import publish
-    from ..serve.shelf import Shelf
-
     offered = Shelf(names, None, revision=revision).default
     with _uninterrupted(), staying("serve"):
         model, _ = load_model(offered.folder, options.load)

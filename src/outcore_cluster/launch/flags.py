@@ -1,11 +1,11 @@
-"""The flags of ``outcore launch``."""
+"""The flags of ``outcore launch``, and those of ``outcore pack`` that are about ranks. Light: no MLX."""
 
 from __future__ import annotations
 
 import argparse
 
-from ..arguments import add_output_arguments
-from ..parser import ArgumentParser
+from outcore.cli.arguments import add_output_arguments
+from outcore.cli.parser import ArgumentParser
 
 
 def setup_arg_parser() -> ArgumentParser:
@@ -50,3 +50,22 @@ def setup_arg_parser() -> ArgumentParser:
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="What each of them runs.")
     add_output_arguments(parser)
     return parser
+
+
+def add_pack_flags(parser: ArgumentParser) -> None:
+    """Add ``--ranks`` and ``--blocks`` to ``outcore pack``."""
+    parser.add_argument(
+        "--ranks",
+        dest="ranks_wanted",
+        metavar="N[:SHARES]",
+        help="Write a folder for each of so many machines that will share the model's layers (outcore launch), rank-0, "
+        "rank-1 and so on in --output: with its own layers and what all need; the head is the first one's. SHARES: how "
+        "much of the layers each has, such as 2:1,3. Default: one copy of all of it.",
+    )
+    parser.add_argument(
+        "--blocks",
+        action="store_true",
+        help="With --ranks: each machine gets layers that follow each other, for machines whose memories hold all of "
+        "them together. Else they alternate, so that all disks read at the same time.",
+    )
+    parser.run = "outcore_cluster.launch.pack:run"

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
-from ..errors import LinkError, UsageError
-from ..text import one_line
-from .output import Nowhere, Result
-from .parser import ArgumentParser
+from outcore.cli.main import uninterrupted
+from outcore.cli.output import Nowhere, Result
+from outcore.cli.parser import ArgumentParser
+from outcore.errors import LinkError, UsageError
+from outcore.text import one_line
 
 if TYPE_CHECKING:
     from outcore_cluster.link.link import Link
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 RANK = "MLX_RANK"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
 """Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
-
-RANK_TYPED = "OUTCORE_RANK_TYPED"
-"""Set where a first rank's standard input is lines that somebody types at a launcher elsewhere."""
 
 COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan", "bench"
 """That run on several machines."""
@@ -58,6 +56,12 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     for flag, asked in refused.items():
         if asked:
             raise UsageError(f"{flag}: not over several machines; leave it out")
+
+
+def leave_out(args: argparse.Namespace) -> None:
+    """Have off what commands have on by themselves, and is not done over several machines."""
+    if getattr(args, "prefix_cache", None) == "on":
+        args.prefix_cache = "off"
 
 
 SAME = (
@@ -122,11 +126,16 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         yield True
         return
     check_command(name, args)
-    from outcore_cluster.link.ranks import RankGroup
+    # MLX's own modules, interrupted while they are made, fail to be.
+    with uninterrupted():
+        from outcore.checkpoint.find_model import of_rank
 
-    from ..checkpoint.find_model import of_rank
+        from ..group import RankGroup
 
     args.ranks = RankGroup(link, host=link.host)
+    leave_out(args)
+    if name == "plan":
+        parser.run = "outcore_cluster.launch.plan:run"
     speaks = link.rank == 0
     try:
         check_same(link, name, args)
@@ -150,6 +159,6 @@ def _link(environment: Mapping[str, str] = os.environ) -> SocketLink | None:
     # Few runs have ranks, and sockets and their like take 40 ms to import.
     if RANK not in environment:
         return None
-    from outcore_cluster.link.environment import from_environment
+    from ..link.environment import from_environment
 
     return from_environment()

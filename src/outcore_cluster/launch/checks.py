@@ -8,10 +8,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import LinkError
-from ..machine.settings import setting
-from .launch_facts import ABSENT, ORIGINAL, PACKED
-from .launch_ranks import Rank, RankProcesses
+from outcore.errors import LinkError
+from outcore.machine.settings import setting
+
+from .facts import ABSENT, ORIGINAL, PACKED
+from .processes import Rank, RankProcesses
 
 VERSIONS = ("outcore", "mlx", "mlx-lm")
 CHECK_S = 60.0
@@ -52,7 +53,7 @@ def check_models(ranks: RankProcesses, command: argparse.Namespace, python: str)
     revision = getattr(command, "revision", None)
     for rank, there in zip(ranks.ranks, names, strict=True):
         more = [str(revision)] if revision else []
-        rank.say(check=[python, "-m", "outcore.cli.launch_facts", str(there), str(rank.number), *more])
+        rank.say(check=[python, "-m", "outcore_cluster.launch.facts", str(there), str(rank.number), *more])
     answers = zip(ranks.ranks, ranks.await_all("checked", CHECK_S), strict=True)
     compare([(rank, _facts(rank, text)) for rank, text in answers], list(map(str, names)))
 

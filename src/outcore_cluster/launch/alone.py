@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.errors import BudgetError, OutcoreError
+from outcore.loading.preparation import prepare
+from outcore.plan.draft_cost import NONE
+from outcore.sizes import format_size
 from outcore_cluster.link.link import Link
 from outcore_cluster.ranks_plan import RanksPlan
-
-from ..errors import BudgetError, OutcoreError
-from ..loading.preparation import prepare
-from ..plan.draft_cost import NONE
-from ..sizes import format_size
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import LinkError
-from ..machine.processes import is_stopped
-from ..text import printable
-from .launch_hosts import Host
+from outcore.errors import LinkError
+from outcore.machine.processes import is_stopped
+from outcore.text import printable
+
+from .hosts import Host
 
 LINES = 20
 """Last lines of a rank that are kept."""

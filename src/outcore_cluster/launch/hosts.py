@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import UsageError
-from ..machine.small_files import CONFIG_BYTES, read_small
-from ..text import one_line, quoted, shortened
+from outcore.errors import UsageError
+from outcore.machine.small_files import CONFIG_BYTES, read_small
+from outcore.text import one_line, quoted, shortened
 
 LOCAL = ("local", "localhost", "127.0.0.1", "::1")
 

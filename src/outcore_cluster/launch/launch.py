@@ -23,14 +23,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import LinkError, UsageError
-from ..text import meant, printable, shortened, unmoved
-from .launch_checks import check_models, check_versions
-from .launch_hosts import Host, find_hosts, models_of, remote_command, variable_of
-from .launch_input import Input, LauncherDocument, Streams
-from .launch_ranks import Rank, RankProcesses, how
-from .ranks import RANK_MODEL, RANK_TYPED, check_command
-from .spinner import spinner
+from outcore.cli.flags.chat import TYPED_ELSEWHERE
+from outcore.cli.spinner import spinner
+from outcore.errors import LinkError, UsageError
+from outcore.text import meant, printable, shortened, unmoved
+
+from .as_rank import RANK_MODEL, check_command
+from .checks import check_models, check_versions
+from .hosts import Host, find_hosts, models_of, remote_command, variable_of
+from .input import Input, LauncherDocument, Streams
+from .processes import Rank, RankProcesses, how
 
 READY_S = 20.0
 """Seconds until a host's guard must have answered, from a cold disk too."""
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 with _held(ranks):
                     rank = _guarded(args, number, host, python, events, own)
                     ranks.ranks.append(rank)
-                typed = {RANK_TYPED: "1"} if number == 0 and own is None and streams.terminal else {}
+                typed = {TYPED_ELSEWHERE: "1"} if number == 0 and own is None and streams.terminal else {}
                 rank.say(start=_order(command, variables | typed, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
             if not args.no_check:
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(words: Sequence[str]) -> argparse.Namespace:
     """The command that ranks run, checked here before anything is started anywhere."""
-    from .commands import commands, parser_of
+    from outcore.cli.commands import commands, parser_of
 
     if words and words[0] not in commands():
         raise UsageError(
