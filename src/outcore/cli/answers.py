@@ -21,6 +21,7 @@ from ..decode.one_text import make_room
 from ..decode.prompt import check_prompt
 from ..decode.saved_conversation import Saved, SavedTurn
 from ..decode.speculative.speculate import Processor
+from ..engine.engine import State
 from ..engine.session import Session
 from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, PromptError, StoreError, UsageError
@@ -147,7 +148,7 @@ class Chat:
         """Keep what was computed of the conversation, for whoever goes on with it."""
         conversation, prefix = self._conversation, self._session.prefix
         # An answer that broke off in an unforeseen way may have left more in the caches than is known.
-        if prefix is not None and conversation.held and not self._session.closed and not self._answering:
+        if prefix is not None and conversation.held and self._session.state is not State.CLOSED and not self._answering:
             text = conversation.text[: conversation.held]
             self._kept = prefix.keep(text, conversation.cache, self._kept)
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..engine.engine import State
 from ..engine.session import Session
 from ..plan.draft_cost import MOST
 from .hidden_states import HiddenStates
@@ -113,7 +114,7 @@ def drafting_of(session: Session, kwargs: dict[str, Any]) -> tuple[Drafting | No
 def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
     """Room for a context of that many tokens, a prompt, and bytes of caches to go back to. Returns tokens of the prompt
     to compute at a time."""
-    if session.residency is None or session.closed:  # what it holds then stays as it is
+    if session.state is State.CLOSED:  # what it holds then stays as it is
         return step or session.plan.prefill_step
     return session.residency.reserve(tokens, prompt, step, kept)
 

@@ -8,14 +8,12 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-import mlx.nn as nn
-
 from ..checkpoint.pack import pack_overlay
 from ..disk.metrics import Metrics
 from ..disk.reader import THREADS
 from ..disk.ring import Ring
 from ..errors import BudgetError
-from ..machine.allocator import Needs, clear_cache, limits
+from ..machine.allocator import Needs, clear_cache
 from ..machine.device import device_kind, on_cpu
 from ..machine.exclusive import Exclusive
 from ..machine.memory import memory_limits
@@ -26,7 +24,6 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from .binding import (
-    Closable,
     ReadSettings,
     check_when_read,
     close_all,
@@ -45,6 +42,7 @@ from .memory_monitor import Watch
 from .model_profile import ModelProfile
 from .observers import Observers
 from .residency import Residency
+from .resources import Resources
 from .streaming import Streaming
 from .transport import Solo, Transport
 from .vocabulary import StreamedTable
@@ -59,35 +57,6 @@ class State(Enum):
     RESIDENT = "resident"
     STREAMING = "streaming"
     CLOSED = "closed"
-
-
-class _Held:
-    """What is given back when a model is closed, or dropped unclosed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.closed = False
-        # Nothing here refers to the model, as the engine and its tables do: it would never be collected.
-        self._model = weakref.ref(model)
-        self._threads: weakref.finalize[Any, Any] | None = None
-        self._limits: weakref.finalize[Any, Any] | None = None
-
-    def limits(self, needs: Needs) -> None:
-        """What is needed of MLX's allocator from now on."""
-        if not self.closed and (model := self._model()) is not None:
-            self._limits = limits.hold(model, needs)
-
-    def files(self, *opened: Closable) -> None:
-        """Threads and files that are open now, in place of those before."""
-        if self._threads is not None:
-            self._threads.detach()
-        if (model := self._model()) is not None:
-            self._threads = weakref.finalize(model, close_all, *opened)
-
-    def close(self) -> None:
-        """Give MLX's limits back."""
-        self.closed = True
-        if self._limits is not None:
-            self._limits()
 
 
 class Engine:
@@ -111,6 +80,7 @@ class Engine:
         drafting: what drafts tokens for it; None for nothing.
         residency: makes room, sheds and regrows resident layers.
         watch: what watches memory; None where it was not asked for, or nothing could be shed.
+        reading: how files are read, and the folders that they are read from.
         closing: who is called when it is to be closed, before it waits for the pass under way.
 
     Raises:
@@ -136,9 +106,9 @@ class Engine:
         self.streaming: Streaming | None = None
         self.watch: Watch | None = None
         self.drafting: Drafter | None = None
-        self._notes, self._reading = notes, reading
+        self._notes, self.reading = notes, reading
         self._unbound: Plan | None = None  # could not be bound while the model ran: whoever calls it next tries again
-        self._held = _Held(profile.lazy.model)
+        self._resources = Resources(profile.lazy.model)
         self._tell_of_lost_folders()
         clear_cache()
         if on_cpu():
@@ -151,10 +121,10 @@ class Engine:
             if self.plan.streams:
                 self._bind(self.plan)
             else:
-                self._hold(self.plan)
+                self.hold(self.plan)
                 self._load_all(lazy)
         except BaseException:
-            self._held.close()
+            self._resources.close()
             raise
         if govern and self.residency.layers.spare_bytes:
             self.watch = Watch(self, self.residency)
@@ -164,16 +134,14 @@ class Engine:
     @property
     def state(self) -> State:
         """Whether anything is streamed now."""
-        if self._held.closed:
+        if self._resources.closed:
             return State.CLOSED
         return State.RESIDENT if self.streaming is None else State.STREAMING
 
     @property
     def io(self) -> str:
         """How files are read: ``direct``, ``cached``, or ``none`` when everything is resident."""
-        if self.streaming is None:
-            return "none"
-        return "direct" if self.streaming.ring.reader.direct else "cached"
+        return self._resources.io
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -191,7 +159,7 @@ class Engine:
         """Run by another plan from now on, for a model of another size; MLX keeps no more freed memory than it leaves
         over."""
         self.plan, self.size = plan, size or self.size
-        self._hold(plan)
+        self.hold(plan)
 
     def resize(self, size: ModelSize) -> None:
         """Count what the model weighs anew, before there is a plan for that."""
@@ -204,10 +172,15 @@ class Engine:
             size: what the model weighs then; None: as now.
 
         Raises:
-            StoreError, ReadError, CheckpointError: files or slots cannot be had. The next call of the model tries again.
+            StoreError, ReadError, CheckpointError: files or slots cannot be had. The next call tries again.
         """
         self.size = size or self.size
         model = self.profile.lazy.model
+
+        def again(_: object, args: Any, kwargs: Any) -> Any:
+            self.bind_again()
+            return model(*args, **kwargs)
+
         unswap(model)
         try:
             self._bind(plan)
@@ -215,7 +188,7 @@ class Engine:
             # Its weights are neither in memory nor bound to a ring.
             self._unbound = plan
             unswap(model)  # it may have got as far as the ring
-            swap(model, "Unbound", self._bound_again)
+            swap(model, "Unbound", again)
             raise
         self._unbound, self.plan = None, plan
         if self.watch is not None:
@@ -230,10 +203,6 @@ class Engine:
         with self.exclusive:
             if self._unbound is not None:
                 self.stream(self._unbound)
-
-    def _bound_again(self, _: object, args: Any, kwargs: Any) -> Any:
-        self.bind_again()
-        return self.profile.lazy.model(*args, **kwargs)
 
     def draft_with(self, drafting: Drafter | None, droppable: DroppableDraft | None = None) -> None:
         """What drafts from now on; ``droppable``: how it is given up where memory is short."""
@@ -263,7 +232,7 @@ class Engine:
                 # What drafted may have been given up, all the same.
                 self.plan = replace(self.plan, budget_bytes=before.budget_bytes)
                 raise
-            self._hold(self.plan)
+            self.hold(self.plan)
 
     def before_pass(self) -> None:
         """Look at memory, where nothing is streamed; a streamed model looks by itself.
@@ -277,7 +246,7 @@ class Engine:
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
         """Raise a StoreError where the disk has no room for a plan's keys and values."""
         if plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
-            scratch_for(size, plan, self._reading).close(unread=True)
+            scratch_for(size, plan, self.reading).close(unread=True)
 
     def close(self) -> None:
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe
@@ -289,11 +258,11 @@ class Engine:
             if self.streaming is not None:
                 self.streaming.close()
             self.transport.close()
-            self._held.close()
+            self._resources.close()
 
     # How it is done
 
-    def _hold(self, plan: Plan) -> None:
+    def hold(self, plan: Plan) -> None:
         """Take what a plan needs of MLX's allocator."""
         left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
         needs = Needs(
@@ -306,12 +275,12 @@ class Engine:
             waits=plan.streams,
             wired=plan.peak_bytes,
         )
-        self._held.limits(needs)
+        self._resources.limits(needs)
 
     def _load_all(self, lazy: bool) -> None:
         """Read all weights into memory; or have the first call read them."""
         profile = self.profile
-        make_resident(profile, (), (), self._reading.progress, lazy)
+        make_resident(profile, (), (), self.reading.progress, lazy)
         self.transport.whole(profile.lazy.model)
         profile.lazy.checkpoint.check()
         if lazy:
@@ -320,9 +289,9 @@ class Engine:
     def _bind(self, plan: Plan) -> None:
         """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an
         error."""
-        profile, reading = replace(self.profile, size=self.size), self._reading
-        pack_overlay(profile.lazy, profile.layers, profile.overlay, self._reading.progress)
-        self._hold(plan)
+        profile, reading = replace(self.profile, size=self.size), self.reading
+        pack_overlay(profile.lazy, profile.layers, profile.overlay, self.reading.progress)
+        self.hold(plan)
         if self.streaming is not None:
             self.streaming.release()
             self.streaming.set_pools(*pool_units(profile, plan))
@@ -366,13 +335,14 @@ class Engine:
                 )
                 self.streaming.set_pools(*pool_units(profile, plan))
             self._keep_apart(self.streaming, plan)
-            make_resident(profile, [units[n].layer for n in streamed], [t.table for t in tables], self._reading.progress)
+            make_resident(profile, [units[n].layer for n in streamed], [t.table for t in tables], self.reading.progress)
             ring.start()
         except BaseException:
             close_all(reader, *row_readers(tables))
             raise
         kv = self.streaming.beside
-        self._held.files(ring, *row_readers(tables), *([] if kv is None else [kv]))
+        self._resources.io = "direct" if reader.direct else "cached"
+        self._resources.files(ring, *row_readers(tables), *([] if kv is None else [kv]))
 
     def _keep_apart(self, streaming: Streaming, plan: Plan) -> None:
         """Have keys and values of streamed layers lie on disk, if that is the plan.
@@ -385,7 +355,7 @@ class Engine:
         if isinstance(kv := streaming.beside, KvDisk):
             kv.resize(plan.kv_slot)
             return
-        profile, scratch, there = self.profile, scratch_for(self.size, plan, self._reading), weakref.ref(streaming)
+        profile, scratch, there = self.profile, scratch_for(self.size, plan, self.reading), weakref.ref(streaming)
 
         def drain() -> None:
             if (streaming := there()) is not None:
@@ -399,12 +369,12 @@ class Engine:
             drain=drain,
             metrics=self.metrics,
             device=device_kind(),
-            threads=self._reading.threads or THREADS,
+            threads=self.reading.threads or THREADS,
         )
 
     def _tell_of_lost_folders(self) -> None:
         """Tell at once, and at the end, when one of the folders that are read from is lost."""
-        if self._reading.replicas is None:
+        if self.reading.replicas is None:
             return
         there = weakref.ref(self)
 
@@ -413,4 +383,4 @@ class Engine:
             if (engine := there()) is not None:
                 engine.note(line)
 
-        self._reading.replicas.note = note
+        self.reading.replicas.note = note

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,6 +59,9 @@ from .layer_sizes import (
 )
 from .transport import Forecast, Transport
 from .vocabulary import Slice, Table, slices_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class Share(Protocol):

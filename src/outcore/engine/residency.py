@@ -33,10 +33,11 @@ class Residency:
 
     Attributes:
         layers: what of the model is in memory.
+        calibration: of the machine; what layers are expected to take.
     """
 
     def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
-        self.engine, self.chunk = engine, chunk
+        self.engine, self.calibration, self.chunk = engine, calibration, chunk
         self.layers = ResidentLayers(engine, calibration, chunk)
         self._plans = self.layers.plans
 
@@ -75,8 +76,8 @@ class Residency:
         kept = max(kept, size.kept)
         # Room for more than what is asked for, so that it is not asked for with every token; else for that.
         grown = [-(-tokens // GROWTH) * GROWTH, tokens] if tokens > plan.context else [plan.context]
-        if engine.max_context is not None:
-            grown[0] = max(tokens, min(grown[0], engine.max_context))
+        if engine.profile.max_context is not None:
+            grown[0] = max(tokens, min(grown[0], engine.profile.max_context))
         larger = [replace(self._plans.grown(context, prompt), kept=kept) for context in dict.fromkeys(grown)]
         steps = [min(step, prompt)] if step else self._plans.steps(larger[-1], prompt)
         # Room for longer prompts is the last to give way: it is asked for again as they come.

@@ -6,12 +6,13 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..checkpoint.lazy_model import position_limit
 from ..modules.module_tree import modules
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size
 from .binding import ReadSettings
-from .engine import Engine
+from .engine import Engine, State
 from .model_profile import ModelProfile
 
 
@@ -20,6 +21,10 @@ class Session(Engine):
 
     Attributes:
         cpu_streams: MLX streams that linear layers are split over.
+        forms: what its caches look like; none where that is not known.
+        positions: tokens that the model has positions for at all; None: for any number.
+        max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
+        prefill_step_size: tokens of a prompt at a time, if they were asked for.
         vocabulary: tokens that the model has embeddings for; None where that is not known.
         prefix: keeps what was computed of prompts (``decode.prefix``); None: nothing does.
         experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
@@ -42,22 +47,32 @@ class Session(Engine):
         experience: Any = None,
         random_after: int = 0,
         cpu_streams: int = 1,
+        prefill_step_size: int | None = None,
         **more: Any,
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.cpu_streams = cpu_streams
+        self.forms, self.positions = profile.forms, position_limit(profile.lazy.config)
+        self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
         self.text: list[int] | None = None
-        super().__init__(plan, profile, calibration, reading, cpu_streams=cpu_streams, **more)
+        super().__init__(
+            plan,
+            profile,
+            calibration,
+            reading,
+            cpu_streams=cpu_streams,
+            prefill_step_size=prefill_step_size,
+            **more,
+        )
 
     def __repr__(self) -> str:
         plan = self.plan
         layers = f"{plan.held} in memory"
         ring = f", the others through {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.streams else ""
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
-        closed = ", closed" * self.closed
+        closed = ", closed" * (self.state is State.CLOSED)
         return f"<Session{closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
 
     def close(self) -> None:
