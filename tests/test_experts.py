@@ -38,7 +38,7 @@ from outcore.loading import expert_profile
 from outcore.loading.preparation import prepare
 from outcore.machine.cache_contents import contents
 from outcore.machine.cache_folder import cache_dir
-from outcore.machine.device_memory import DeviceMemory, move
+from outcore.machine.device_memory import CudaDriver, DeviceMemory, move
 from outcore.modules.switches import is_stacked
 from outcore.plan.expert_curve import SHARES, Ghosts, curve_of
 from outcore.plan.expert_policy import ExpertPolicy
@@ -387,7 +387,7 @@ def test_numbers_come_in_order_in_arrays_of_any_size(shape: tuple[int, ...], sca
         assert all(a.nbytes <= on_demand.SCALAR for a in numbers.arrays)
 
 
-class FakeDriver:
+class FakeDriver(CudaDriver):
     """CUDA's calls without a device; it refuses copies once it is ``broken``."""
 
     def __init__(self) -> None:

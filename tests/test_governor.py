@@ -11,7 +11,7 @@ import pytest
 
 from outcore.engine.governor import CALM_S, MOST_CALM_S, Decision, Governor, reserve
 from outcore.machine.memory import MemoryLimit
-from outcore.machine.pressure import GroupEvents, Pressure, Stall
+from outcore.machine.pressure import Pressure
 
 MB = 10**6
 UNIT = 50 * MB
@@ -69,10 +69,10 @@ class Machine:
 
     def check(self) -> Decision:
         available = self.total if self.lies else max(0, self.total - self.used)
-        stall = Stall(0.0, int(self.stalled * 1e6))
+        stall = int(self.stalled * 1e6)
         read = reading(
-            available, self.total, swap_ins=self.swapped, major_faults=self.faults, some=stall, full=stall,
-            events=GroupEvents(oom=self.oom),
+            available, self.total, swap_ins=self.swapped, major_faults=self.faults, some_us=stall, full_us=stall,
+            oom=self.oom,
         )  # fmt: skip
         held, spare = self.base + self.resident * UNIT, self.resident * UNIT
         decision = self.governor.decide(self.now, read, held, spare, [UNIT] * self.away, pass_s=self.last)
@@ -219,8 +219,7 @@ def test_one_sign_alone_or_for_a_moment_sheds_nothing() -> None:
     for machine in (Machine(resident=20, loading=3000), Machine(resident=20, cached=True)):
         machine.run(60)
         assert not machine.sheds()
-    stalls = [Stall(90.0, n * 900_000) for n in range(60)]
-    neighbour = [reading(swap_ins=n * 50_000, some=stall, full=stall) for n, stall in enumerate(stalls)]
+    neighbour = [reading(swap_ins=n * 50_000, some_us=n * 900_000, full_us=n * 900_000) for n in range(60)]
     burst = [reading(100 * MB, swap_ins=5000 * (n > 4), major_faults=5000 * (n > 4)) for n in range(12)]
     started_again = [reading(swap_ins=10**6 * (n < 4), major_faults=10**6 * (n < 4)) for n in range(12)]
     for readings in (neighbour, burst, started_again):
@@ -228,11 +227,8 @@ def test_one_sign_alone_or_for_a_moment_sheds_nothing() -> None:
 
 
 def test_faults_with_swapping_or_stalls_and_swapping_without_room_shed_a_quarter_at_a_time() -> None:
-    for signs in ({"swap_ins": 1000}, {"some": 600_000}):
-        readings = [
-            reading(major_faults=n * 1000, **{k: Stall(0.0, n * v) if k == "some" else n * v for k, v in signs.items()})
-            for n in range(12)
-        ]
+    for signs in ({"swap_ins": 1000}, {"some_us": 600_000}):
+        readings = [reading(major_faults=n * 1000, **{k: n * v for k, v in signs.items()}) for n in range(12)]
         found = sheds(readings)
         assert found[:4] == [0] * 4 and found.count(2 * UNIT) == sum(map(bool, found)) >= 2, signs
     assert any(sheds([reading(RESERVE, swap_ins=n * 1000) for n in range(12)]))
@@ -242,10 +238,10 @@ def test_faults_with_swapping_or_stalls_and_swapping_without_room_shed_a_quarter
 
 
 @pytest.mark.parametrize(
-    "events", [GroupEvents(oom=4, oom_kill=1), GroupEvents(oom=3, oom_kill=2), GroupEvents(oom=3, under_oom=True)]
+    "events", [{"oom": 4, "oom_kill": 1}, {"oom": 3, "oom_kill": 2}, {"oom": 3, "under_oom": True}]
 )
-def test_out_of_memory_in_the_group_sheds_everything(events: GroupEvents) -> None:
-    assert sheds([reading(events=GroupEvents(oom=3, oom_kill=1)), reading(events=events)]) == [0, 8 * UNIT]
+def test_out_of_memory_in_the_group_sheds_everything(events: dict[str, int]) -> None:
+    assert sheds([reading(oom=3, oom_kill=1), reading(**events)]) == [0, 8 * UNIT]
 
 
 def test_macos_warning_sheds_a_quarter_once_and_its_critical_level_all() -> None:

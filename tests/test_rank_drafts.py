@@ -15,6 +15,7 @@ import pytest
 import rank_work
 import zoo
 from link_ranks import in_threads, linked
+from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.speculative.speculate import Sampler, Waits
 from outcore.disk.metrics import Metrics
@@ -31,7 +32,6 @@ from outcore_cluster.agreement import Agreement
 from outcore_cluster.drafts import RankedDrafts, SharedModel, Sharing
 from outcore_cluster.group import RankGroup
 from outcore_cluster.layer_shares import RankMeans, share_layers
-from outcore_cluster.link.memory_link import memory_links
 from outcore_cluster.rank_share import cuts_of
 from outcore_cluster.timing import LinkTimes
 from rank_processes import RankProcesses

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from memory_link import memory_links
 from outcore_cluster.group import RankGroup
 from outcore_cluster.launch.alone import SingleMachine, beside
-from outcore_cluster.link.memory_link import memory_links
 from outcore_cluster.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
 from outcore_cluster.timing import LinkTimes
 

@@ -19,12 +19,12 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from memory_link import memory_links
 from outcore.cli import serve
 from outcore.cli.commands import parser_of
 from outcore.errors import UsageError
 from outcore_cluster.group import RankGroup
 from outcore_cluster.launch.as_rank import leave_out
-from outcore_cluster.link.memory_link import memory_links
 
 FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
 LAUNCH = ["launch", "--hosts", "local,local", "--"]
@@ -205,7 +205,6 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
     ("more", "why"),
     [
         (["--model", "another"], "one model over several machines"),
-        (["--models-folder", "models"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
         (["--draft", "mtp"], "--draft mtp: not over several machines"),
     ],

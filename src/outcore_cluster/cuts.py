@@ -19,7 +19,7 @@ from outcore.modules.cache_growth import FEW
 from outcore.modules.call_values import flat
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer
-from outcore.modules.trace import Casts, restored, stand_ins
+from outcore.modules.stand_ins import Casts, restored, stand_ins
 
 from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
 
@@ -77,13 +77,6 @@ class Cuts:
     groups: tuple[tuple[int, ...], ...] = ()
     users: Mapping[int, frozenset[int]] = field(default_factory=dict)
     refusal: str | None = None
-
-    @property
-    def chain(self) -> bool:
-        """Whether nothing but the layer before is ever used."""
-        before = dict(zip(self.order[1:], self.order, strict=False))
-        uses = [(call.uses, before.get(i)) for i, call in self.calls.items()] + [(self.results, self.order[-1])]
-        return all(layer == previous for used, previous in uses for layer, _ in used)
 
 
 def find_cuts(

@@ -15,7 +15,7 @@ import xxhash
 from mlx.utils import tree_flatten
 
 from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
-from outcore.checkpoint.identity import MOST_BLOCKS, Place, prints_of
+from outcore.checkpoint.identity import MOST_BLOCKS, Place, block_of, read_blocks
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
 from outcore.machine.small_files import CONFIG_BYTES
@@ -50,6 +50,27 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
     return found | _of_adapter(lazy.arguments.get("adapter_path"))
 
 
+def prints_of(path: Path, tensors: Sequence[tuple[str, str, Place]]) -> dict[str, str]:
+    """16 hex digits for each of a file's tensors, over what is known of it and one block; the same wherever in a file
+    it lies.
+
+    Args:
+        tensors: a name, what is known of it, and its place.
+
+    Raises:
+        CheckpointError: it cannot be read, or became shorter.
+    """
+    found, blocks = {}, []
+    for _, _, (offset, nbytes) in tensors:
+        at, room = block_of(0, nbytes)
+        blocks.append((offset + at, room))
+    for (name, known, _), data in zip(tensors, read_blocks(path, blocks), strict=True):
+        digest = xxhash.xxh3_64(known.encode())
+        digest.update(data)
+        found[name] = digest.hexdigest()
+    return found
+
+
 def _every_nth(names: Sequence[str]) -> Sequence[str]:
     return names[:: max(1, -(-len(names) // MOST_BLOCKS))]
 
@@ -81,10 +102,7 @@ def _checksums(lazy: LazyModel) -> dict[str, str]:
     if not is_packed(folder):
         return {}
     manifest = read_manifest(folder / MANIFEST)
-    parts = manifest.share.absent if manifest.share is not None else {}
-    return {
-        f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items() if name not in parts
-    }
+    return {f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items()}
 
 
 def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int, str] | None:

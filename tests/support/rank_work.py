@@ -37,12 +37,11 @@ from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
-from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
 from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import Leader, follow
-from outcore_cluster.link.link import Arrival, Link
+from outcore_cluster.link.link import Link
 from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
@@ -96,7 +95,7 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
         outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
         outcore_cluster.sharing.share_layers = outcore_cluster.layer_shares.share_layers  # type: ignore[attr-defined, unused-ignore]
-    own: dict[str, Any] = {} if link is None else {"ranks": RankGroup(link)}
+    own: dict[str, Any] = {} if link is None or link.size == 1 else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
     )
@@ -649,33 +648,6 @@ def device_that_fails(link: Link, folder: Path) -> list[str]:
         except RuntimeError:
             Agreement(link).numbers(lambda: [0])  # so that the other rank waits no longer
     return told
-
-
-def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """What this rank does where a device waits for others itself, and how often that was handed something early. The
-    device of these tests computes at once with what lies behind gates that are open, whatever has come by then; else it
-    begins when it is waited for, and finds them open by then or computes with what is there.
-    """
-    early, watched = 0, list[tuple[Passage, Sequence[TransferGate]]]()
-    watch = Gates.watch
-
-    def noted(self: Gates, arrivals: Sequence[Arrival], gates: Sequence[TransferGate]) -> Passage:
-        watched[:] = [each for each in watched if not each[0].ready]
-        watched.append((passage := watch(self, arrivals, gates), gates))
-        return passage
-
-    def later(*arrays: Any) -> None:
-        nonlocal early
-        early += 1
-        if all(gate._flag[0] for _, gates in watched for gate in gates):
-            mx.eval(*arrays)
-
-    def waits(gate: mx.array) -> mx.array:
-        return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
-
-    device = patch("outcore_cluster.stage.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
-    with device[0], device[1], patch.object(Gates, "watch", noted):
-        return work(link, *args), early
 
 
 def texts_in_turn(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[int]]:

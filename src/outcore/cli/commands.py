@@ -57,7 +57,11 @@ class Command:
 
 def _own(name: str, help: str) -> Command:
     module = name.replace("-", "_")
-    flags, run = f"{__package__}.flags.{module}:setup_arg_parser", f"{__package__}.{module}:run"
+    flags, run = f"{__package__}.parsers:{module}", f"{__package__}.{module}:run"
+    if name == "list":
+        flags += "_"
+    elif name == "serve":
+        flags = f"{__package__}.serve_flags:serve"
     return Command(help, flags, run)
 
 

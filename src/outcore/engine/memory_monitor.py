@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 NOTES = 4
-"""Notes that are kept of what went and came back, the first ones and the last; a run may be long."""
+"""Notes that are kept of what went and came back, the last ones; a run may be long."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Watch:
         read: what the system says of memory; None: ``read_pressure``.
 
     Attributes:
-        decisions: pass before which something was done, and what. ``notes``: for the user, of some of them.
+        decisions: pass before which something was done, and what. ``notes``: for the user, of the last ones.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Watch:
         decision, self._pending = self._pending, None
         if decision is None and self.governor.due(self._clock(), self._since):
             decision = self._look()
-        if decision is not None:
+        if decision is not None and (decision.stop or decision.target != decision.held):
             self._act(decision)
 
     def within_pass(self) -> None:
@@ -137,11 +137,9 @@ class Watch:
                 f"memory ran out while the model was running: {decision.reason}; no resident layer is left to give up"
             )
         layers, growth = self.residency.layers, decision.target - decision.held
-        count, what = layers.give(-growth) if growth < 0 else layers.take(growth) if growth else (0, "")
+        count, what = layers.give(-growth) if growth < 0 else layers.take(growth)
         if not what:
             return
         self.governor.acted(self._clock(), self._read(), decision)
         self.decisions.append((self._passes, Act(*((count, 0) if growth < 0 else (0, count)), decision.reason)))
-        if len(self.notes) >= NOTES:
-            del self.notes[NOTES // 2]
-        self.notes.append(f"pass {self._passes}: {what}: {decision.reason}")
+        self.notes = [*self.notes[-NOTES:], f"pass {self._passes}: {what}: {decision.reason}"]

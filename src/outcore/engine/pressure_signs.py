@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..machine.pressure import Pressure, Stall
+from ..machine.pressure import Pressure
 
 WINDOW_S = 2.0
 """Seconds that a rate is taken over at least: one fault in a millisecond is not a thousand a second, and macOS's
@@ -66,32 +66,30 @@ class Signs:
     def read(self, now: float, pressure: Pressure, short: bool) -> None:
         """Take a reading in. ``short``: there is little room."""
         before, self._before = self._before or pressure, pressure
-        was, events = before.events, pressure.events
         self.asked = (pressure.alarms or 0) > (before.alarms or 0)
         self.gone_wrong = ""
-        if events.oom_kill > was.oom_kill:
+        if pressure.oom_kill > before.oom_kill:
             self.gone_wrong = "the kernel has ended a process of this control group for want of memory"
-        elif events.oom > was.oom:
+        elif pressure.oom > before.oom:
             self.gone_wrong = "the control group ran out of memory"
-        elif events.under_oom:
+        elif pressure.under_oom:
             self.gone_wrong = "tasks of the control group wait for memory that is not there"
         began, base = self._window = self._window or (now, pressure)
         if (seconds := now - began) < WINDOW_S:
             return
         self._window = (now, pressure)
 
-        def paged(name: str, least: float = PAGING) -> bool:
+        def grown(name: str, least: float = PAGING) -> bool:
             return (getattr(pressure, name) or 0) - (getattr(base, name) or 0) >= least * seconds
 
-        faulting, swapping = paged("major_faults"), paged("swap_ins")
-        some, full = (_us(a) - _us(b) for a, b in ((pressure.some, base.some), (pressure.full, base.full)))
-        stalled = some >= STALLED * seconds * 1e6
-        self._full = full >= 2 * STALLED * seconds * 1e6
+        faulting, swapping = grown("major_faults"), grown("swap_ins")
+        stalled = grown("some_us", STALLED * 1e6)
+        self._full = grown("full_us", 2 * STALLED * 1e6)
         self.quiet = not swapping
         paging = (faulting and (swapping or stalled or short)) or (swapping and short)
         self._paging_s = self._paging_s + seconds if paging else 0.0
         on_mac = pressure.macos_level is not None
-        squeezed = on_mac and (paged("swap_outs") or paged("decompressions", DECOMPRESSIONS))
+        squeezed = on_mac and (grown("swap_outs") or grown("decompressions", DECOMPRESSIONS))
         self._squeezed_s = self._squeezed_s + seconds if squeezed else 0.0
 
     def start_over(self, now: float, pressure: Pressure) -> None:
@@ -100,7 +98,3 @@ class Signs:
         self._window, self._paging_s, self._squeezed_s = (now, pressure), 0.0, 0.0
         if self._before is not None:
             self._before = replace(self._before, alarms=pressure.alarms)
-
-
-def _us(stall: Stall | None) -> int:
-    return 0 if stall is None else stall.total_us

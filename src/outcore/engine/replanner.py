@@ -13,7 +13,7 @@ from ..plan.expert_plan import expert_plan, with_pools
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
-from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
+from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes
 from ..sizes import format_size
 
 if TYPE_CHECKING:
@@ -80,21 +80,6 @@ class Replanner:
     def with_pools(self, pools: tuple[tuple[int, int], ...]) -> Plan:
         """The plan with these expert caches."""
         return with_pools(self.engine.size, self.engine.plan, pools, self.calibration)
-
-    def within(self, room: int, sheddable: Sequence[int]) -> Plan:
-        """The plan with fewer residents, as many as there is room for; where none helps, the smallest there is."""
-        plan, size, stay = self.engine.plan, self.engine.size, list(sheddable)
-        fixed = set(plan.resident) - set(stay)
-        smaller = plan
-        while plan.streams and stay and smaller.peak_bytes > room:
-            stay = thin(stay, len(stay) - 1)
-            smaller = replan(size, plan, [*fixed, *stay], self.calibration)
-        if smaller.peak_bytes > room:
-            with contextlib.suppress(BudgetError):
-                smaller = min(
-                    smaller, self.least(size, room, prefill_step=plan.prefill_step), key=lambda p: p.peak_bytes
-                )
-        return smaller
 
     def with_residents(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
         """The plan as it is, with these layers resident and chunks of so many tokens."""

@@ -220,7 +220,7 @@ class Residency:
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, resident=0, prefill_step=step)
         self.engine.resize(self._on_disk(larger, smaller))
-        layers.through(smaller)
+        layers.stream_by(smaller)
         room = plan.budget_bytes - smaller.peak_bytes
         if layers.room is not None:
             room = min(room, layers.room() - smaller.activation_bytes - smaller.cache_bytes)
@@ -236,7 +236,8 @@ class Residency:
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, prefill_step=step)
         self.engine.resize(self._on_disk(larger, smaller))
-        self.layers.begin(smaller)
+        if smaller.streams:
+            self.layers.stream_by(smaller)
 
     def _on_disk(self, size: ModelSize, plan: Plan) -> ModelSize:
         """The model with its keys and values where a plan has them.

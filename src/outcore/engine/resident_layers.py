@@ -169,7 +169,7 @@ class ResidentLayers:
         """
         plan = self.engine.plan
         if plan.peak_bytes > room:
-            smaller = self.plans.within(room, self.sheddable)
+            smaller = self.plans.least(self.engine.size, room, prefill_step=plan.prefill_step)
             self.shed_layers |= set(plan.resident) - set(smaller.resident)
             self.engine.adopt(replace(smaller, budget_bytes=plan.budget_bytes))
         return self.engine.plan
@@ -185,15 +185,21 @@ class ResidentLayers:
         smaller = self.plans.without_residents(before.peak_bytes - nbytes)
         if smaller.peak_bytes >= before.peak_bytes:
             return 0
-        self.through(smaller)
+        self.stream_by(smaller)
         return before.peak_bytes - smaller.peak_bytes
 
-    def through(self, plan: Plan) -> None:
-        """Stream by a plan with smaller slots, which can be made larger again."""
+    def stream_by(self, plan: Plan) -> int:
+        """Stream by a plan, through slots of its own; smaller ones can be made larger again. Returns how many layers
+        left memory."""
         before = self.engine.plan
-        self._wide = self._wide or (before.slots, before.unit_bytes)
+        if before.streams:
+            self._wide = self._wide or (before.slots, before.unit_bytes)
+        else:
+            mx.synchronize()
         self.engine.stream(plan)
-        self.shed_layers |= set(before.resident) - set(plan.resident)
+        gone = set(before.resident) - set(plan.resident)
+        self.shed_layers |= set() if plan.pools else gone
+        return len(gone)
 
     def widen(self) -> bool:
         """The slots as they were before they were made smaller, if there is room for them."""
@@ -233,17 +239,6 @@ class ResidentLayers:
         self.engine.stream(smaller)
         return before.peak_bytes - smaller.peak_bytes
 
-    def begin(self, smaller: Plan) -> int:
-        """Stream by that plan a model that was all in memory. Returns how many layers left it."""
-        if not smaller.streams:
-            return 0
-        gone = set(self.engine.plan.resident) - set(smaller.resident)
-        mx.synchronize()
-        self.engine.stream(smaller)
-        if not smaller.pools:
-            self.shed_layers |= gone
-        return len(gone)
-
     def _begin_to_stream(self, before: Sequence[int], count: int) -> int:
         """Stream a model that was all in memory: the slots are made of what is freed."""
         plan, size = self.engine.plan, self.engine.size
@@ -256,9 +251,9 @@ class ResidentLayers:
             )
         except BudgetError:
             return 0
-        if smaller.peak_bytes > whole:
+        if smaller.peak_bytes > whole or not smaller.streams:
             return 0
-        return self.begin(replace(smaller, budget_bytes=plan.budget_bytes))
+        return self.stream_by(replace(smaller, budget_bytes=plan.budget_bytes))
 
     def move(self, layers: Sequence[int]) -> None:
         """Stream these layers from the next pass on."""
