@@ -16,13 +16,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..checks import whole
 from ..decode.conversation import ChatTemplate
 from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
-from ..options import AUTO, whole
+from ..options import AUTO
 from ..text import counted, shortened
 from .answering import draft_tokens, generation_options, opened
 from .answers import Chat
