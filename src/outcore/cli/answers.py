@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -199,18 +200,22 @@ class Chat:
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:
-            self.tokens += answer.tokens
-            ended = {"finish_reason": answer.finish, "sweeps": session.metrics.sweeps - sweeps}
-            self.turns.append({"message": message, "cached_tokens": session.found} | answer.record() | ended)
-            stopped = ", stopped" if answer.finish == "interrupted" else ""
-            found = f", {session.found} of them found on disk," if session.found else ""
-            self._say(
-                f"{len(prompt)} tokens{found} computed in {answer.ttft:.2f} s; "
-                f"answer of {len(answer.tokens)}{stopped}, {answer.last.generation_tps:.2f} a second; "
-                f"{len(conversation.text)} in the conversation{gone}"
-            )
-            if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
-                self._say(self._full, WARN)
+            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps, gone)
+
+    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int, gone: str) -> None:
+        """Note an answer to a prompt of so many tokens, and say how long it took."""
+        found, last = self._session.found, answer.last
+        assert last is not None
+        self.tokens += answer.tokens
+        ended = {"finish_reason": answer.finish, "sweeps": sweeps}
+        self.turns.append({"message": message, "cached_tokens": found} | answer.record() | ended)
+        self._say(
+            f"{prompt} tokens{f', {found} of them found on disk,' if found else ''} computed in {answer.ttft:.2f} s; "
+            f"answer of {len(answer.tokens)}{', stopped' if answer.finish == 'interrupted' else ''}, "
+            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation{gone}"
+        )
+        if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
+            self._say(self._full, WARN)
 
     @property
     def _bound(self) -> int | None:
@@ -273,15 +278,15 @@ class Chat:
             return had(most)
         if most < 2:
             return had(most)
-        # The most that there can be memory for: what is needed grows with each token.
-        fits, no = 0, int(most)
-        while no - fits > 1:
-            tokens = (fits + no) // 2
+
+        def refused(tokens: int) -> bool:
             try:
-                had(tokens)
-                fits = tokens
+                return had(tokens) < 0
             except PromptError:
-                no = tokens
+                return True
+
+        # The most that there can be memory for: what is needed grows with each token.
+        fits = bisect_left(range(1, int(most)), True, key=refused)
         if fits == 0:
             return had(1)
         self._longest = held + prompt + fits
