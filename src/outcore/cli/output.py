@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from ..checks import choice
 from ..errors import OutcoreError, UsageError, no_mlx
 from ..text import one_line, printable, unmoved
-from .flag_table import LOG_LEVELS
+from .parser import LOG_LEVELS
 
 DEBUG = "OUTCORE_DEBUG"
 
