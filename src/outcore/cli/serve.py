@@ -278,6 +278,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     )
 
 
-def listed(text: str) -> list[str]:
+def listed(text: str | None) -> list[str]:
     """Names separated by commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
