@@ -28,10 +28,9 @@ from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
-from ..serve.deadline import Deadline
 from ..serve.events import ModelCard, Sampling
 from ..serve.limits import ClientLimits
-from ..serve.server import Server, connections_within, listen, url
+from ..serve.server import Deadline, Server, connections_within, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
 from .arguments import check_max_tokens, loading_options, template_options, text_of
