@@ -230,7 +230,7 @@ def test_an_exception_while_loading_leaves_the_limits(
 def test_a_models_change_of_plan_changes_what_it_needs(folder: Path, before: tuple[int, int]) -> None:
     model, _ = outcore.load_model(folder, memory="100MB", context=64)
     assert now()[0] == before[0], "nothing is streamed"
-    model.outcore.residency.shed(1)
+    model.outcore.residency.layers.shed(1)
     assert now() == needs(model.outcore)
     model.outcore.close()
 

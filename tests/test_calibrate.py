@@ -202,12 +202,7 @@ def test_other_settings_than_the_default_must_be_clearly_faster() -> None:
     assert choose({DEFAULT: 3.0, cached: 3.0 * CACHED_GAIN * 1.001}) == cached
 
 
-@pytest.mark.parametrize("tmpfile", [True, False])
-def test_a_scratch_file_has_no_name_before_its_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmpfile: bool
-) -> None:
-    if not tmpfile:  # a file system or a system without such files
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+def test_a_scratch_file_has_no_name_before_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[list[Path]] = []
     numbers: list[int] = []
     write = unread._write_random

@@ -31,8 +31,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import zoo
 from interrupts import heard
 from outcore.cli import answers
+from outcore.cli.answering import interruptible
 from outcore.cli.chat import session_file
-from outcore.cli.ctrl_c import interruptible
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.conversation import ChatTemplate
@@ -278,7 +278,6 @@ def test_templates_that_cannot_be_used(tokenizer: TokenizerWrapper, monkeypatch:
         (["-m", "0"], "at least one token"),
         (["--chat-template-config", "{"], "not JSON"),
         (["--chat-template-config", "[]"], "JSON object"),
-        (["--draft", "ngram", "--draft-model", "x"], "give one"),
     ],
 )
 def test_bad_arguments_give_one_line(quick: Path, capsys: Any, args: list[str], says: str) -> None:

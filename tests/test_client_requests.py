@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from outcore.serve.apis import APIS
-from outcore.serve.exchange import Called, Event, TextPart
+from outcore.serve.events import Called, Event, TextPart
 from scripted import CALLS, HELLO, Scripted, said, served
 from translated import lines
 

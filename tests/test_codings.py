@@ -278,7 +278,7 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
     model, _ = outcore.load_model(made / "compact", memory="1GB", resident=3, draft="none", **RUN)
     with model.outcore as session:
         assert same(model, answer)
-        assert session.residency.shed(2) == 2 and same(model, answer)
+        assert session.residency.layers.shed(2) == 2 and same(model, answer)
         calls = iter(range(10**6))
 
         def stop() -> None:
@@ -289,7 +289,7 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
         with pytest.raises(Stop):
             same(model, answer)
         assert same(model, answer)
-        assert session.residency.regrow(2) == 2 and same(model, answer) and same(model, answer)
+        assert session.residency.layers.regrow(2) == 2 and same(model, answer) and same(model, answer)
         assert len(session.plan.resident) == 3
 
 

@@ -154,11 +154,11 @@ def test_a_draft_gives_way_to_more_sequences(tmp_path: Path, demo_model: Path) -
     model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
     with model.outcore as session:
         expected = [alone(model, p, 12, folder=demo_model) for p in PROMPTS]
-        assert session.residency.draft is not None
+        assert session.residency.layers.draft is not None
         engine = Continuous(model, prefill_step=4)
         many = [Request(5 + i, PROMPTS[2], 12) for i in range(12)]
         done = write(engine, {0: [Request(0, PROMPTS[0], 12)], 2: [*many, Request(2, PROMPTS[2], 12)]})
-        assert session.residency.draft is None and done.most > 2 and not done.failed
+        assert session.residency.layers.draft is None and done.most > 2 and not done.failed
         for uid, got in done.tokens.items():
             assert_same(got, expected[uid if uid < 5 else 2])
         assert session.plan.peak_bytes <= budget

@@ -14,9 +14,9 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 from chat_tokenizers import HERMES
-from outcore.serve import anthropic_messages, ollama, openai
-from outcore.serve.endpoint import Api, ResponseWriter
-from outcore.serve.exchange import Called, Ended, Event, GenerationRequest
+from outcore.serve.api import Api, ResponseWriter
+from outcore.serve.apis import ANTHROPIC, OLLAMA, OPENAI
+from outcore.serve.events import Called, Ended, Event, GenerationRequest
 from outcore.serve.parsing import Markers, TextParser
 from test_service import heard, serving, text_of
 from translated import asked, events, lines, sent
@@ -105,19 +105,19 @@ Way = tuple[Api, str, dict[str, Any], Callable[[Any], Read], Callable[[bytes], R
 TOOL = {"type": "function", "function": FUNCTION}
 WAYS: dict[str, Way] = {
     "chat": (
-        openai.API, "/v1/chat/completions", {"messages": HI, "tools": [TOOL]}, chat_whole, chat_stream, "length"
+        OPENAI, "/v1/chat/completions", {"messages": HI, "tools": [TOOL]}, chat_whole, chat_stream, "length"
     ),
     "responses": (
-        openai.API, "/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION, "strict": False}]},
+        OPENAI, "/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION, "strict": False}]},
         responses_whole, responses_stream, "max_output_tokens",
     ),
     "anthropic": (
-        anthropic_messages.API, "/v1/messages",
+        ANTHROPIC, "/v1/messages",
         {"model": "m", "max_tokens": 9, "messages": HI, "tools": [{"name": "look", "input_schema": SCHEMA}]},
         messages_whole, messages_stream, "max_tokens",
     ),
     "ollama": (
-        ollama.API, "/api/chat", {"model": "m", "messages": HI, "tools": [TOOL]}, ollama_whole, ollama_stream, "length"
+        OLLAMA, "/api/chat", {"model": "m", "messages": HI, "tools": [TOOL]}, ollama_whole, ollama_stream, "length"
     ),
 }  # fmt: skip
 

@@ -7,8 +7,8 @@ import pytest
 
 import zoo
 from outcore.errors import UsageError
-from outcore.modules.cuts import BATCH, TOKENS, Cuts, find_cuts
 from outcore.modules.layers import find_layers, find_tables
+from outcore_cluster.cuts import BATCH, TOKENS, Cuts, find_cuts
 from outcore_cluster.rank_share import check_owners
 
 

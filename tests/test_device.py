@@ -20,7 +20,7 @@ from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
 from outcore.machine import memory_calls
 from outcore.machine.device import device_facts, most_slot_bytes
-from outcore.machine.memory_calls import SystemCalls
+from outcore.machine.memory_calls import MemoryCalls
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
@@ -130,7 +130,7 @@ def test_layers_that_fit_are_looked_at_as_ever() -> None:
 # Real models, on a device that makes small buffers
 
 
-class SmallBuffers(SystemCalls):
+class SmallBuffers(MemoryCalls):
     """This machine, with a largest buffer."""
 
     def __init__(self, limit: int) -> None:

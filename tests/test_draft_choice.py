@@ -16,11 +16,11 @@ import pytest
 import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
-from outcore.checkpoint import pack_writer
 from outcore.checkpoint.hub_cache import with_same_tokens
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy
+from outcore.disk.disk_calls import LinuxCalls
 from outcore.errors import StoreSpaceError
 from outcore.loading.draft_experience import Counts, file_of, key_of, known_drafts
 from outcore.loading.preparation import prepare
@@ -179,7 +179,7 @@ def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(pack_writer, "_write_all", full)
+    monkeypatch.setattr(LinuxCalls, "write", full)
     if draft != "auto":
         with pytest.raises(StoreSpaceError, match="the disk is full"):
             tokens(draft=draft)

@@ -406,7 +406,7 @@ def test_who_waits_for_room_costs_the_others_no_drafts(quick_models: Callable[..
         assert isinstance(engine._batch, SpeculativeDecoder) and engine._room.drafted
         with pytest.raises(BudgetError):
             session.residency.reserve(10**6, 10**6)
-        assert session.residency.draft is not None
+        assert session.residency.layers.draft is not None
         engine.close()
 
 

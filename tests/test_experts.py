@@ -38,7 +38,7 @@ from outcore.loading import expert_profile
 from outcore.loading.preparation import prepare
 from outcore.machine.cache_contents import contents
 from outcore.machine.cache_folder import cache_dir
-from outcore.machine.device_memory import DeviceMemory, move
+from outcore.machine.device_memory import CudaDriver, DeviceMemory, move
 from outcore.modules.switches import is_stacked
 from outcore.plan.expert_curve import SHARES, Ghosts, curve_of
 from outcore.plan.expert_policy import ExpertPolicy
@@ -256,11 +256,12 @@ def test_pools_that_shrink_and_grow_in_the_middle_of_an_answer(folder: Path) -> 
         found.append(r.token)
         if n == 10:
             before = mx.get_active_memory()
-            assert len(residency.sheddable_bytes) == 7 and residency.shed(4) == 4
+            count, said = residency.layers.give(whole // 2)
+            assert count and said == f"{count} experts shed"
             assert mx.get_active_memory() <= before - whole // 3
             sizes.append(session.streaming.experts.slots)  # type: ignore[union-attr]
         elif n == 25:
-            assert len(residency.returning_bytes) == 4 and residency.regrow(4) == 4
+            assert residency.layers.take(whole) == (count, f"{count} experts taken back")
             sizes.append(session.streaming.experts.slots)  # type: ignore[union-attr]
     assert found == expected
     assert max(sizes[0]) <= 6 and min(sizes[1]) == 12
@@ -386,7 +387,7 @@ def test_numbers_come_in_order_in_arrays_of_any_size(shape: tuple[int, ...], sca
         assert all(a.nbytes <= on_demand.SCALAR for a in numbers.arrays)
 
 
-class FakeDriver:
+class FakeDriver(CudaDriver):
     """CUDA's calls without a device; it refuses copies once it is ``broken``."""
 
     def __init__(self) -> None:
@@ -523,20 +524,20 @@ def test_what_fails_in_one_thread_is_no_others_trouble(
 
 @pytest.mark.parametrize("slots", [1, 5, 12])
 def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
-    """A part at a time, as the governor gives and takes; also where a part is less than a slot."""
+    """A part at a time, as the governor gives and takes; also where a part is less than a slot a layer."""
     model = held(folder, slots)
     residency = model.outcore.residency
     whole = model.outcore.plan.pools
     expected = logits(model, PASSES)
-    for asked in (1, 3, 8):
-        while sum(residency.sheddable_bytes) and residency.shed(asked):
+    for nbytes in (1, residency.layers.spare_bytes // 3, 10**12):
+        while residency.layers.spare_bytes:
+            assert residency.layers.give(nbytes)[0]
             assert all(1 <= n <= slots for _, n in model.outcore.plan.pools)
-        assert {n for _, n in model.outcore.plan.pools} == {-(-slots // 8)}
+        assert {n for _, n in model.outcore.plan.pools} == {1}
         assert np.array_equal(logits(model, PASSES), expected)
-        for _ in range(8):
-            if residency.returning_bytes:
-                residency.regrow(asked)
-        assert model.outcore.plan.pools == whole and not sum(residency.returning_bytes)
+        while back := residency.layers.returning_bytes:
+            assert residency.layers.take(max(nbytes, back[0]))[0]
+        assert model.outcore.plan.pools == whole
     assert np.array_equal(logits(model, PASSES), expected)
     model.outcore.close()
 

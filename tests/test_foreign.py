@@ -14,8 +14,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from outcore.modules.cache_rollback import Snapshot
 from outcore.modules.call_values import caches_in
 from outcore.modules.hooks import arrays_in
-from outcore.modules.watched_pass import Advance
 from outcore_cluster.foreign import advance
+from outcore_cluster.watched_pass import Advance
 
 WIDTH = 64
 KINDS: dict[str, Callable[[], Any]] = {

@@ -316,7 +316,7 @@ def test_a_model_that_is_dropped_frees_memory_threads_and_files(demo_model: Path
         assert psutil.Process().num_fds() > files
         if rebound:
             ring = weakref.ref(model.outcore.streaming.ring)
-            model.outcore.residency.shrink(10**12)
+            model.outcore.residency.layers.shrink(10**12)
             gc.collect()
             assert ring() is None
         there = weakref.ref(model)

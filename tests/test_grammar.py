@@ -19,7 +19,7 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.decode import one_text
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
-from outcore.serve.exchange import Called, GenerationRequest
+from outcore.serve.events import Called, GenerationRequest
 from outcore.serve.grammar import Detour, Grammar, Grammars
 from outcore.serve.prompting import Prompter
 

@@ -15,12 +15,12 @@ import pytest
 from outcore.checkpoint.find_model import of_rank
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.commands import parser_of
-from outcore.cli.launch_facts import model_facts
-from outcore.cli.launch_hosts import Host, find_hosts
 from outcore.cli.main import main
-from outcore.cli.ranks import RANK, RANK_MODEL, find_own_model
 from outcore.errors import MissingFileError, UsageError
 from outcore_cluster.folders import RankShares, pack_ranks
+from outcore_cluster.launch.as_rank import RANK, RANK_MODEL, find_own_model
+from outcore_cluster.launch.facts import model_facts
+from outcore_cluster.launch.hosts import Host, find_hosts
 
 ASK = ["--memory", "60MB", "-p", "def read_lines(path):", "--ignore-chat-template", "--seed", "1", "--draft", "none"]
 HOSTS = ["--hosts", "local,localhost"]

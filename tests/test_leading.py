@@ -14,10 +14,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 import rank_work
 import zoo
+from memory_link import memory_links
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.errors import BudgetError
 from outcore_cluster.foreign import hold_alike
-from outcore_cluster.link.memory_link import memory_links
 from outcore_cluster.room import RankRoom
 from rank_processes import RankProcesses
 

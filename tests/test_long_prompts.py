@@ -23,7 +23,7 @@ import outcore
 import zoo
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
-from outcore.serve.exchange import Begun, Event, Finished, GenerationRequest
+from outcore.serve.events import Begun, Event, Finished, GenerationRequest
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 from test_service import heard, text_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,8 @@ from fake_darwin_memory import GB, PAGE, FakeDarwin
 from outcore.machine import hardware, memory, memory_calls
 from outcore.machine.mac_memory import MacMemory, mac_memory, pressure_level, wired_limit
 from outcore.machine.memory import MemoryLimit
-from outcore.machine.memory_calls import Mounted, SystemCalls, VmStatistics, sysctl_number, sysctl_text
-from outcore.machine.pressure import pressure_signals, read_pressure
+from outcore.machine.memory_calls import MemoryCalls, VmStatistics
+from outcore.machine.pressure import read_pressure
 
 GIB = 2**30
 
@@ -58,59 +57,42 @@ class Library:
         count._obj.value = self.count
         return self.status
 
-    def statfs(self, path: bytes, found: Any) -> int:
-        if path == b"/nowhere":
-            return -1
-        raw = bytearray(ctypes.sizeof(found._obj))
-        assert len(raw) == 2168  # sizeof(struct statfs) with 64-bit inodes
-        for at, text in ((72, b"apfs"), (88, b"/System/Volumes/Data"), (1112, b"/dev/disk3s5")):
-            raw[at : at + len(text)] = text
-        ctypes.memmove(ctypes.addressof(found._obj), bytes(raw), len(raw))
-        return 0
-
 
 def number(value: int, size: int = 4) -> bytes:
     return value.to_bytes(size, sys.byteorder)
 
 
 def test_sysctl_gives_numbers_of_both_sizes_and_texts() -> None:
-    calls = SystemCalls(Library({b"a": number(7), b"b": number(1 << 34, 8), b"c": b"Apple M4 Max\0", b"d": b"abc"}))
-    assert [sysctl_number(n, calls) for n in "abcd"] == [7, 1 << 34, None, None]
-    assert [sysctl_text(n, calls) for n in ("c", "none")] == ["Apple M4 Max", ""]
-    assert sysctl_number("none", calls) is None
-    assert SystemCalls(Library({b"a": number(7)}, status=-1)).sysctl("a") is None
+    calls = MemoryCalls(Library({b"a": number(7), b"b": number(1 << 34, 8), b"c": b"Apple M4 Max\0", b"d": b"abc"}))
+    assert [calls.number(n) for n in "abcd"] == [7, 1 << 34, None, None]
+    assert [calls.text(n) for n in ("c", "none")] == ["Apple M4 Max", ""]
+    assert calls.number("none") is None
+    assert MemoryCalls(Library({b"a": number(7)}, status=-1)).sysctl("a") is None
 
 
 def test_statistics_are_read_where_xnu_puts_them() -> None:
     library = Library({})
-    calls = SystemCalls(library)
-    read = VmStatistics(
-        free=1, active=2, inactive=3, wired=4, pageins=7, pageouts=8, purgeable=14, speculative=15,
-        decompressions=16, compressions=17, swapins=18, swapouts=19, compressor=20, external=22, internal=23,
-    )  # fmt: skip
-    assert calls.vm_statistics() == read == calls.vm_statistics()
+    calls = MemoryCalls(library)
+    read = calls.vm_statistics()
+    names = ("free", "active", "inactive", "purgeable", "speculative", "decompressions", "swapins", "swapouts")
+    assert [getattr(read, name) for name in names] == [1, 2, 3, 14, 15, 16, 18, 19]
+    assert read is not None and (read.compressor, read.external) == (20, 22) and calls.vm_statistics() is not None
     assert library.ports == 1, "each would be another right to the port"
-    assert SystemCalls(Library({}, status=5)).vm_statistics() is None
-    assert SystemCalls(Library({}, count=24)).vm_statistics() is None, "a kernel that knows no compressor"
-
-
-def test_statfs_names_the_volume() -> None:
-    calls = SystemCalls(Library({}))
-    assert calls.mounted(Path("/Users/a")) == Mounted("apfs", "/dev/disk3s5", "/System/Volumes/Data")
-    assert calls.mounted(Path("/nowhere")) is None
+    assert MemoryCalls(Library({}, status=5)).vm_statistics() is None
+    assert MemoryCalls(Library({}, count=24)).vm_statistics() is None, "a kernel that knows no compressor"
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS tells")
-def test_elsewhere_nothing_of_macos_is_told(tmp_path: Path) -> None:
-    calls = SystemCalls()
-    assert calls.sysctl("hw.memsize") is None and calls.vm_statistics() is None and calls.mounted(tmp_path) is None
+def test_elsewhere_nothing_of_macos_is_told() -> None:
+    calls = MemoryCalls()
+    assert calls.sysctl("hw.memsize") is None and calls.vm_statistics() is None
     assert mac_memory() is None and pressure_level() is None and wired_limit() is None
     assert read_pressure().macos_level is None and read_pressure().warning_room is None
 
 
 def test_the_level_is_what_the_kernel_says() -> None:
     def level(told: int) -> int | None:
-        return pressure_level(SystemCalls(Library({b"kern.memorystatus_vm_pressure_level": number(told)})))
+        return pressure_level(MemoryCalls(Library({b"kern.memorystatus_vm_pressure_level": number(told)})))
 
     assert [level(n) for n in (1, 2, 4, 3, 0)] == [1, 2, 4, None, None]
 
@@ -119,15 +101,19 @@ def test_the_level_is_what_the_kernel_says() -> None:
 
 
 def test_what_can_be_had_counts_no_page_twice_and_no_code_that_runs() -> None:
-    pages = VmStatistics(free=100, active=400, inactive=300, purgeable=10, speculative=40, external=240, compressor=50)
-    mac = MacMemory(10_000 * PAGE, pages, PAGE)
+    numbers = {"free": 100, "active": 400, "inactive": 300, "purgeable": 10, "speculative": 40, "external": 240}
+
+    def of(**changes: int) -> MacMemory:
+        return MacMemory(10_000 * PAGE, VmStatistics(**(numbers | {"compressor": 50} | changes)), PAGE)
+
+    mac = of()
     assert mac.uncompressed == (100 + 10 + 200) * PAGE
     assert mac.available == mac.uncompressed + (300 - 200 - 10) // 2 * PAGE
     assert mac.warning_room == (100 + 400 + 300 - 50) * PAGE
     # More of files than there is inactive: the rest is in use.
-    busy = replace(mac, pages=replace(pages, external=640))
+    busy = of(external=640)
     assert busy.uncompressed == busy.available == (100 + 10 + 300) * PAGE
-    assert replace(mac, pages=replace(pages, compressor=900)).warning_room == 0
+    assert of(compressor=900).warning_room == 0
 
 
 @pytest.mark.parametrize("missing", ["statistics", "hw.memsize", "hw.pagesize"])
@@ -234,25 +220,28 @@ def test_the_systems_calls_are_asked_at_the_time_of_reading(monkeypatch: pytest.
     assert memory.asked_budget("1GB") == GB
 
 
-def test_every_signal_is_listed_with_whether_it_can_be_read(tmp_path: Path) -> None:
-    on_mac = {s.name: s for s in pressure_signals(tmp_path, calls=FakeDarwin())}
-    for name in ("swap-outs", "decompressions", "macOS's pressure level", "bytes until macOS warns", "machine"):
-        assert on_mac[name].readable
-    assert on_mac["macOS's pressure level"].value == "1"
-    assert not on_mac["stalls (some)"].readable and on_mac["stalls (some)"].value is None
-    here = {s.name: s.readable for s in pressure_signals()}
+def test_every_signal_is_listed_where_it_can_be_read(tmp_path: Path) -> None:
+    on_mac = read_pressure(tmp_path, calls=FakeDarwin()).told()
+    assert on_mac[0] == "machine" and "stalls (some)" not in on_mac
+    assert {"swap-outs", "decompressions", "macOS's pressure level", "bytes until macOS warns"} <= set(on_mac)
     if sys.platform == "linux":
-        assert not here["decompressions"] and not here["macOS's pressure level"] and here["major page faults"]
+        here = read_pressure().told()
+        assert "major page faults" in here and "macOS's pressure level" not in here
 
 
 # Names
 
 
-def test_a_macs_processor_and_volume_have_their_names() -> None:
+def test_a_macs_processor_and_volume_have_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mac = FakeDarwin(names={"machdep.cpu.brand_string": b"Apple M2 Ultra\0"})
     assert hardware.cpu_name(mac) == "Apple M2 Ultra"
-    assert hardware.filesystem(Path("/Users/somebody/models"), mac) == "apfs on disk3s5"
-    assert hardware.filesystem(Path("/System/Library"), mac) == "apfs on disk3s1s1"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    mounts = [("/dev/disk9s1", "/"), ("/dev/disk3s5", str(tmp_path))]
+    found = [SimpleNamespace(device=device, mountpoint=point, fstype="apfs") for device, point in mounts]
+    monkeypatch.setattr(hardware.psutil, "disk_partitions", lambda all: found)
+    inside = tmp_path / "models"
+    inside.mkdir()
+    assert hardware._mounted_at(inside, inside.stat().st_dev) == "apfs on disk3s5"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's way")
@@ -261,5 +250,3 @@ def test_elsewhere_names_come_from_where_they_came_from(tmp_path: Path) -> None:
     models = [line for line in text.splitlines() if line.startswith("model name")]
     assert not models or hardware.cpu_name() == models[0].partition(":")[2].strip()
     assert " on " in hardware.filesystem(tmp_path)
-    unnamed: Any = SimpleNamespace(sysctl=lambda name: None)
-    assert hardware.cpu_name(unnamed) == hardware.cpu_name()

@@ -311,9 +311,9 @@ def test_the_model_s_own_head_stays_as_long_as_something_drafts_with_it(
         text = tokens(model)
         assert not session.plan.head_streamed
         # As long as it drafts: for less memory it is given up, and the head may be streamed then.
-        assert session.residency.draft is not None
+        assert session.residency.layers.draft is not None
         session.allow(session.plan.smallest_budget_bytes - (least[True] - least[None]) // 2)
-        assert session.residency.draft is None and session.drafting.name == "ngram" and tokens(model) == text
+        assert session.residency.layers.draft is None and session.drafting.name == "ngram" and tokens(model) == text
 
 
 def test_auto_looks_at_a_head_and_takes_it_where_it_is_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_auto_looks_at_a_head_and_takes_it_where_it_is_fastest(tmp_path: Path, m
             assert r.token == text[made - 1]
             if made == 8:
                 before = session.metrics.drafted
-                session.residency.give_up_draft()
+                session.residency.layers.give_up_draft()
         assert made == 24 and session.drafting.name == "ngram" and session.size.drafted == 0
         assert session.metrics.drafted - before < 8
 

@@ -160,9 +160,9 @@ def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
             return sum(m.settled for m in modules)
 
         assert whole() == 3 * 7 and same(model, wanted)
-        assert session.residency.shed(2) == 2 and whole() == 7 and same(model, wanted)
-        assert session.residency.regrow(2) == 2 and same(model, wanted) and same(model, wanted)
-        session.residency.note_arrivals()  # nobody governs, so that a busy machine takes no layers
+        assert session.residency.layers.shed(2) == 2 and whole() == 7 and same(model, wanted)
+        assert session.residency.layers.regrow(2) == 2 and same(model, wanted) and same(model, wanted)
+        session.residency.layers.note_arrivals()  # nobody governs, so that a busy machine takes no layers
         assert len(session.plan.resident) == 3 and whole() == 3 * 7
 
 
@@ -202,15 +202,15 @@ def test_layers_that_come_back_together_are_not_in_memory_twice(
 
     with model.outcore as session:
         peak()
-        assert session.residency.shed(10) == 10
+        assert session.residency.layers.shed(10) == 10
         without = peak()
-        assert session.residency.regrow(10) == 10
+        assert session.residency.layers.regrow(10) == 10
         high = sum(m.coarse.weight.nbytes for _, m in nested_modules(model)) * 10 / 12
         low = high / 5
         most = 0
         for _ in range(10):  # how many sweeps an answer takes is not known
             most = max(most, peak())
-            session.residency.note_arrivals()
+            session.residency.layers.note_arrivals()
             if session.plan.resident:
                 break
         assert len(session.plan.resident) == 10 and most - without < low + high / 2
@@ -235,9 +235,9 @@ def test_single_modules_stay_whole_and_go(tmp_path: Path, monkeypatch: pytest.Mo
         assert session.plan.kept == plan.kept
         assert sum(m.settled for m in modules) == 7 * len(plan.resident) + sum(len(n) for _, n in plan.kept)
         assert same(model, wanted)
-        session.residency.shed(len(plan.resident))
+        session.residency.layers.shed(len(plan.resident))
         assert sum(m.settled for m in modules) == sum(len(n) for _, n in plan.kept) and same(model, wanted)
-        assert session.residency.shrink(session.residency.spare_bytes) > 0
+        assert session.residency.layers.shrink(session.residency.layers.spare_bytes) > 0
         assert not any(m.settled for m in modules) and same(model, wanted)
 
 
@@ -321,27 +321,27 @@ def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path:
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:
         residency, found = session.residency, []
-        weights = residency.draft.draft.weights
-        assert weights > 0 and residency.spare_bytes == 0  # layers that are whole go first
+        weights = residency.layers.draft.draft.weights
+        assert weights > 0 == residency.layers.shrink(1)  # layers that are whole go first
         for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
             found.append(r)
             if n == 3:
-                assert residency.shed(1) == 1 and residency.spare_bytes == weights
+                assert residency.layers.shed(1) == 1 and residency.layers.spare_bytes == weights
             if n == 5:
                 before = mx.get_active_memory()
-                assert residency.shrink(weights) > 0
+                assert residency.layers.shrink(weights) > 0
                 gc.collect()
                 assert before - mx.get_active_memory() > weights / 4
-                assert session.drafting.name == "ngram" and residency.draft is None
+                assert session.drafting.name == "ngram" and residency.layers.draft is None
                 assert "self" not in repr(session.plan)
         assert [r.token for r in found] == [token for token, _ in wanted]
         assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
         assert session.plan.peak_bytes <= session.plan.budget_bytes
         # What was shed comes back, and goes again.
-        assert same(model, wanted) and residency.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
-        residency.note_arrivals()
+        assert same(model, wanted) and residency.layers.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
+        residency.layers.note_arrivals()
         assert len(session.plan.resident) == 1
-        assert residency.shed(1) == 1 and same(model, wanted)
+        assert residency.layers.shed(1) == 1 and same(model, wanted)
 
 
 def test_a_draft_of_which_some_layers_are_copies_is_given_up(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_draft_of_which_some_layers_are_copies_is_given_up(tmp_path: Path) -> 
     with model.outcore as session:
         layers = {int(path.split(".")[2]) for path, _ in nested_modules(model)}
         assert 0 < len(layers) < len(session.size.layers)
-        assert same(model, wanted) and session.residency.give_up_draft() and same(model, wanted)
+        assert same(model, wanted) and session.residency.layers.give_up_draft() and same(model, wanted)
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -373,7 +373,7 @@ def test_a_draft_whose_files_are_others_is_not_given_up(
             with file.open("r+b") as f:
                 f.seek(4096)
                 f.write(bytes(4096))
-        assert session.residency.give_up_draft() == 0 and session.residency.draft is None
+        assert session.residency.layers.give_up_draft() == 0 and session.residency.layers.draft is None
         assert session.drafting.name == "self:2" and same(model, wanted)
 
 
@@ -384,7 +384,7 @@ def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
     model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
     with model.outcore as session:
         tokens = 64
-        while session.residency.draft is not None:
+        while session.residency.layers.draft is not None:
             tokens += 64
             assert session.residency.holds(tokens)
             session.residency.reserve(tokens)
@@ -412,6 +412,6 @@ def test_what_breaks_off_giving_up_changes_no_answer(
     with model.outcore as session:
         with monkeypatch.context() as patch, pytest.raises(type(error)):
             patch.setattr(install, where, broken)
-            session.residency.give_up_draft()
+            session.residency.layers.give_up_draft()
         assert session.drafting.name == "ngram" and same(model, wanted)
-        assert session.residency.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
+        assert session.residency.layers.regrow(1) == 1 and same(model, wanted) and same(model, wanted)

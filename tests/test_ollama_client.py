@@ -9,16 +9,15 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
-from outcore.serve import anthropic_messages, openai
-from outcore.serve import ollama as ollama_api
-from outcore.serve.exchange import RequestError, TextPart
+from outcore.serve.apis import APIS
+from outcore.serve.events import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
 USER = {"role": "user", "content": "Hello"}
 
 
 def client(service: Scripted, keepalive_s: float = 10.0) -> ollama.AsyncClient:
-    app = served(service, openai.API, anthropic_messages.API, ollama_api.API, keepalive_s=keepalive_s)
+    app = served(service, *APIS, keepalive_s=keepalive_s)
     return ollama.AsyncClient("http://localhost:11434", transport=httpx.ASGITransport(app=app))
 
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from fake_service import FakeService, Script
 from outcore import RequestError
+from outcore.serve.apis import OPENAI as API
 from outcore.serve.app import application
-from outcore.serve.exchange import Begun, Called, Event, GenerationRequest, TextPart
-from outcore.serve.openai import API
+from outcore.serve.events import Begun, Called, Event, GenerationRequest, TextPart
 from outcore.serve.site import Site
 from translated import Said, token
 
@@ -216,7 +216,7 @@ def test_a_refusal_is_the_clients_own_error() -> None:
         return bad.value, missing.value
 
     bad, missing = asking(refusing, work)
-    assert bad.param == "temperature" and "at least 0" in bad.message
+    assert bad.param == "temperature" and "temperature: " in bad.message
     assert missing.code == "model_not_found" and missing.body["message"] == "no model of this name"
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from fake_service import FakeService
 from outcore import RequestError
-from outcore.serve.endpoint import HttpRequest
-from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, Service, TextPart
-from outcore.serve.openai import API
+from outcore.serve.api import HttpRequest
+from outcore.serve.apis import OPENAI as API
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, Service, TextPart
 from outcore.serve.several import AT_ONCE, answers
 from translated import asked, events, streamed, token
 
@@ -96,7 +96,6 @@ def test_logprobs_are_a_number() -> None:
         ({"prompt": [["a"]]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ["a"] * 65, "n": 2}, "n"),
-        ({"prompt": "\ud800"}, "prompt"),
         ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
@@ -187,12 +186,12 @@ def test_an_answer_that_is_closed_ends_all_prompts() -> None:
 def test_models_are_listed_and_shown() -> None:
     routes = {route.path: route.handle for route in API.routes}
     service = FakeService()
-    listed = asyncio.run(routes["/v1/models"](HttpRequest(), service))
+    listed = routes["/v1/models"](HttpRequest(), service)
     (model,) = listed["data"]
     assert listed["object"] == "list" and (model["id"], model["object"]) == ("fake", "model")
     assert isinstance(model["created"], int) and model["owned_by"]
     one = routes["/v1/models/{model:path}"]
-    assert asyncio.run(one(HttpRequest(params={"model": "fake"}), service)) == model
+    assert one(HttpRequest(params={"model": "fake"}), service) == model
     with pytest.raises(RequestError) as raised:
-        asyncio.run(one(HttpRequest(params={"model": "org/other"}), service))
+        one(HttpRequest(params={"model": "org/other"}), service)
     assert raised.value.status == 404

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from outcore import RequestError
-from outcore.serve.openai import API
-from outcore.serve.openai_messages import chat_messages
+from outcore.serve.apis import OPENAI as API
 from translated import asked
 
 USER = {"role": "user", "content": "hi"}
@@ -17,6 +16,10 @@ ANSWER = {"role": "assistant", "content": "well"}
 
 def call(name: str = "look", arguments: Any = '{"x": 1}', call_id: str = "c1") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chat_messages(messages: Any) -> Any:
+    return asked(API, "/v1/chat/completions", {"messages": messages}).asks[0].messages
 
 
 def continued(*messages: Any, **body: Any) -> bool:
@@ -91,7 +94,6 @@ ODD = ("{", "[1]", "7", '{"x": NaN}', '{"x": "\\ud800"}', '{"x": 1e999}', DEEP, 
         ([USER, {"role": "user"}], "messages[1].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": []}], "messages[0].content"),
-        ([{"role": "user", "content": "\udfff"}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
@@ -102,7 +104,7 @@ ODD = ("{", "[1]", "7", '{"x": NaN}', '{"x": "\\ud800"}', '{"x": 1e999}', DEEP, 
         ([{"role": "user", "content": [{"type": ["text"]}]}], "messages[0].content[0]"),
         ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [1]}], "messages[0].tool_calls[0]"),
-        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0].type"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
         ([{"role": "assistant", "tool_calls": [call("")]}], "messages[0].tool_calls[0].function.name"),
         *(

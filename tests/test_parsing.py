@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outcore.serve.exchange import Called, TextPart
+from outcore.serve.events import Called, TextPart
 from outcore.serve.harmony import harmony_markers
 from outcore.serve.parsing import TRIES, Markers, Stopper, TextParser
 

@@ -15,12 +15,12 @@ import mlx_lm.perplexity
 import numpy as np
 import pytest
 from mlx_lm.perplexity import eval_ppl
+from outcore_bench.flags import perplexity as setup_arg_parser
 
 import outcore
 from outcore import BudgetError, UsageError
 from outcore.cli.main import main
 from outcore.machine import memory
-from outcore_bench.flags.perplexity import setup_arg_parser
 from outcore_bench.perplexity import cut, default_text, load_for_batches, read_data
 
 MLX_LM_FLAGS = {
@@ -163,9 +163,9 @@ def test_what_a_batch_takes_is_counted_by_every_later_plan(quick_model: Path) ->
         plan, residency = session.plan, session.residency
         logits = 4 * 64 * 8192 * 4 * 2
         assert plan.activation_bytes > logits and plan.budget_bytes == 300_000_000
-        assert residency.shed(3) == 3
+        assert residency.layers.shed(3) == 3
         assert session.plan.activation_bytes == plan.activation_bytes
-        assert plan.peak_bytes - session.plan.peak_bytes == pytest.approx(residency.nbytes(range(3)), rel=0.2)
+        assert plan.peak_bytes - session.plan.peak_bytes == pytest.approx(residency.layers.nbytes(range(3)), rel=0.2)
         # A longer text takes more, and does not push out what is set aside for batches.
         residency.reserve(600, 100)
         assert session.plan.activation_bytes > logits

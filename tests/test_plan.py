@@ -14,6 +14,7 @@ import pytest
 from outcore.disk.layout import GAP, Source, place_unit, slot_bytes
 from outcore.engine.layer_sizes import ranges
 from outcore.errors import BudgetError, UsageError
+from outcore.options import PLACEMENTS
 from outcore.plan.candidate import ALLOCATOR_LEAST, Candidate
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
@@ -21,7 +22,6 @@ from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, held_betw
 from outcore.plan.plan import Plan
 from outcore.plan.planner import (
     ENOUGH_STEP,
-    PLACEMENTS,
     PREFILL_STEP,
     SLOTS,
     SMALLEST_STEP,

@@ -134,7 +134,7 @@ def test_a_draft_is_given_up_in_the_middle(packed: Path, original: Path) -> None
         for n, r in enumerate(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=24, prefill_step_size=16)):
             found.append(r)
             if n == 5:
-                assert session.residency.give_up_draft() > 0 and session.drafting.name == "ngram"
+                assert session.residency.layers.give_up_draft() > 0 and session.drafting.name == "ngram"
         assert [r.token for r in found] == [token for token, _ in wanted]
         assert all(mx.array_equal(r.logprobs, w).item() for r, (_, w) in zip(found, wanted, strict=True))
         assert same(model, wanted)
@@ -160,10 +160,10 @@ def test_what_is_cut_elsewhere_is_decoded_when_a_draft_is_given_up(tmp_path: Pat
     model, _ = outcore.load_model(tmp_path / "packed", draft="self:3", resident=0, **OPTIONS)
     with model.outcore as session:
         assert same(model, wanted)
-        assert session.residency.give_up_draft() > 0
-        decoders = session.residency.profile.decoders
+        assert session.residency.layers.give_up_draft() > 0
+        decoders = session.residency.layers.profile.decoders
         assert [sum(isinstance(d, Planes) for d in layer) for layer in decoders] == [0, 7, 0, 0]
-        layer = session.residency.profile.size.layers[1]
+        layer = session.residency.layers.profile.size.layers[1]
         assert layer.cast == 2 * layer.decoded > 0
         assert same(model, wanted)
 

@@ -32,7 +32,7 @@ from outcore.decode.blocks import BlockFiles, verify
 from outcore.decode.continuous import Continuous
 from outcore.errors import UsageError
 from outcore.loading import prefix as made
-from outcore.serve.exchange import Begun, Finished, GenerationRequest
+from outcore.serve.events import Begun, Finished, GenerationRequest
 from test_service import heard, serving, text_of
 
 BLOCK = 16

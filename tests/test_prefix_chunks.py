@@ -16,7 +16,7 @@ import outcore
 import zoo
 from outcore.decode import blocks as on_disk
 from outcore.options import LoadOptions
-from outcore.serve.exchange import Begun, Event, GenerationRequest, TextPart
+from outcore.serve.events import Begun, Event, GenerationRequest, TextPart
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 from stand_ins import TokensOnly

@@ -12,8 +12,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.errors import RequestError
-from outcore.serve.exchange import Called, GenerationRequest, Sampling, TextPart
-from outcore.serve.prompting import Prompter, describe
+from outcore.serve.chat_template import TokenizerTemplate
+from outcore.serve.events import Called, GenerationRequest, Sampling, TextPart
+from outcore.serve.prompting import Prompter
 
 TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 TOKENS = {"HERMES": TAGS, "OPENED": TAGS, "CLOSED": TAGS, "ELEMENTS": TAGS, "HEADERS": ("[TOOL_CALLS]", "[ARGS]"),
@@ -45,6 +46,11 @@ def made(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.fixture(scope="module")
 def demo(demo_model: Path) -> TokenizerWrapper:
     return load_tokenizer(demo_model)
+
+
+def told(tokenizer: Any) -> tuple[str, bool, bool]:
+    template = TokenizerTemplate(tokenizer)
+    return template.text, template.tools, template.thinking
 
 
 def text(tokenizer: TokenizerWrapper, ask: GenerationRequest) -> str:
@@ -128,7 +134,7 @@ def test_a_model_without_a_template_takes_prompts(demo_model: Path, tmp_path: Pa
     tokenizer.chat_template = None
     tokenizer.has_chat_template = False
     assert "no chat template" in refused(tokenizer, GenerationRequest(messages=(USER,)))[0]
-    assert describe(tokenizer) == ("", False, False)
+    assert told(tokenizer) == ("", False, False)
     assert text(tokenizer, GenerationRequest(prompt="hi")) == "hi"
 
 
@@ -149,7 +155,6 @@ def test_prompts_are_continued_as_they_are(demo: TokenizerWrapper) -> None:
         (GenerationRequest(prompt=(10**30,)), "prompt: the model has no token 1000000000", "prompt"),
         (GenerationRequest(prompt=()), "prompt: it is empty", "prompt"),
         (GenerationRequest(prompt=""), "prompt: it is empty", "prompt"),
-        (GenerationRequest(prompt="a\ud83d"), "prompt: character 1 is half of a surrogate pair", "prompt"),
         (GenerationRequest(messages=({"role": "user", "content": "\ud83d"},)), "half of a surrogate pair", "messages"),
         (
             GenerationRequest(prompt="a", sampling=Sampling(logit_bias={8192: 1})),
@@ -252,10 +257,10 @@ def test_answers_are_read_as_the_prompt_leaves_them(made: Callable[[str], Tokeni
 def test_models_are_described_by_what_their_templates_know(
     made: Callable[[str], TokenizerWrapper], demo: TokenizerWrapper
 ) -> None:
-    assert describe(demo)[0].startswith("{%- for message") and describe(demo)[1:] == (False, False)
-    assert describe(made("HERMES")) == (chat_tokenizers.HERMES, True, True)
-    assert describe(made("HEADERS"))[1:] == (True, False)
-    assert describe(made("HARMONY"))[1:] == (True, True)
+    assert told(demo)[0].startswith("{%- for message") and told(demo)[1:] == (False, False)
+    assert told(made("HERMES")) == (chat_tokenizers.HERMES, True, True)
+    assert told(made("HEADERS"))[1:] == (True, False)
+    assert told(made("HARMONY"))[1:] == (True, True)
 
 
 def test_gpt_oss_is_told_of_tools(made: Callable[[str], TokenizerWrapper]) -> None:
@@ -265,29 +270,6 @@ def test_gpt_oss_is_told_of_tools(made: Callable[[str], TokenizerWrapper]) -> No
     )
     (called,) = [*(p := prompt.parser(0)).feed(" to=functions.f<|channel|>x<|message|>{}"), *p.finish()]
     assert isinstance(called, Called) and called.name == "f"
-
-
-def test_texts_and_tokens_may_take_turns_in_a_prompt(demo: TokenizerWrapper) -> None:
-    prompter = Prompter(demo)
-    a, b = (prompter.prepare(GenerationRequest(prompt=word)).tokens for word in ("def f", " return"))
-    prompt = prompter.prepare(GenerationRequest(prompt=("def f", *b, " return")))
-    assert prompt.tokens == (*a, *b, *b)
-    assert prompt.text == "def f return return"
-
-
-def test_special_tokens_stand_before_the_first_text_alone(demo: TokenizerWrapper, monkeypatch: Any) -> None:
-    def encoded(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-        return [0, *tokenizer.encode(text, add_special_tokens=False)]
-
-    monkeypatch.setattr("outcore.serve.prompting.encode_text", encoded)
-    prompter = Prompter(demo)
-    assert prompter.prepare(GenerationRequest(prompt=("a", "b"))).tokens.count(0) == 1
-    assert 0 not in prompter.prepare(GenerationRequest(prompt="a"), special=False).tokens
-
-
-def test_a_bias_of_a_text_is_one_of_its_tokens(demo: TokenizerWrapper) -> None:
-    prompt = Prompter(demo).prepare(GenerationRequest(prompt="x", text_bias={" return x": -5, "(": 1}))
-    assert prompt.bias == dict.fromkeys(demo.encode(" return x"), -5) | {demo.encode("(")[0]: 1}
 
 
 def test_a_grammar_goes_alone(demo: TokenizerWrapper) -> None:

@@ -15,6 +15,7 @@ import pytest
 import rank_work
 import zoo
 from link_ranks import in_threads, linked
+from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.speculative.speculate import Sampler, Waits
 from outcore.disk.metrics import Metrics
@@ -29,9 +30,8 @@ from outcore.plan.planner import ASSUMED
 from outcore_cluster import sharing as ranked
 from outcore_cluster.agreement import Agreement
 from outcore_cluster.drafts import RankedDrafts, SharedModel, Sharing
+from outcore_cluster.group import RankGroup
 from outcore_cluster.layer_shares import RankMeans, share_layers
-from outcore_cluster.link.memory_link import memory_links
-from outcore_cluster.link.ranks import RankGroup
 from outcore_cluster.rank_share import cuts_of
 from outcore_cluster.timing import LinkTimes
 from rank_processes import RankProcesses
@@ -224,7 +224,7 @@ def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkey
     def layers(draft: str, which: int | None, megabytes: int) -> int:
         drafts = RankedDrafts(draft, which, demo_model, LoadOptions(), ASSUMED, megabytes * 10**6)
         link: Any = Alike()
-        _, found = ranked.shared_out(profile, RankGroup(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
+        found = ranked.shared_out(profile, RankGroup(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
         return found.owners.count(0)
 
     assert layers("none", None, 34) == 8 and layers("self", 3, 34) < layers("self", 2, 34) < 8

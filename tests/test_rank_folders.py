@@ -15,7 +15,7 @@ import outcore
 import rank_work
 import zoo
 from outcore.checkpoint.checkpoint import open_checkpoint
-from outcore.checkpoint.identity import BLOCK, _block
+from outcore.checkpoint.identity import BLOCK, block_of
 from outcore.checkpoint.manifest import MANIFEST, read_manifest
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
@@ -140,7 +140,7 @@ def test_packed_copies_that_differ_in_a_few_bytes_are_refused(two: RankProcesses
     changed = tmp_path / "changed"
     shutil.copytree(llama, changed)
     tensor = next(t for n, t in open_checkpoint(changed).tensors.items() if ".layers." in n and t.nbytes > 2 * BLOCK)
-    flip(tensor.file, tensor.offset + (_block(0, tensor.nbytes)[0] + BLOCK) % tensor.nbytes, 1)
+    flip(tensor.file, tensor.offset + (block_of(0, tensor.nbytes)[0] + BLOCK) % tensor.nbytes, 1)
     packs = [pack_model(model, tmp_path / f"packed-{n}").folder for n, model in enumerate((llama, changed))]
     for said in told(two, packs):
         assert "rank 1 has other weights than rank 0" in said
@@ -249,7 +249,7 @@ def test_more_ranks_than_layers_are_refused(llama: Path, tmp_path: Path, capsys:
 
 
 def test_outcore_pack_ranks(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["pack", str(llama), "--ranks", "2:1,3", "--blocks", "--json"]
+    words = ["pack", str(llama), "--ranks", "2:1,3:blocks", "--json"]
     assert main(words) == 2
     assert "--output" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path)]) == 0

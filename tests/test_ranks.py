@@ -154,23 +154,6 @@ def test_a_token_is_built_while_the_one_before_it_is_computed(two: RankProcesses
     assert in_turn == ["b" + "swbwh" * 3 + "swwh", blocks[1]]
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_a_device_that_waits_for_other_ranks_itself(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint(model_type, tmp_path)
-    expected, _ = rank_work.text(None, folder, TOKENS)
-    for in_turn in (True, False):
-        both = two.run(rank_work.at_gates, rank_work.with_options, folder, TOKENS, {"in_turn": in_turn})
-        (((found, _), early), ((told, _), also)) = both
-        assert found == expected
-        assert [t for t, _ in told] == [t for t, _ in expected]
-        assert (early > 0 and also > 0) == (model_type != "dbrx")
-    if model_type in ("llama", "qwen3_next"):
-        conversation, texts, in_blocks = rank_work.conversation, rank_work.texts_in_turn, {"in_turn": False}
-        for work, how in ((conversation, {}), (rank_work.failing, in_blocks), (texts, {}), (texts, in_blocks)):
-            one = work(None, folder, how)
-            assert [r for r, _ in two.run(rank_work.at_gates, work, folder, how)] == [one] * 2
-
-
 def test_a_device_that_fails_where_tokens_are_chosen_ends_the_run(two: RankProcesses, llama: Path) -> None:
     assert two.run(rank_work.device_that_fails, llama) == [["no token was chosen: no device"], []]
 

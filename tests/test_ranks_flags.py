@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.ranks import SAME, check_same
+from memory_link import memory_links
 from outcore.errors import UsageError
+from outcore_cluster.launch.as_rank import SAME, check_same
 from outcore_cluster.link.link import Link
-from outcore_cluster.link.memory_link import memory_links
 
 
 def told(*given: dict[str, Any]) -> list[str]:

@@ -7,10 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from outcore.cli.ranks_alone import SingleMachine, beside
-from outcore_cluster.forecast import about_ranks
-from outcore_cluster.link.memory_link import memory_links
-from outcore_cluster.link.ranks import RankGroup
+from memory_link import memory_links
+from outcore_cluster.group import RankGroup
+from outcore_cluster.launch.alone import SingleMachine, beside
 from outcore_cluster.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
 from outcore_cluster.timing import LinkTimes
 
@@ -65,9 +64,9 @@ def test_ranks_of_one_host_are_told_by_the_first_and_what_others_note_is_once() 
     ]
     shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 3, 1, LinkTimes.same(3, 0.0))
     assert shared.hosts_shared == {"a": [0, 2]}
-    notes = about_ranks(shared, RankGroup(memory_links(3)[0]))
+    notes = RankGroup(memory_links(3)[0]).notes(shared)
     assert notes[0].startswith("ranks 0 and 2 are on a: they share its disk")
-    assert notes[1:] == ("rank 1 (b): this one alone",)
+    assert notes[1:] == ["rank 1 (b): this one alone"]
 
 
 def test_what_one_machine_alone_does_stands_beside_it() -> None:

@@ -19,13 +19,12 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from memory_link import memory_links
 from outcore.cli import serve
 from outcore.cli.commands import parser_of
-from outcore.cli.serve_ranks import check_shared
 from outcore.errors import UsageError
-from outcore_cluster.link.memory_link import memory_links
-from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.sharing import as_ranked
+from outcore_cluster.group import RankGroup
+from outcore_cluster.launch.as_rank import leave_out
 
 FLAGS = ["--memory", "30MB", "--resident", "0", "--port", "0", "--drain", "60"]
 LAUNCH = ["launch", "--hosts", "local,local", "--"]
@@ -206,7 +205,6 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
     ("more", "why"),
     [
         (["--model", "another"], "one model over several machines"),
-        (["--models-folder", "models"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
         (["--draft", "mtp"], "--draft mtp: not over several machines"),
     ],
@@ -215,12 +213,13 @@ def test_what_is_not_shared_is_refused(more: list[str], why: str) -> None:
     args = parser_of("serve").parse_args(["--model", "m", *more])
     args.ranks = RankGroup(memory_links(2)[0])
     with pytest.raises(UsageError, match=why):
-        check_shared(args, [*args.model])
-        as_ranked(serve.service_options(args).load)
+        assert args.ranks.serves(args, [*args.model])
+        args.ranks.options(serve.service_options(args).load)
 
 
 def test_what_nobody_asked_for_is_off() -> None:
     args = parser_of("serve").parse_args(["--model", "m"])
     args.ranks = RankGroup(memory_links(2)[0])
-    load = as_ranked(serve.service_options(args).load)
+    leave_out(args)
+    load = args.ranks.options(serve.service_options(args).load)
     assert (load.prefix_cache, load.draft) == ("off", "auto")

@@ -18,7 +18,7 @@ import outcore
 from outcore.decode.continuous import Continuous
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
-from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
 
@@ -176,8 +176,6 @@ def test_too_many_are_sent_away_and_too_long_ones_told(demo_model: Path) -> None
         assert long.value.counts == {"n_prompt_tokens": 10, "n_ctx": 9}
         finished = asyncio.run(heard(service, GenerationRequest(prompt=tuple([5] * 8), max_tokens=9)))[-1]
         assert isinstance(finished, Finished) and finished.tokens == 2
-        rendered = asyncio.run(service.rendered(GenerationRequest(prompt=(5, "def f"))))
-        assert rendered.text.endswith("def f") and rendered.tokens[0] == 5
 
 
 def test_models_take_turns_and_idle_ones_go(served: Path, tmp_path: Path, expected: dict[str, str]) -> None:

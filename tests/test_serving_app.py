@@ -16,7 +16,7 @@ from fake_service import APIS, FakeService, Running, exchange, posted, running
 from outcore.errors import OutcoreError, UsageError
 from outcore.serve.access import Access, local_names
 from outcore.serve.description import described
-from outcore.serve.exchange import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
+from outcore.serve.events import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
 from outcore.serve.limits import ClientLimits
 from outcore.serve.server import connections_within, listen, url
 
@@ -60,7 +60,7 @@ def test_addresses_of_all_families_and_of_none() -> None:
             health = await ask(server, "GET", "/health")
             assert health.json() == {"status": "ok", "running": 0, "waiting": 0}
             listed = await ask(server, "GET", "/v1/models?limit=3")
-            assert listed.json() == {"models": ["fake"], "query": {"limit": "3"}}
+            assert listed.json() == {"models": ["fake"]}
             # Two families have this address; a header says which is meant.
             assert (await ask(server, "GET", "/v1/models", {"Other-Version": "1"})).json() == {"otherwise": True}
             assert (await ask(server, "GET", "/v1/models/fake")).json() == {"model": "fake"}
@@ -468,7 +468,7 @@ def test_connections_leave_files_to_models(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_fake_service_is_one() -> None:
-    from outcore.serve.exchange import Service
+    from outcore.serve.events import Service
 
     service: Service = FakeService()
     assert service.card("fake").loaded

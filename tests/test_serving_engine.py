@@ -18,8 +18,8 @@ from outcore.decode.batch_engine import Token
 from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, RequestError
-from outcore.serve.exchange import Finished, GenerationRequest
-from outcore.serve.sequence import Writer
+from outcore.serve.choice import Writer
+from outcore.serve.events import Finished, GenerationRequest
 from test_service import heard, serving, text_of, together
 
 ASK = GenerationRequest(prompt="def add(a, b):", max_tokens=6)

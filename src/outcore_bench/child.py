@@ -15,8 +15,8 @@ from typing import Any
 
 from outcore.errors import LinkError, OutcoreError
 from outcore.text import one_line
+from outcore_cluster.group import RankGroup
 from outcore_cluster.link.environment import from_environment
-from outcore_cluster.link.ranks import RankGroup
 
 from .disk import disk_rate
 from .jobs import BenchJob

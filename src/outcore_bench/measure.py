@@ -14,7 +14,7 @@ from mlx_lm.generate import generation_stream
 from outcore.disk.metrics import Event, Metrics
 from outcore.engine.session import Session
 from outcore.machine.memory import peak_rss
-from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.group import RankGroup
 
 from .counters import Energy, Reads, process_reads
 from .document import BenchRow, Reading, Setting, Speed, Stat, TimelineBar, Use

@@ -19,7 +19,7 @@ from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
-from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.group import RankGroup
 
 from .jobs import BenchJob
 from .plain_way import PlainWay

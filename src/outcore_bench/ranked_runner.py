@@ -11,8 +11,8 @@ from typing import Any
 from outcore.loading.preparation import Preparation, prepare
 from outcore.options import LoadOptions
 from outcore_cluster.agreement import Agreement
+from outcore_cluster.group import RankGroup
 from outcore_cluster.link.beside import run_beside
-from outcore_cluster.link.ranks import RankGroup
 from outcore_cluster.link.socket_link import SocketLink
 
 from .document import BenchRow

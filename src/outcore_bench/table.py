@@ -39,7 +39,8 @@ def rich_table(table: ReportTable, width: int) -> Table:
     """A table of the report, in so many characters; what stands in brackets goes below the rest."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, width=min(width, WIDTH), show_edge=False)
     for i, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if i else "left", overflow="fold")
+        head = column.replace("Efficiency", "Eff.").replace(" ", "\n")
+        shown.add_column(head, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
     for line in table.lines:
         cells = line.cells if line.kind != "error" else (f"{line.cells[0]}: {line.cells[1]}",)
         shown.add_row(*(Text(cell.replace(" (", "\n(")) for cell in cells))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx_lm.utils
 
@@ -19,7 +19,6 @@ from outcore.checkpoint.find_model import download, local_model
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import Absent, RankLayers
 from outcore.checkpoint.packed_store import open_model
-from outcore.checkpoint.partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import CheckpointError, MissingFileError
@@ -31,9 +30,12 @@ from outcore.options import LoadOptions
 from outcore.plan.draft_cost import SELF
 
 from .drafts import SharedModel, Sharing
-from .link.ranks import RankGroup
+from .partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
 from .rank_share import RankShare, head_paths
-from .sharing import as_ranked, ranks_of, shared_out
+from .sharing import shared_out
+
+if TYPE_CHECKING:
+    from .group import RankGroup
 
 SMALL = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
 """What is downloaded of a model whatever a rank holds."""
@@ -44,18 +46,15 @@ THERE, WHOLE, PART, MISSING = "there", "whole", "part", "missing"
 Say = Callable[[str], None]
 
 
-def resolve_shared(name: str, revision: str | None, options: LoadOptions, say: Say) -> Path:
+def resolve_shared(name: str, revision: str | None, o: LoadOptions, ranks: RankGroup, say: Say) -> Path:
     """The local folder of a model that ranks share; all of them ask at the same time.
 
     Args:
-        options: as the model will be loaded. ``say``: is told what is downloaded.
+        o: as the model will be loaded. ``say``: is told what is downloaded.
 
     Raises:
         As ``resolve_model``.
     """
-    o = as_ranked(options)
-    ranks = ranks_of(o)
-    assert ranks is not None  # who has none asks ``resolve_model``
     if (local := local_model(name)) is not None:
         folder, found = local, THERE
     else:
@@ -117,8 +116,7 @@ def _needed(
     profile = measured(lazy, o, known)
     heads = head_paths(profile)
     budget = asked_budget(o.memory, o.profile)
-    shared, _ = shared_out(profile, ranks, budget, known, o.resident, _nothing_drafts, fresh=True)
-    share = shared.share
+    share = shared_out(profile, ranks, budget, known, o.resident, _nothing_drafts, fresh=True).profile.share
     assert isinstance(share, RankShare)  # it was shared out
     unneeded = _unneeded(lazy, profile, share.owners, link.rank, heads)
     if unneeded is None or headers is None:

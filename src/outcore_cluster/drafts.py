@@ -20,7 +20,6 @@ from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.loading.draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
 from outcore.loading.draft_experience import seen_before
 from outcore.loading.opened import draft_named
-from outcore.modules.cuts import Cuts
 from outcore.options import LoadOptions
 from outcore.plan.draft_choice import Choice, expected_of, fastest
 from outcore.plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
@@ -29,6 +28,7 @@ from outcore.plan.machine_profile import Calibration
 from outcore.plan.prediction import guess_s
 from outcore.sizes import format_size
 
+from .cuts import Cuts
 from .layer_shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
 from .link.link import Link
 from .rank_share import share_out
@@ -67,7 +67,7 @@ class SharedModel:
     """How a model is shared out.
 
     Attributes:
-        owners: the rank of each layer, in the order of calls.
+        owners: the rank of each layer, in the order of calls. ``profile``: what this rank holds.
         draft: what drafts. ``choices``: what ``auto`` chose from; ``choice``: what it is expected to give.
         filled: the draft goes on from caches that are filled for it.
     """
@@ -77,6 +77,7 @@ class SharedModel:
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
     filled: bool = False
+    profile: Any = None
 
 
 @dataclass(frozen=True)

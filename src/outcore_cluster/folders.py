@@ -6,25 +6,27 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outcore.checkpoint.checkpoint import ADAPTER_CONFIG, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
 from outcore.checkpoint.manifest import RankLayers, is_packed
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.pack_writer import Progress
-from outcore.checkpoint.packed_store import PackedStore
-from outcore.checkpoint.partial_checkpoint import name_in_hub
-from outcore.checkpoint.rank_pack import RankPack
-from outcore.checkpoint.weight_prints import OWN_CODE, coding_of, first_other, weight_prints
+from outcore.checkpoint.packed_store import PackedStore, coding_of
 from outcore.engine.model_profile import ModelProfile, profile_of
 from outcore.errors import UsageError
-from outcore.modules.cuts import Cuts
 from outcore.text import counted
 
+from .cuts import Cuts
 from .layer_shares import in_blocks, in_turn
-from .link.ranks import RankGroup
+from .partial_checkpoint import name_in_hub
+from .rank_pack import RankPack
 from .rank_share import cuts_of, head_paths
+from .weight_prints import OWN_CODE, first_other, weight_prints
+
+if TYPE_CHECKING:
+    from .group import RankGroup
 
 MOST_RANKS = 1000
 

@@ -6,18 +6,20 @@ That is done when it is loaded, and anew before a text where one holds something
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
-from outcore.engine.model_profile import ModelProfile
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 
 from .agreement import Agreement
-from .link.ranks import RankGroup
 from .link_times import link_times
 from .rank_share import RankShare
 from .ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
+
+if TYPE_CHECKING:
+    from .group import RankGroup
 
 STEPS = 32, 64, 128, 256, 512
 """Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
@@ -67,45 +69,3 @@ class RankForecast:
         ]
         best = min(found, key=lambda each: each.ttft_s)
         return best if best.ttft_s < WORTH * found[0].ttft_s else found[0]
-
-
-def foreseen(
-    profile: ModelProfile,
-    plan: Plan,
-    calibration: Calibration,
-    ranks: RankGroup | None,
-    asked: int | None,
-    notes: tuple[str, ...] = (),
-) -> tuple[ModelProfile, Plan]:
-    """What all ranks together take; each has made its plan, and asks at the same time.
-
-    Args:
-        asked, notes: as in ``RankForecast``.
-
-    Returns:
-        the profile, whose share has that; and the plan, with chunks of the length that was found.
-    """
-    if ranks is None or not isinstance(profile.share, RankShare):
-        return profile, plan
-    forecaster = RankForecast(ranks, profile.share, calibration, asked, notes)
-    found = forecaster.foresee(profile.size, plan)
-    share = replace(profile.share, forecast=found, forecaster=forecaster, planned=plan)
-    return replace(profile, share=share), replace(plan, prefill_step=min(plan.prefill_step, found.step))
-
-
-def about_ranks(profile: ModelProfile, ranks: RankGroup | None) -> tuple[str, ...]:
-    """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
-    if not isinstance(profile.share, RankShare) or (shared := profile.share.forecast) is None or ranks is None:
-        return ()
-    if rank := ranks.link.rank:
-        of = sum(part.layers for part in shared.parts)
-        return (f"{shared.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(shared.parts)}",)
-    notes = [
-        f"ranks {' and '.join(map(str, those))} are on {host}: they share its disk and its cores, and are predicted as "
-        "if each had its own"
-        for host, those in shared.hosts_shared.items()
-    ]
-    known = shared.parts[0].notes
-    for rank, part in enumerate(shared.parts):
-        notes += [f"rank {rank} ({part.host}): {note}" for note in part.notes if note not in known]
-    return tuple(notes)

@@ -15,7 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from outcore.modules.hooks import arrays_in
-from outcore.modules.watched_pass import Advance
+
+from .watched_pass import Advance
 
 
 def empty(cache: Any) -> None:

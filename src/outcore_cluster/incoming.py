@@ -9,17 +9,12 @@ import numpy as np
 
 from outcore.disk.metrics import Metrics
 
-from .gates import Gates, Passage, TransferGate
 from .link.link import Arrival, Link
 
 
 @dataclass
 class Incoming:
-    """What a layer of another rank puts out in one pass, on its way here.
-
-    Attributes:
-        gates: what the device waits at for it, of ``keeper``; none: it is waited for before it is computed with.
-    """
+    """What a layer of another rank puts out in one pass, on its way here."""
 
     link: Link
     source: int
@@ -28,26 +23,10 @@ class Incoming:
     arrivals: list[Arrival] = field(default_factory=list)
     rounds: Rounds | None = None
     number: int = 0
-    gates: list[TransferGate] = field(default_factory=list)
-    keeper: Gates | None = None
-    passage: Passage | None = None
 
     def post(self) -> None:
         """Begin to receive it."""
         self.arrivals = [self.link.receive(self.source, into) for into in self.into]
-        if self.keeper is not None:
-            self.passage = self.keeper.watch(self.arrivals, self.gates)
-            self.arrivals = [self.passage]
-
-    @property
-    def gated(self) -> bool:
-        """Whether what is made from it may be handed to the device before it is there."""
-        return self.passage is not None
-
-    def give_up(self) -> None:
-        """What was handed to the device waits no more; what it makes then is of no use."""
-        if self.passage is not None:
-            self.passage.open()
 
     @property
     def ready(self) -> bool:
@@ -108,11 +87,6 @@ class Rounds:
             for incoming in self._rounds[self._posted]:
                 incoming.post()
             self._posted += 1
-
-    def give_up(self) -> None:
-        """What was handed to the device before it was there waits no more."""
-        for incoming in (each for round_ in self._rounds for each in round_):
-            incoming.give_up()
 
 
 def new_buffer(nbytes: int) -> mx.array:

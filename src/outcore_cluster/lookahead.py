@@ -95,7 +95,6 @@ def look_ahead_on_ranks(
             with mx.stream(generation_stream):
                 token, logprobs = _hand_out(now, ahead, target, chooser)
         except BaseException:
-            now.pass_.give_up()
             if ahead is not None:
                 ahead.back()
             now.back()
@@ -123,14 +122,11 @@ def _hand_out(now: _Next, ahead: _Next | None, target: ModelRunner, chooser: Sam
             ahead.pass_.start()
         return token, logprobs
     assert now.logprobs is not None
-    if not (gated := now.pass_.gated):
-        now.pass_.settle()
+    now.pass_.settle()
     with _told_where_it_fails(chooser):
         mx.async_eval(now.token, now.logprobs)
         if ahead is not None:
             ahead.pass_.start()
-    if gated:
-        now.pass_.settle()
     with _told_where_it_fails(chooser), target.transport.working():
         token = cast(int, now.token.item())
     chooser.transport.numbers(lambda: [token])

@@ -16,13 +16,13 @@ from outcore.engine.model_profile import ModelProfile
 from outcore.engine.state import State
 from outcore.engine.vocabulary import Table
 from outcore.errors import UsageError
-from outcore.modules.cuts import Cuts, find_cuts
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
 from outcore.plan.context_bytes import held_bytes
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 
+from .cuts import Cuts, find_cuts
 from .link.link import Link
 from .ranks_plan import RanksPlan
 from .transport import RankTransport

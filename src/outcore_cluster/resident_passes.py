@@ -5,17 +5,15 @@ that stream theirs, so that what is sent and received comes in the same order, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 
-from outcore.engine.recorded_pass import Awaited, Recorded, RecordedPass, Wanted, in_turn
-from outcore.engine.streaming import Streaming
+from outcore.engine.recorded_pass import Recorded, RecordedPass, Wanted, in_turn
 from outcore.engine.undo import Moved
 from outcore.machine.interrupts import check
 from outcore.plan.model_size import Graph
 
-from .incoming import Incoming, Rounds
+from .incoming import Rounds
 from .stage import PipelineStage
 
 
@@ -71,15 +69,12 @@ class ResidentPasses:
         rounds = hops.rounds = Rounds(reuse=False)
         before, hops.recorder = hops.recorder, self
         self.recording = recorded = RecordedPass()
-        if hops.gates is not None:
-            hops.gates.next_token()
-        hops.gated = True
         try:
             rounds.next_pass()
             return PassAhead(hops, recorded, rounds, run())
         finally:
             self.recording = hops.rounds = None
-            hops.recorder, hops.gated = before, False
+            hops.recorder = before
 
 
 class PassAhead:
@@ -100,44 +95,17 @@ class PassAhead:
             mx.async_eval(units[0].arrays)
 
     def send(self) -> None:
-        """Its turn: compute what other ranks need of it, as what they send arrives, and send it. What waits at gates
-        is handed out before that, behind what others need to send it."""
+        """Its turn: compute what other ranks need of it, as what they send arrives, and send it."""
         self._rounds.post(1)
-        try:
-            for unit in self._recorded.units:
-                if unit.arriving and _gated(unit.arriving):
-                    self._hops.reached(unit.moved)
-                    unit.moved = []
-                    mx.async_eval(unit.arrays)
-                _evaluate([unit], self._hops)
-        except BaseException:
-            self.give_up()
-            raise
-
-    @property
-    def gated(self) -> bool:
-        """Behind ``send``, whether ``out`` may be handed to the device before ``settle``."""
-        return _gated(self._recorded.incoming)
+        _evaluate(self._recorded.units, self._hops)
 
     def settle(self) -> None:
         """Return when all is there that it is made from, behind ``send``."""
-        try:
-            self._recorded.settle()
-        except BaseException:
-            self.give_up()
-            raise
-
-    def give_up(self) -> None:
-        """It is not wanted: what the device has of it waits no more."""
-        self._rounds.give_up()
-
-
-def _gated(incoming: Sequence[Awaited]) -> bool:
-    return all(isinstance(each, Incoming) and each.gated for each in incoming)
+        self._recorded.settle()
 
 
 def _evaluate(passes: Sequence[Recorded], hops: PipelineStage) -> None:
-    """Compute what passes recorded of one layer whose outputs go to other ranks."""
+    """Compute what passes recorded of layers whose outputs go to other ranks."""
     for recorded in passes:
         for each in recorded.arriving:
             each.wait()
@@ -148,14 +116,3 @@ def _evaluate(passes: Sequence[Recorded], hops: PipelineStage) -> None:
         hops.depart(recorded.leaving)
         recorded.arrays, recorded.leaving = [], []
         check()
-
-
-def sweeps_of(model: Any, streaming: Streaming | None) -> Streaming | ResidentPasses | None:
-    """What computes several passes layer by layer; None: nothing does, they follow each other."""
-    if streaming is not None:
-        return None if streaming.evaluates else streaming
-    session = getattr(model, "outcore", None)
-    hops = getattr(session, "hops", None)
-    if session is None or hops is None or hops.eager:
-        return None
-    return ResidentPasses(hops, session.size.graph(mx.default_device().type == mx.DeviceType.cpu))

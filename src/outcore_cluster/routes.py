@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outcore.modules.cuts import Cuts
+from .cuts import Cuts
 
 
 def fillable(cuts: Cuts, owners: Sequence[int]) -> bool:

@@ -6,59 +6,24 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
-from outcore.checkpoint.pack_writer import Progress
-from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError
-from outcore.modules.cuts import Cuts
-from outcore.options import LoadOptions
-from outcore.plan.draft_cost import MTP, NGRAM, Draft
+from outcore.plan.draft_cost import NGRAM, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
+from .cuts import Cuts
 from .drafts import SharedModel, Sharing, is_filled
 from .folders import owners_of_folders
 from .layer_shares import RankMeans, share_layers
 from .link.link import Link
-from .link.ranks import RankGroup
 from .link_times import link_times
 from .rank_share import cuts_of, share_out
 
-
-def ranks_of(o: LoadOptions) -> RankGroup | None:
-    """The ranks that share the model; None: one alone has it."""
-    return o.ranks if isinstance(o.ranks, RankGroup) and o.ranks.link.size > 1 else None
-
-
-def as_ranked(o: LoadOptions) -> LoadOptions:
-    """The options that ranks have: what is not shared out yet is left out, or refused where it was asked for.
-
-    Raises:
-        UsageError: it was asked for.
-    """
-    if ranks_of(o) is None:
-        return o
-    if parse_draft(o.draft)[0] == MTP:
-        raise UsageError(f"{o.name('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts")
-    if o.kv_disk == "on":
-        raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
-    if o.prefix_cache != "off":
-        raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
-    return replace(o, kv_disk="off", lazy=False)
-
-
-def as_work(o: LoadOptions, report: Progress) -> Progress:
-    """The same, with each step told to other ranks: what compiles kernels is another process."""
-    ranks = ranks_of(o)
-    if ranks is None:
-        return report
-
-    def told(what: str, done: int, of: int) -> None:
-        with ranks.link.working():
-            report(what, done, of)
-
-    return told
+if TYPE_CHECKING:
+    from .group import RankGroup
 
 
 def shared_out(
@@ -70,7 +35,7 @@ def shared_out(
     choose: Callable[[Sharing], SharedModel],
     *,
     fresh: bool = False,
-) -> tuple[ModelProfile, SharedModel]:
+) -> SharedModel:
     """What this rank holds of the model, and what drafts for it; all ranks ask at the same time.
 
     Args:
@@ -109,7 +74,7 @@ def shared_out(
 
     found = _agreed(ranks, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
     mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
-    return mine, found
+    return replace(found, profile=mine)
 
 
 def _agreed(ranks: RankGroup, choose: Callable[[], SharedModel]) -> SharedModel:

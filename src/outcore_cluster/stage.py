@@ -23,12 +23,11 @@ from outcore.engine.undo import Moved, Undo
 from outcore.engine.vocabulary import Table, no_product
 from outcore.errors import LinkError
 from outcore.modules.call_values import caches_in, handles
-from outcore.modules.cuts import Cuts, LayerCall, Shape, filled
 from outcore.modules.hooks import handle, swap, unswap
 from outcore.modules.layers import Layer
 
+from .cuts import Cuts, LayerCall, Shape, filled
 from .foreign import advance
-from .gates import TransferGate, gates_here
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
 from .link.link import Link
 from .routes import reusable, routes
@@ -52,8 +51,6 @@ class PipelineStage:
         before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
         trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
-        gates: what the device waits at for other ranks; None: this rank waits for them itself. ``gated``: it does in
-            the pass that is recorded.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class PipelineStage:
         self.metrics = metrics or Metrics()
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
-        self.gates, self.gated = gates_here(), False
         self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
         self._pending: list[Incoming] = []
         self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
@@ -122,9 +118,7 @@ class PipelineStage:
             self.rounds = None
 
     def close(self) -> None:
-        """End the thread that waits for other ranks."""
-        if self.gates is not None:
-            self.gates.close()
+        """Whoever made the link closes it."""
 
     def watch(self, module: nn.Module) -> None:
         """Have what a layer in memory puts out sent, if it is to be."""
@@ -153,26 +147,17 @@ class PipelineStage:
                 advance(caches_in(args, kwargs), call.advances, batch, tokens)
             arrays: list[mx.array] = []
             into: list[memoryview] = []
-            gates: list[TransferGate] = []
             for n, shape in enumerate(call.leaves):
                 if shape is None or n not in wanted:
                     arrays.append(_nothing(shape, batch, tokens))
                     continue
                 dims = shape.of(batch, tokens)
                 nbytes = int(np.prod(dims)) * shape.dtype.size
-                if self.gates is not None and self.gated:
-                    gates.append(gate := self.gates.gate(nbytes))
-                    arrays.append(gate.behind().view(shape.dtype).reshape(dims))
-                    into.append(gate.into)
-                    continue
                 buffer = self._buffer(layer, nbytes, len(into))
                 arrays.append(buffer.view(shape.dtype).reshape(dims))
                 into.append(bytes_of(buffer))
             if into:
-                incoming = Incoming(self.link, self._owners[layer], into, self.metrics)
-                if gates:
-                    incoming.gates, incoming.keeper = gates, self.gates
-                self._expect(incoming)
+                self._expect(Incoming(self.link, self._owners[layer], into, self.metrics))
             return filled(call.outputs, iter(arrays))
 
         return foreign

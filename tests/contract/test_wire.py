@@ -1,4 +1,4 @@
-"""What clients of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs get from ``outcore serve``: the shapes of
+"""What clients of OpenAI's, Anthropic's and Ollama's APIs get from ``outcore serve``: the shapes of
 answers, streams and errors, recorded in golden/wire.json. One server of a tiny model in a process of its own."""
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ ASKED: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "ollama.tags": ("GET", "/api/tags", None),
     "ollama.ps": ("GET", "/api/ps", None),
     "ollama.version": ("GET", "/api/version", None),
-    "llama.completion": ("POST", "/completion", {"prompt": "x = ", "n_predict": 6, "temperature": 0}),
-    "llama.tokenize": ("POST", "/tokenize", {"content": "x = "}),
     "nowhere": ("GET", "/v1/nowhere", None),
     "nowhere.ollama": ("POST", "/api/nowhere", {}),
 }

@@ -21,7 +21,7 @@ from combined_models import Shelf
 from combined_reference import SEED, Reference, Text, unlikely
 from outcore.decode import one_text
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.group import RankGroup
 
 EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"
 

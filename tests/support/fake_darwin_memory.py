@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from outcore.machine.memory_calls import Mounted, VmStatistics
+from outcore.machine.memory_calls import MemoryCalls, VmStatistics
 
 GB = 10**9
 PAGE = 16384
@@ -22,7 +21,7 @@ RATIO = 3
 
 
 @dataclass
-class FakeDarwin:
+class FakeDarwin(MemoryCalls):
     """A Mac. Bytes, but for counters, which are pages.
 
     Attributes:
@@ -121,10 +120,6 @@ class FakeDarwin:
             internal=(self.idle + self.busy) // PAGE,
             **self.counters,
         )
-
-    def mounted(self, path: Path) -> Mounted | None:
-        system = path.parts[1:2] == ("System",)
-        return Mounted("apfs", *(("/dev/disk3s1s1", "/") if system else ("/dev/disk3s5", "/System/Volumes/Data")))
 
     def machine(self) -> tuple[int, int]:
         raise AssertionError("psutil knows no compressor")

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fake_service import FakeService
 from outcore.cli import main, serve
-from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, TextPart
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 
 
 async def counted(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
@@ -43,5 +43,5 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Closing:
 
 
 if __name__ == "__main__":
-    serve.open_service = open_service
+    serve.open_service = open_service  # type: ignore[assignment]
     sys.exit(main.main(["serve", "--model", "fake", *sys.argv[1:]]))

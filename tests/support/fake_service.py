@@ -9,28 +9,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from outcore.serve.access import Access
-from outcore.serve.app import application
-from outcore.serve.endpoint import (
-    EVENT_STREAM,
-    JSON,
+from outcore.serve.api import (
     Api,
     Defaults,
-    Direct,
-    Endpoint,
     HttpRequest,
     ParsedRequest,
+    ResponseWriter,
     Route,
     server_sent,
 )
-from outcore.serve.exchange import (
+from outcore.serve.app import application
+from outcore.serve.events import (
     Begun,
     Ended,
     Event,
     Finished,
     GenerationRequest,
     ModelCard,
-    Rendered,
     RequestError,
     Service,
     TextPart,
@@ -84,11 +82,6 @@ class FakeService:
         """Its words."""
         return len(str(ask.prompt).split())
 
-    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
-        """Its words, which are tokens 0, 1, 2 and so on."""
-        text = str(ask.prompt if ask.messages is None else ask.messages)
-        return Rendered(text, tuple(range(len(text.split()))))
-
     def models(self) -> Sequence[ModelCard]:
         """One."""
         return [ModelCard("fake", loaded=True)]
@@ -109,16 +102,11 @@ class FakeService:
         return {"status": self.status, "running": self.under_way, "waiting": 0, "models": {"fake": counters}}
 
 
-class FakeAnswering:
+class FakeAnswering(ResponseWriter):
     """Sends pieces as server-sent events, or all of them at once."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self.streams = bool(body.get("stream"))
-        self.media_type = EVENT_STREAM if self.streams else JSON
-        self.ignored = tuple(str(key) for key in body if key not in ("stream", "prompt"))
-
-    def opening(self) -> bytes:
-        return b""
+        super().__init__(bool(body.get("stream")), [str(key) for key in body if key not in ("stream", "prompt")])
 
     def event(self, event: Event) -> bytes:
         return server_sent(event.text) if isinstance(event, TextPart) else b""
@@ -136,7 +124,11 @@ class FakeAnswering:
         return {"text": "".join(e.text for e in events if isinstance(e, TextPart))}
 
 
-def parse(request: HttpRequest) -> ParsedRequest | Direct:
+class Prompt(BaseModel):
+    prompt: str
+
+
+def parse(request: HttpRequest, service: Service) -> ParsedRequest:
     """A prompt is all that there is to ask."""
     prompt = request.body.get("prompt")
     if not isinstance(prompt, str):
@@ -146,17 +138,17 @@ def parse(request: HttpRequest) -> ParsedRequest | Direct:
     return ParsedRequest((GenerationRequest(prompt=prompt),), FakeAnswering(request.body))
 
 
-async def listed(request: HttpRequest, service: Service) -> dict[str, Any]:
-    """The names of models, and what was asked."""
-    return {"models": [card.name for card in service.models()], "query": dict(request.query)}
+def listed(request: HttpRequest, service: Service) -> dict[str, Any]:
+    """The names of models."""
+    return {"models": [card.name for card in service.models()]}
 
 
-async def shown(request: HttpRequest, service: Service) -> dict[str, Any]:
+def shown(request: HttpRequest, service: Service) -> dict[str, Any]:
     """One model."""
     return {"model": service.card(request.params["model"]).name}
 
 
-async def listed_otherwise(request: HttpRequest, service: Service) -> dict[str, Any]:
+async def listed_otherwise() -> dict[str, Any]:
     """Another family's list at the same address."""
     return {"otherwise": True}
 
@@ -164,17 +156,19 @@ async def listed_otherwise(request: HttpRequest, service: Service) -> dict[str, 
 ONE = Api(
     "one",
     lambda error: {"error": {"message": str(error), "code": error.code}},
-    (Endpoint("/v1/say", parse, summary="Say it", schema={"type": "object"}),),
-    (Route("/v1/models", listed, summary="List"), Route("/v1/models/{model:path}", shown)),
+    (
+        Route("/v1/say", parse, "POST", "Say it", Prompt),
+        Route("/v1/models", listed, summary="List"),
+        Route("/v1/models/{model:path}", shown),
+    ),
 )
 OTHER = Api(
     "other",
     lambda error: {"type": "error", "told": str(error)},
-    (Endpoint("/v1/messages", parse),),
-    (Route("/v1/models", listed_otherwise),),
+    (Route("/v1/messages", parse, "POST"), Route("/v1/models", lambda request, service: listed_otherwise())),
     header="other-version",
 )
-THIRD = Api("third", lambda error: {"error": str(error)}, (Endpoint("/api/say", parse),))
+THIRD = Api("third", lambda error: {"error": str(error)}, (Route("/api/say", parse, "POST"),))
 APIS = (ONE, OTHER, THIRD)
 
 

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from memory_link import Letters, MemoryLink
 from outcore.errors import LinkError
 from outcore_cluster.link.link import Link
-from outcore_cluster.link.memory_link import Letters, MemoryLink
 
 JOB_S = 150.0
 """Seconds that a piece of work may take."""

@@ -37,13 +37,11 @@ from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
-from outcore_cluster.download import resolve_shared
-from outcore_cluster.gates import FLAG_BYTES, Gates, Passage, TransferGate
+from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import Leader, follow
-from outcore_cluster.link.link import Arrival, Link
-from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.link.link import Link
 from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
@@ -220,9 +218,9 @@ def shedding(link: Link, folder: Path, tokens: int, rank: int) -> Any:
         ):
             found.append((r.token, digest(r.logprobs)))
             if link.rank == rank and n == 3:
-                session.residency.shed(2)
+                session.residency.layers.shed(2)
             if link.rank == rank and n == 7:
-                session.residency.regrow(2)
+                session.residency.layers.regrow(2)
             swept.append(session.metrics.bytes_read)
     return found, swept
 
@@ -302,7 +300,7 @@ def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) ->
             ):
                 found.append((r.token, digest(r.logprobs)))
                 if link.rank == 0 and n == 5:
-                    freed += session.residency.give_up_draft()
+                    freed += session.residency.layers.give_up_draft()
                 counts.append(session.metrics.drafted)
         return found, counts, freed
 
@@ -384,7 +382,7 @@ def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) ->
         transport.forecaster.foresee = counted
         for n in range(3):
             if n == 1 and link.rank == link.size - 1:
-                assert session.residency.shed(1) == 1
+                assert session.residency.layers.shed(1) == 1
             texts.append(_one(model, how))
             shared.append(transport.forecast.record())
             calls.append(0)
@@ -517,7 +515,7 @@ def downloaded(
     try:
         with hub.asked():
             asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
-            folder = resolve_shared("owner/name", None, asked, said.append)
+            folder = asked.ranks.model_folder("owner/name", None, asked, said.append)
         found, did = text(link, folder, tokens, **options)
     finally:
         os.environ.pop("OUTCORE_CACHE")
@@ -650,33 +648,6 @@ def device_that_fails(link: Link, folder: Path) -> list[str]:
         except RuntimeError:
             Agreement(link).numbers(lambda: [0])  # so that the other rank waits no longer
     return told
-
-
-def at_gates(link: Link, work: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """What this rank does where a device waits for others itself, and how often that was handed something early. The
-    device of these tests computes at once with what lies behind gates that are open, whatever has come by then; else it
-    begins when it is waited for, and finds them open by then or computes with what is there.
-    """
-    early, watched = 0, list[tuple[Passage, Sequence[TransferGate]]]()
-    watch = Gates.watch
-
-    def noted(self: Gates, arrivals: Sequence[Arrival], gates: Sequence[TransferGate]) -> Passage:
-        watched[:] = [each for each in watched if not each[0].ready]
-        watched.append((passage := watch(self, arrivals, gates), gates))
-        return passage
-
-    def later(*arrays: Any) -> None:
-        nonlocal early
-        early += 1
-        if all(gate._flag[0] for _, gates in watched for gate in gates):
-            mx.eval(*arrays)
-
-    def waits(gate: mx.array) -> mx.array:
-        return gate[FLAG_BYTES // 4 :] + mx.array(0, mx.uint32)
-
-    device = patch("outcore_cluster.stage.gates_here", lambda: Gates(waits)), patch.object(mx, "async_eval", later)
-    with device[0], device[1], patch.object(Gates, "watch", noted):
-        return work(link, *args), early
 
 
 def texts_in_turn(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[int]]:

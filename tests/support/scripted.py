@@ -10,9 +10,9 @@ from typing import Any
 from starlette.applications import Starlette
 
 from fake_service import FakeService
+from outcore.serve.api import Api
 from outcore.serve.app import application
-from outcore.serve.endpoint import Api
-from outcore.serve.exchange import (
+from outcore.serve.events import (
     Begun,
     Called,
     Ended,

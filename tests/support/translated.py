@@ -6,14 +6,15 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from outcore.serve.endpoint import Api, Defaults, HttpRequest, ParsedRequest, ResponseWriter
-from outcore.serve.exchange import Begun, Ended, Event, Finished, GenerationRequest, TokenLogprob
+from fake_service import FakeService
+from outcore.serve.api import Api, Defaults, HttpRequest, ParsedRequest, ResponseWriter
+from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TokenLogprob
 
 
 def asked(api: Api, path: str, body: Mapping[str, Any], defaults: Defaults | None = None) -> ParsedRequest:
     """What a body comes to at an address."""
-    endpoint = next(e for e in api.endpoints if e.path == path)
-    found = endpoint.parse(HttpRequest(body, defaults=defaults or Defaults()))
+    route = next(route for route in api.routes if route.path == path)
+    found = route.handle(HttpRequest(body, defaults=defaults or Defaults()), FakeService())
     assert isinstance(found, ParsedRequest)
     return found
 
@@ -27,7 +28,7 @@ def events(*said: Event, reason: Any = "stop", tokens: int = 7, thought: int = 0
 
 def sent(answering: ResponseWriter, said: Sequence[Event]) -> bytes:
     """Everything that is streamed for these events."""
-    return answering.opening() + b"".join(answering.event(e) for e in said) + answering.closing()
+    return b"".join(answering.event(e) for e in said) + answering.closing()
 
 
 def lines(data: bytes) -> list[Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..checkpoint.packed_store import cache_dir
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
-from ..engine.kernels import compile_kernels
 from ..engine.model_profile import ModelProfile
 from ..errors import CalibrationError, OutcoreError
 from ..machine.allocator import clear_cache
@@ -36,9 +35,6 @@ class Prepared(Protocol):
 
     @property
     def cpu_streams(self) -> int: ...
-
-    @property
-    def opened(self) -> Mapping[str, Any]: ...
 
 
 Progress = Callable[[str, int, int], None]
@@ -132,10 +128,6 @@ def measure_kinds(prepared: Prepared, *, progress: Progress = lambda *_: None, n
 
     The model is left as it was.
     """
-    chunk = min(prepared.plan.prefill_step, prepared.profile.size.prompt)
-    if (compiling := compile_kernels(prepared.profile, prepared.opened, 0, chunk)) is not None:
-        with contextlib.closing(compiling):
-            compiling.wait(progress)
     try:
         with rig(prepared.profile, prepared.cpu_streams) as made:
             return times_of(made, sync_seconds(), progress=progress)

@@ -35,7 +35,6 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
 _MAX_DIMENSION = 2**31 - 1  # an MLX shape is int32
-_MAX_BESIDE_CODE = 100_000
 _SHARD = re.compile(r"(model.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _WEIGHTS = "model*.safetensors"  # what mlx_lm.utils.load_model globs for
 _INDEX = "model.safetensors.index.json"
@@ -149,7 +148,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not files:
         others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
         what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
-        raise MissingFileError(f"{folder}: no {_WEIGHTS} here{_cut_off(folder)}; {what}")
+        raise MissingFileError(f"{folder}: no {_WEIGHTS} here; {what}")
     tensors: dict[str, TensorInfo] = {}
     stamps: list[tuple[Path, bytes, list[tuple[int, int]]]] = []
     # Looked at first: what changes while headers are read is noticed.
@@ -169,7 +168,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{folder / file_name}: has no tensor {quoted(name)}, which {_INDEX} places there;"
                 " the files are of different versions, download the model again"
             )
-    return Checkpoint(folder, files, tensors, _identity(config, stamps), were)
+    return Checkpoint(folder, files, tensors, identity(config, stamps), were)
 
 
 def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
@@ -177,7 +176,7 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
     import any of them; empty where it has none.
 
     Raises:
-        CheckpointError: one cannot be read, or there are too many files to look through.
+        CheckpointError: one cannot be read.
     """
     if config.get("model_file") is None:
         return b""
@@ -196,14 +195,7 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
 def _code_files(folder: Path) -> Iterable[Path]:
     """Those that end like Python's; linked folders are looked through once, as Python imports from them too."""
     seen = {os.path.realpath(folder)}
-    looked = 0
     for here, folders, files in os.walk(folder, followlinks=True):
-        looked += len(folders) + len(files)
-        if looked > _MAX_BESIDE_CODE:
-            raise CheckpointError(
-                f"{folder}: more than {_MAX_BESIDE_CODE} files, in linked folders too, beside a model with code of its "
-                "own; keep the model in a folder by itself"
-            )
         real = {name: os.path.realpath(Path(here, name)) for name in sorted(folders)}
         folders[:] = [name for name, place in real.items() if place not in seen]
         seen.update(real.values())
@@ -218,14 +210,7 @@ def identity_of_adapter(folder: Path) -> str:
     """
     config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
     found, stamp = _read_header(folder / ADAPTER)
-    return _identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
-
-
-def _identity(config: bytes, files: list[tuple[Path, bytes, list[tuple[int, int]]]]) -> str:
-    try:
-        return identity(config, files)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    return identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
 
 
 def require_config(folder: Path) -> None:
@@ -388,15 +373,8 @@ def _require_all(folder: Path, missing: set[str], of: str) -> None:
     if missing:
         raise MissingFileError(
             f"{folder}: looks half-downloaded: {len(missing)} file{'s' * (len(missing) > 1)} not there"
-            f" {of}: {_list(sorted(missing))}{_cut_off(folder)}; {_AGAIN}"
+            f" {of}: {_list(sorted(missing))}; {_AGAIN}"
         )
-
-
-def _cut_off(folder: Path) -> str:
-    # Where a download that was cut off leaves its parts: beside the file, `--local-dir`, the Hub's cache.
-    places = (folder, folder / ".cache" / "huggingface" / "download", folder.absolute().parent.parent / "blobs")
-    parts = sum(1 for place in places for _ in place.glob("*.incomplete"))
-    return f" ({parts} *.incomplete: a download was cut off)" if parts else ""
 
 
 def not_a_folder(path: Path) -> str:

@@ -11,9 +11,7 @@ from ..text import quoted
 from .checkpoint import GGUF, not_a_folder, require_config, said
 from .config import CONFIG
 
-_HUB_URL = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE
-)
+_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
 _OLLAMA = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")  # llama3.2:3b; no name on the Hub has a colon
 
 
@@ -109,10 +107,7 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
     try:
         return by_mlx_lm(repo, revision, patterns)
     except known as error:
-        missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
-        if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):
-            what = f"is no folder here, and models of the Hugging Face Hub have an owner: mlx-community/{repo}, say"
-        elif isinstance(error, hub.GatedRepoError):
+        if isinstance(error, hub.GatedRepoError):
             what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
         elif isinstance(error, hub.RepositoryNotFoundError):
             what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import xxhash
 
+from ..errors import CheckpointError
+
 BLOCK = 4096
 """Bytes that are read of a place."""
 
@@ -35,46 +37,16 @@ def identity(config: bytes, files: Sequence[tuple[Path, bytes, Sequence[Place]]]
         files: path, name with size and time and header, and the places of the tensors, for each file.
 
     Raises:
-        OSError: a file cannot be read, or became shorter.
+        CheckpointError: a file cannot be read, or became shorter.
     """
     digest = xxhash.xxh3_128(VERSION)
     _add(digest, config)
-    every = -(-sum(len(places) for _, _, places in files) // MOST_BLOCKS)
+    every = max(1, -(-sum(len(places) for _, _, places in files) // MOST_BLOCKS))
     for path, stamp, places in files:
         _add(digest, stamp)
-        for data in sampled(path, places, every):
+        for data in read_blocks(path, sorted(_blocks(sorted(places), every))):
             _add(digest, data)
     return digest.hexdigest()
-
-
-def sampled(path: Path, places: Sequence[Place], every: int = 1) -> Iterable[bytes]:
-    """A block of every n-th tensor of a file, and the first and the last of all; the same ones of each copy of it.
-
-    Raises:
-        OSError: it cannot be read, or became shorter.
-    """
-    return _sampled(path, sorted(_blocks(sorted(places), max(1, every))))
-
-
-def prints_of(path: Path, tensors: Sequence[tuple[str, str, Place]]) -> dict[str, str]:
-    """16 hex digits for each of a file's tensors, over what is known of it and one block; the same wherever in a file
-    it lies.
-
-    Args:
-        tensors: a name, what is known of it, and its place.
-
-    Raises:
-        OSError: it cannot be read, or became shorter.
-    """
-    found, blocks = {}, []
-    for _, _, (offset, nbytes) in tensors:
-        at, room = _block(0, nbytes)
-        blocks.append((offset + at, room))
-    for (name, known, _), data in zip(tensors, _sampled(path, blocks), strict=True):
-        digest = xxhash.xxh3_64(known.encode())
-        digest.update(data)
-        found[name] = digest.hexdigest()
-    return found
 
 
 def _add(digest: xxhash.xxh3_128, data: bytes) -> None:
@@ -87,11 +59,11 @@ def _blocks(places: Sequence[Place], every: int) -> set[Place]:
     if not places:
         return set()
     first, (last, nbytes) = places[0], places[-1]
-    found = {_block(offset, nbytes) for offset, nbytes in places[::every]}
+    found = {block_of(offset, nbytes) for offset, nbytes in places[::every]}
     return found | {(first[0], min(first[1], BLOCK)), (max(last, last + nbytes - BLOCK), min(nbytes, BLOCK))}
 
 
-def _block(offset: int, nbytes: int) -> Place:
+def block_of(offset: int, nbytes: int) -> Place:
     """One block of a tensor, at a place that only its own decides: begins and ends are often padding."""
     room = nbytes - BLOCK
     if room <= 0:
@@ -100,21 +72,26 @@ def _block(offset: int, nbytes: int) -> Place:
     return max(offset, at - at % BLOCK), BLOCK  # one page of the file instead of two
 
 
-def _sampled(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
+    """The bytes of these places of a file.
+
+    Raises:
+        CheckpointError: it cannot be read, or became shorter.
+    """
     try:
-        if hasattr(os, "posix_fadvise"):
-            # All at once, and nothing around them: a disk takes no longer for a hundred than for a few.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            if hasattr(os, "posix_fadvise"):
+                # All at once, and nothing around them: a disk takes no longer for a hundred than for a few.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                for offset, nbytes in blocks:
+                    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
             for offset, nbytes in blocks:
-                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        for offset, nbytes in blocks:
-            try:
                 data = os.pread(fd, nbytes, offset)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            if len(data) != nbytes:
-                raise OSError(errno.EIO, "it became shorter while it was read", str(path))
-            yield data
-    finally:
-        os.close(fd)
+                if len(data) != nbytes:
+                    raise OSError(errno.EIO, "it became shorter while it was read")
+                yield data
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class LazyModel:
     Attributes:
         origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
-        arguments: of ``open_lazily``, to open the same model once more.
+        arguments: of ``open_lazily``.
+        again: opens the same model once more, with layers as they are on disk, whose codes are not cut.
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
         planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
         decoders: of tensors that are stored in another form than they are used in, by their names.
@@ -55,7 +57,8 @@ class LazyModel:
     checkpoint: Checkpoint
     origins: dict[str, TensorInfo]
     loaded: frozenset[str]
-    arguments: dict[str, Any] = field(default_factory=dict, repr=False)
+    arguments: dict[str, Any] = field(repr=False)
+    again: Callable[[], LazyModel] = field(repr=False)
     high: int = 0
     planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
@@ -147,10 +150,11 @@ def _open(
         model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
         model.eval()
         origins = _follow(model, parameters, origins)
-    arguments = {
+    arguments: dict[str, Any] = {
         "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
     }  # fmt: skip
-    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments)
+    again = partial(open_lazily, checkpoint, **arguments)
+    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments, again)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

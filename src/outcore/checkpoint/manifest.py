@@ -112,6 +112,11 @@ class RankLayers(_Checked):
     absent: dict[str, list[Absent]] = Field(default_factory=dict)
 
     @property
+    def key(self) -> tuple[int, int, tuple[int, ...]]:
+        """What tells it from others of the same model."""
+        return self.rank, self.ranks, tuple(self.owners)
+
+    @property
     def who(self) -> str:
         """As errors name it."""
         return f"rank {self.rank} of {self.ranks}"

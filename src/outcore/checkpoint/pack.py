@@ -10,6 +10,7 @@ import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import mlx_lm
 import mlx_lm.utils
@@ -31,6 +32,7 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLANES,
+    RankLayers,
     is_packed,
 )
 from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
@@ -52,9 +54,24 @@ from .packed_store import (
     source_of,
     whole_files,
 )
-from .rank_pack import RankPack, key_of
 
-__all__ = ["Progress", "pack_model", "pack_overlay"]
+__all__ = ["PackPart", "Progress", "pack_model", "pack_overlay"]
+
+
+class PackPart(Protocol):
+    """A part of a model, as one of several machines needs it."""
+
+    @property
+    def key(self) -> tuple[int, int, tuple[int, ...]]:
+        """As ``RankLayers.key`` of what is packed."""
+
+    def divided(self, files: Sequence[PackedFile], layers: Sequence[str]) -> tuple[list[PackedFile], RankLayers]:
+        """Those of a whole copy's files that are its own, and what is absent.
+
+        Args:
+            files: of each layer, and of the rest behind them. ``layers``: their paths.
+        """
+
 
 # What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
 _COPIED = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
@@ -118,7 +135,7 @@ def pack_model(
     coding: str = PLAIN,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    part: RankPack | None = None,
+    part: PackPart | None = None,
 ) -> PackedStore:
     """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
 
@@ -155,7 +172,7 @@ def _packed(
     coding: str,
     trust_remote_code: bool,
     progress: Progress | None,
-    part: RankPack | None = None,
+    part: PackPart | None = None,
 ) -> PackedStore:
     folder = checkpoint.folder
     if not force and (whole := _whole_copy(output, checkpoint, coding, part)) is not None:
@@ -220,7 +237,7 @@ def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[st
     return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
 
 
-def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: RankPack | None = None) -> PackedStore | None:
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: PackPart | None = None) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
@@ -228,7 +245,7 @@ def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: RankPac
         raise StoreError(f"{output}: {OTHER}")
     if store.coding != coding:
         raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
-    if (None if part is None else part.key) != (None if store.share is None else key_of(store.share)):
+    if (None if part is None else part.key) != (None if store.share is None else store.share.key):
         what = "the whole model" if store.share is None else f"{store.share.who}, with other layers or of others"
         raise StoreError(f"{output}: packed for {what}; give another folder, or --force")
     remove_abandoned(output, whole=True)

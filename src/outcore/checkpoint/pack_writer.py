@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib.metadata
 import json
 import os
 import shutil
@@ -102,7 +101,11 @@ class PackWriter:
                 self._require_unchanged()
                 if finish is not None:
                     finish()
-                _sync_folder(self.folder)
+                fd = os.open(self.folder, os.O_RDONLY)
+                try:
+                    os.fsync(fd)  # the names of finished files are on the disk before the manifest's
+                finally:
+                    os.close(fd)
                 (self.folder / PARTIAL_MANIFEST).rename(self.folder / MANIFEST)
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
@@ -167,7 +170,10 @@ class PackWriter:
             except StoreError:
                 continue
             if manifest.kind == self.kind and manifest.source.same(self.source):
-                there, wanted = _by_name(manifest.codings), _by_name(self.codings)
+                there, wanted = (
+                    {coded.name(path): coded for path, coded in codings.items()}
+                    for codings in (manifest.codings, self.codings)
+                )
                 # Planes that were cut elsewhere have the same names and shapes.
                 alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
                 records |= whole_files(self.folder, name, alike, self.source)
@@ -213,8 +219,9 @@ class PackWriter:
                 disk_calls.system().around_cache(out.fileno())  # a copy larger than memory would push all else out
                 for data in file_content(file, pieces):
                     digest.update(data)
-                    _write_all(out.fileno(), data)
                     self.done += len(data)
+                    while data:
+                        data = data[disk_calls.system().write(out.fileno(), data) :]
                     self._tell(what)
                 os.fsync(out.fileno())
             status = temporary.stat()
@@ -229,13 +236,11 @@ class PackWriter:
         return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
 
     def _write_manifest(self, records: dict[str, Record]) -> None:
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
-            "schema": self._schema,
+            # The oldest that tells all of it.
+            "schema": RANK_SCHEMA if self.share else PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
             "kind": self.kind,
-            **({} if self.share is None else {"share": self.share.model_dump()}),
-            **({} if self.coding == PLAIN else self._codings),
-            "outcore": _version(),
             "source": self.source.model_dump(),
             "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
             "units": [
@@ -249,28 +254,16 @@ class PackWriter:
                 if file.name in records
             ],
         }
-        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
-
-    @property
-    def _schema(self) -> int:
-        """The oldest that tells all of it."""
         if self.share is not None:
-            return RANK_SCHEMA
-        return PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA
-
-    @property
-    def _codings(self) -> dict[str, Any]:
-        codings = {path: coded.model_dump(by_alias=True) for path, coded in self.codings.items()}
-        return {"coding": self.coding, "codings": codings}
+            manifest["share"] = self.share.model_dump()
+        if self.coding != PLAIN:
+            codings = {path: coded.model_dump(by_alias=True) for path, coded in self.codings.items()}
+            manifest |= {"coding": self.coding, "codings": codings}
+        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
-
-
-def _by_name(codings: Mapping[str, Coded]) -> dict[str, Coded]:
-    """Codings by the names of the tensors that are stored."""
-    return {coded.name(path): coded for path, coded in codings.items()}
 
 
 def _open_lock(folder: Path) -> int:
@@ -302,18 +295,6 @@ def remove_abandoned(folder: Path, *, whole: bool) -> None:
         return
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("outcore")
-    except importlib.metadata.PackageNotFoundError:  # run from its source folder
-        return "unknown"
-
-
-def _write_all(out: int, data: memoryview) -> None:
-    while data:
-        data = data[disk_calls.system().write(out, data) :]
-
-
 def write_small(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + _TEMPORARY)
     try:
@@ -325,15 +306,6 @@ def write_small(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the names of finished files on the disk before the manifest's."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _cannot_write(path: Path, error: OSError) -> StoreError:

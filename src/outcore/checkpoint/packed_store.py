@@ -11,8 +11,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,10 @@ from .decoders import Decoder, as_used
 from .lazy_model import DTYPES, LazyModel, open_lazily
 from .manifest import (
     AGAIN,
-    COMPACT,
     FULL,
     MANIFEST,
     OVERLAY,
     PLAIN,
-    PLANES,
     Coded,
     PackedFrom,
     RankLayers,
@@ -46,7 +45,6 @@ from .manifest import (
     read_manifest,
 )
 from .nested import with_nested_layers
-from .partial_checkpoint import kept_share, open_partial
 
 PAD = "__pad_"
 CHUNK = 16 << 20
@@ -231,6 +229,10 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+openers: list[Callable[[Path, dict[str, Any]], LazyModel | None]] = []
+"""Further ways to open a folder that is no packed copy, of packages around the core: each opens it, or says None."""
+
+
 def open_model(
     folder: Path,
     *,
@@ -254,25 +256,16 @@ def open_model(
             lazy = open_full(open_packed(folder), **arguments)
             keep(folder, lazy.model)
             return lazy
-    if (share := kept_share(folder)) is not None:
-        return open_partial(folder, share, **arguments)
+    for opener in openers:
+        if (found := opener(folder, arguments)) is not None:
+            return found
     checkpoint = open_checkpoint(folder)
     return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
 
 
-def open_compact(folder: Path, **arguments: Any) -> LazyModel | None:
-    """Open a model lazily from the copy in the cache that takes fewer bytes; None: there is none."""
-    if is_packed(folder):
-        return None
-    return _open_copy(COMPACT, open_checkpoint(folder), arguments)
-
-
-def open_planes(folder: Path, high: int, **arguments: Any) -> LazyModel | None:
-    """Open a model lazily from the copy in the cache whose codes are cut there (``stored_planes``), with so many high
-    bits; None: there is none."""
-    if is_packed(folder):
-        return None
-    return _open_copy(f"{PLANES}:{high}", open_checkpoint(folder), arguments)
+def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
+    """Open a model lazily from the copy in the cache that has this coding, such as ``compact``; None: there is none."""
+    return None if is_packed(folder) else _open_copy(coding, open_checkpoint(folder), arguments)
 
 
 def _open_copy(coding: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> LazyModel | None:
@@ -310,11 +303,16 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
     try:
         lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
-        return replace(lazy, decoders=store.decoders, share=store.share)
+        again = partial(_open_copy_again, store.folder, arguments)
+        return replace(lazy, decoders=store.decoders, share=store.share, again=again)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
         raise StoreError(f"{error}; {AGAIN}") from error
+
+
+def _open_copy_again(folder: Path, arguments: dict[str, Any]) -> LazyModel:
+    return open_full(open_packed(folder), **arguments)
 
 
 def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
@@ -324,20 +322,16 @@ def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
         weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
 
 
+def coding_of(lazy: LazyModel) -> str:
+    """How its tensors are stored: those of another coding cannot be compared."""
+    folder = lazy.checkpoint.folder
+    return read_manifest(folder / MANIFEST).coding if lazy.decoders and is_packed(folder) else PLAIN
+
+
 def open_again(lazy: LazyModel) -> LazyModel:
     """The same model with lazy arrays of its own, so that evaluating them leaves those of ``lazy`` unread."""
-    plain = open_whole_again(lazy)
+    plain = lazy.again()
     return (with_nested_layers(plain, lazy.high) or plain) if lazy.high else plain
-
-
-def open_whole_again(lazy: LazyModel) -> LazyModel:
-    """The same with layers as they are on disk, whose codes are not cut."""
-    folder = lazy.checkpoint.folder
-    if is_packed(folder):
-        return open_full(open_packed(folder), **lazy.arguments)
-    if lazy.share is not None:
-        return open_partial(folder, lazy.share, **lazy.arguments)
-    return open_lazily(lazy.checkpoint, **lazy.arguments)
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -110,7 +109,6 @@ def _check(caches: Sequence[Any]) -> None:
 
 
 _SUFFIX = ".safetensors"
-_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
 
 
 def _is_prompt_cache(path: Path) -> bool:
@@ -127,8 +125,8 @@ def _is_prompt_cache(path: Path) -> bool:
 
 
 class PromptCacheFile:
-    """A prompt cache that is going to be saved. Until it is whole the file has no name, where the system has such; so
-    nothing stays of one that was broken off, and what was there under its name is there until then.
+    """A prompt cache that is going to be saved. Until it is whole it has another name beside its own, and what was
+    there under its own is there until then.
 
     Args:
         name: MLX writes no file of another ending than ``.safetensors`` and adds it; so does this.
@@ -146,31 +144,25 @@ class PromptCacheFile:
         self.path = Path(name if name.endswith(_SUFFIX) else f"{name}{_SUFFIX}")
         # Another file would take a link's place.
         self._target = Path(os.path.realpath(self.path))
-        self._partial = f".{self._target.name[:200]}.{os.getpid()}.partial"
-        self._named = False
+        self._partial = self._target.with_name(f".{self._target.name[:200]}.{os.getpid()}.partial")
 
     def __enter__(self) -> PromptCacheFile:
         try:
-            if self._target.exists() and not stat.S_ISREG(self._target.stat().st_mode):
-                raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
-            if self._target.exists() and not _is_prompt_cache(self._target):
-                raise UsageError(f"--prompt-cache-file {self.path}: is there, and no prompt cache; give another name")
-            self._folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
+            if self._target.exists():
+                if not self._target.is_file():
+                    raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
+                if not _is_prompt_cache(self._target):
+                    raise UsageError(
+                        f"--prompt-cache-file {self.path}: is there, and no prompt cache; give another name"
+                    )
+            self._partial.open("xb").close()
         except OSError as e:
-            raise self._cannot(e) from e
-        try:
-            self._file = self._open()
-        except OSError as e:
-            os.close(self._folder)
             raise self._cannot(e) from e
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-        if self._named:
-            with suppress(OSError):
-                os.unlink(self._partial, dir_fd=self._folder)
-        os.close(self._folder)
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
 
     def save(self, cache: list[Any], model: str, settings: Mapping[str, Any]) -> int:
         """Write it, and give it its name; its size in bytes.
@@ -182,28 +174,15 @@ class PromptCacheFile:
         Raises:
             UsageError: it cannot be written.
         """
-        about = {"model": model, "tokenizer_config": json.dumps(settings)}
         try:
-            with open(self._file, "wb", closefd=False) as out:
-                save_prompt_cache(out, cache, about)
-            os.fsync(self._file)
-            if not self._named:
-                # By that path an unnamed file is given a name (open(2), O_TMPFILE).
-                os.link(f"/proc/self/fd/{self._file}", self._partial, dst_dir_fd=self._folder, follow_symlinks=True)
-                self._named = True
-            os.rename(self._partial, self._target.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-            self._named = False
+            with self._partial.open("wb") as out:
+                save_prompt_cache(out, cache, {"model": model, "tokenizer_config": json.dumps(settings)})
+                out.flush()
+                os.fsync(out.fileno())
+            self._partial.rename(self._target)
+            return self._target.stat().st_size
         except OSError as e:
             raise self._cannot(e) from e
-        return os.fstat(self._file).st_size
-
-    def _open(self) -> int:
-        if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
-            with suppress(OSError):  # a file system that knows no such files
-                return os.open(".", _FLAGS | os.O_TMPFILE, 0o666, dir_fd=self._folder)
-        made = os.open(self._partial, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._folder)
-        self._named = True
-        return made
 
     def _cannot(self, error: OSError) -> UsageError:
         return UsageError(f"--prompt-cache-file {self.path}: cannot be written ({error.strerror})")

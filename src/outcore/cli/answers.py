@@ -27,13 +27,10 @@ from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
 from ..text import counted, one_line
-from .ctrl_c import interruptible, never
+from .answering import AnswerOutput, interruptible, until_stop
 from .engine import ProgressBar, sweep_progress
-from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP
-from .generate import AnswerOutput
 from .output import say
-from .ranks import RANK_TYPED
-from .stop_strings import until_stop
+from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED, TYPED_ELSEWHERE
 
 COMMAND = re.compile(r"/[a-z]+")
 
@@ -110,14 +107,14 @@ class Chat:
             self._answer(line)
 
     def _help(self) -> None:
-        self._say(HELP)
+        self._say(CHAT_KEYS)
         self._say(self._more())
 
     def _more(self) -> str:
         """Further keys, but for those that say nothing here."""
-        if RANK_TYPED in os.environ:
-            return LINE_HELP
-        return f"{SAVING_HELP}, {MORE_HELP}" if transport_of(self._model).alone else MORE_HELP
+        if TYPED_ELSEWHERE in os.environ:
+            return CHAT_LINES
+        return f"{CHAT_FILES}, {CHAT_TYPED}" if transport_of(self._model).alone else CHAT_TYPED
 
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":
@@ -232,7 +229,10 @@ class Chat:
         failed: Exception | None = None
         agreement = transport_of(self._model)
         alone, agreed = agreement.alone, False
-        with interruptible() as pressed, self._prompt_progress(pressed if alone else never) as (progress, begun):
+        with (
+            interruptible() as pressed,
+            self._prompt_progress(pressed if alone else lambda: False) as (progress, begun),
+        ):
             try:
                 most = self._agreed_most(agreement, len(prompt))
                 agreed = True

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
     with progress_bar() as bar:
         told = measuring(bar)
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told)
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
         mirrors = prepared.mirrors if prepared is not None else ()
         others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
     record = {

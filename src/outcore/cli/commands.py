@@ -57,8 +57,12 @@ class Command:
 
 def _own(name: str, help: str) -> Command:
     module = name.replace("-", "_")
-    flags, run = f"{__package__}.flags.{module}:setup_arg_parser", f"{__package__}.{module}:run"
-    return Command(help, flags, run, launcher=name == "launch")
+    flags, run = f"{__package__}.parsers:{module}", f"{__package__}.{module}:run"
+    if name == "list":
+        flags += "_"
+    elif name == "serve":
+        flags = f"{__package__}.serve_flags:serve"
+    return Command(help, flags, run)
 
 
 _HELP = {
@@ -77,7 +81,6 @@ _HELP = {
     "cache-prompt": "compute a prompt once, into a file that generate goes on from; mlx_lm.cache_prompt, streamed",
     "calibrate": "measure this machine: its disk, and how long a model's layers take",
     "completion": "what lets a shell complete commands and flags",
-    "launch": "run a command on several machines, each with a share of the model's layers",
 }
 
 CORE = {name: _own(name, help) for name, help in _HELP.items()}
@@ -141,8 +144,8 @@ def _added(name: str) -> Iterator[str]:
 
 
 def rank_module() -> Any:
-    """The module by which a command is one rank of several."""
+    """The module by which a command is one rank of several; None: no package has one."""
     for package in packages():
         if (name := getattr(package, "RANK", None)) is not None:
             return importlib.import_module(name)
-    return importlib.import_module(".ranks", __package__)
+    return None

@@ -8,19 +8,18 @@ from pathlib import Path
 import shtab
 
 from ..errors import UsageError
-from ..options import DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES
+from ..options import DTYPES, IO_MODES, KV_DISK, KV_EVICTIONS
 from ..text import shortened
-from .arguments import LOG_LEVELS
 from .commands import commands, parser_of
-from .flags.completion import SHELLS
+from .flag_table import LOG_LEVELS
+from .parsers import SHELLS
 
 WORDS = {
     "dtype": DTYPES,
     "io": IO_MODES,
     "log_level": LOG_LEVELS,
-    "placement": PLACEMENTS,
-    "priority": tuple(PRIORITIES),
-    "profile": PROFILES,
+    "kv_disk": KV_DISK,
+    "kv_eviction": KV_EVICTIONS,
     "shell": SHELLS,
 }
 """What flags take, of which argparse is not told: it would refuse others in words of its own."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outcore_cluster.download import resolve_shared
-
 from ..checkpoint.find_model import resolve_model
 from ..options import LoadOptions
 from .arguments import engine_options
@@ -20,7 +18,8 @@ def model_folder(args: argparse.Namespace) -> Path:
         As ``resolve_model``.
     """
     ranks = getattr(args, "ranks", None)
-    if ranks is None or ranks.link.size < 2:
+    if ranks is None:
         return resolve_model(args.model, args.revision)
     options = LoadOptions(**engine_options(args), trust_remote_code=args.trust_remote_code)
-    return resolve_shared(args.model, args.revision, options, warn)
+    found: Path = ranks.model_folder(args.model, args.revision, options, warn)
+    return found

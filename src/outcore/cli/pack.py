@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
-from typing import Any
-
-from outcore_cluster.folders import RankShares, pack_ranks
 
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
@@ -19,8 +15,9 @@ from ..loading.preparation import prepare
 from ..machine.device import on_cpu
 from ..plan.draft_cost import NONE, SELF
 from ..sizes import format_size
-from ..text import counted, printable, shortened
-from .engine import progress_bar, text_of
+from ..text import printable, shortened
+from .arguments import text_of
+from .engine import progress_bar
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--draft {args.draft}: only a copy of the model itself is made here, such as self:3")
     if args.draft is not None and kind == NONE:
         raise UsageError(f"--draft {args.draft}: nothing would be made; leave it out, or give {SELF}:3")
-    coding = _coding(args.coding)
+    coding = coding_of(args.coding)
     if coding.startswith(PLANES):
         high = int(coding.removeprefix(f"{PLANES}:"))
         if bits not in (None, high):
@@ -39,11 +36,6 @@ def run(args: argparse.Namespace) -> None:
         bits = high
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
-    if args.ranks_wanted is not None:
-        _for_ranks(args, began)
-        return
-    if args.blocks:
-        raise UsageError("--blocks: is about --ranks; give both")
     with progress_bar() as bar:
         store = pack_model(
             resolve_model(args.model, args.revision),
@@ -75,36 +67,7 @@ def run(args: argparse.Namespace) -> None:
     }
 
 
-def _for_ranks(args: argparse.Namespace, began: float) -> None:
-    how = RankShares.parsed(args.ranks_wanted, blocks=args.blocks)
-    if args.output is None:
-        raise UsageError("--ranks: give a folder for the ranks' folders: --output")
-    if args.draft is not None or (_coding(args.coding) != PLAIN and args.coding != "auto"):
-        raise UsageError(f"--{'draft' if args.draft is not None else 'coding'}: not with --ranks yet; leave it out")
-    rows: list[dict[str, Any]] = []
-    with progress_bar() as bar:
-        for store in pack_ranks(
-            resolve_model(args.model, args.revision),
-            args.output,
-            how,
-            force=args.force,
-            trust_remote_code=args.trust_remote_code,
-            progress=bar,
-        ):
-            assert store.share is not None  # it was asked for
-            layers, nbytes = store.share.owners.count(store.share.rank), sum(f.stat().st_size for f in store.files)
-            rows.append({"folder": str(store.folder), "layers": layers, "bytes": nbytes})
-    for row in rows:
-        print(f"{printable(row['folder'])}: {counted(row['layers'], 'layer')}, {format_size(row['bytes'])}")
-    seconds = time.perf_counter() - began
-    folder = shlex.quote(printable(str(args.output)))
-    print(
-        f"Copy each to its host, to the same path, and give outcore launch's command --model {folder}; {seconds:.1f} s"
-    )
-    args.result.record = {"ranks": rows, "seconds": seconds}
-
-
-def _coding(asked: str) -> str:
+def coding_of(asked: str) -> str:
     if asked == "auto":
         return PLAIN if on_cpu() else COMPACT
     planes = [f"{PLANES}:{bits}" for bits in BITS]  # of other bits there are planes, but no draft

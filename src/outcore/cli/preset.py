@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..serve.endpoint import Defaults
-    from ..serve.exchange import Service
+    from ..serve.api import Defaults
+    from ..serve.events import Service
 
 
 class Preset:

@@ -198,7 +198,7 @@ class Continuous:
         """Compute it, and write down what it brought."""
         self._session.bind_again()
         if self._session.residency is not None:
-            self._session.residency.note_arrivals()
+            self._session.residency.layers.note_arrivals()
         # Who joins is computed with all others, when these have no tokens left of the sweep before.
         waits = isinstance(self._batch, SpeculativeDecoder) and self._batch.ready
         admitted = [] if waits else self._admit(step)

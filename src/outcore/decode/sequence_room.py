@@ -44,7 +44,7 @@ class SequenceRoom:
     def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
         self._session, self._base, self._asked_step = session, session.size, asked_step
         self._asked_drafts = asked_drafts
-        self._draft = None if session.residency is None else session.residency.draft
+        self._draft = None if session.residency is None else session.residency.layers.draft
         self._transport = session.transport
         self._transport.rest()
         self.drafted, self.apart, self.records = 0, False, True
@@ -163,11 +163,11 @@ class SequenceRoom:
         seen = session.experience or AcceptanceStats()
         how = SeveralDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else REPEATED)
         if drafting.model is not None:
-            if drafting.kind != SELF or residency.draft is None:
+            if drafting.kind != SELF or residency.layers.draft is None:
                 return False  # it has caches for one text
             guess = seen.guess.get(SELF, Seconds()).value
             if guess is None:
-                guess = guess_s(size, residency.draft.draft, residency.calibration)
+                guess = guess_s(size, residency.layers.draft.draft, residency.calibration)
             how = SeveralDrafts(chance=min(seen.typical(SELF), 0.999), guess_s=guess)
         return pays_for_several(size, session.plan, residency.calibration, texts, how, blocks=not on_cpu())
 
@@ -179,9 +179,9 @@ class SequenceRoom:
     def _see_draft(self) -> bool:
         """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
         residency = self._session.residency
-        if residency is None or residency.draft is self._draft:
+        if residency is None or residency.layers.draft is self._draft:
             return False
-        self._base, self._draft = residency.without_draft(self._base), residency.draft
+        self._base, self._draft = residency.without_draft(self._base), residency.layers.draft
         return True
 
     def check_alone(self, tokens: int, prompt: int) -> None:

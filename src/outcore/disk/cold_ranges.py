@@ -60,8 +60,7 @@ class UnreadRanges:
             at = round_up(end, BLOCK) + e.offset % BLOCK if e.in_place else round_up(end, GPU_ALIGN)
             n = min(e.nbytes, nbytes, piece - 2 * BLOCK - at)
             if n < e.nbytes:
-                # The next piece begins at a block of the file.
-                n -= (e.offset + n) % BLOCK
+                n -= (e.offset + n) % BLOCK  # the next piece begins at a block of the file
             if n <= 0 and part:
                 self._left.appendleft(e)
                 pieces.append(tuple(part))
@@ -69,9 +68,7 @@ class UnreadRanges:
                 continue
             n = max(n, min(e.nbytes, BLOCK - e.offset % BLOCK))
             part.append(replace(e, nbytes=n, at=at))
-            end = at + n
-            nbytes -= n
-            self.nbytes -= n
+            end, nbytes, self.nbytes = at + n, nbytes - n, self.nbytes - n
             if n < e.nbytes:
                 self._left.appendleft(replace(e, offset=e.offset + n, nbytes=e.nbytes - n))
         return [*pieces, tuple(part)] if part else pieces
@@ -118,8 +115,8 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
                     f"but only {format_size(free)} are free: free some, or give a model of {format_size(ENOUGH_BYTES)} "
                     "or more on that disk"
                 )
-            number = _unnamed(folder)
-            stack.callback(os.close, number)
+            # Unnamed from the start where the system has such files, else from before the first byte on.
+            number = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=SCRATCH, buffering=0)).fileno()
             path = next(p for p in (Path(f"/proc/self/fd/{number}"), Path(f"/dev/fd/{number}")) if p.exists())
             _write_random(number, min(nbytes, free // 2))
             forget([Extent(path, 0, path.stat().st_size, 0)])
@@ -131,22 +128,6 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
                 "do"
             ) from e
         yield path
-
-
-def _unnamed(folder: Path) -> int:
-    """A file descriptor of a new, empty file that has no name (any more)."""
-    flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
-    if hasattr(os, "O_TMPFILE"):
-        # Refused by file systems that know no such files: EOPNOTSUPP, and EISDIR or ENOENT where the kernel is old.
-        with contextlib.suppress(OSError):
-            return os.open(folder, flags | os.O_TMPFILE, 0o600)
-    number, name = tempfile.mkstemp(prefix=SCRATCH, dir=folder)
-    try:
-        Path(name).unlink()
-    except OSError:
-        os.close(number)
-        raise
-    return number
 
 
 def disk_of(path: Path) -> int:
@@ -173,15 +154,16 @@ def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.pe
     calls.fsync(number)
 
 
-def forget(extents: Iterable[Extent]) -> None:
-    """Ask the kernel to drop these ranges from the page cache. Advice only."""
-    calls = disk_calls.system()
+def forget(extents: Iterable[Extent]) -> bool:
+    """Ask the kernel to drop these ranges from the page cache; whether it took that. Advice only."""
+    calls, taken = disk_calls.system(), True
     for e in extents:
         fd = calls.open(e.file)
         try:
-            calls.forget(fd, e.offset, e.nbytes)
+            taken &= calls.forget(fd, e.offset, e.nbytes)
         finally:
             calls.close(fd)
+    return taken
 
 
 def forget_before(direct: bool, extents: Iterable[Extent]) -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .layout import BLOCK
 
@@ -33,7 +33,7 @@ _MAP_BYTES = 1 << 34
 """Bytes that are mapped at a time at most, as fio does (os/mac/posix.c)."""
 
 
-class DiskCalls(Protocol):
+class DiskCalls:
     """What the reader, the calibration and the writers of files ask of the system.
 
     Attributes:
@@ -41,39 +41,53 @@ class DiskCalls(Protocol):
         lanes: reads in flight that a calibration tries beside its usual ones.
     """
 
-    cache_first: bool
-    lanes: tuple[int, ...]
+    cache_first = False
+    lanes: tuple[int, ...] = ()
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path, flags: int = 0) -> int:
         """A descriptor to read with, as it comes. Raises ``OSError``."""
+        return os.open(path, os.O_RDONLY | flags | getattr(os, "O_CLOEXEC", 0))
 
     def open_cached(self, path: Path) -> int:
         """A descriptor that reads through the page cache. Raises ``OSError``."""
+        return self.open(path)
 
     def open_direct(self, path: Path) -> int | None:
         """A descriptor that reads around the page cache where offset, length and address are whole blocks
         (``layout.BLOCK``); None where the file system refuses."""
+        raise NotImplementedError
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
+        os.close(fd)
 
     def preadv(self, fd: int, target: memoryview, offset: int) -> int:
         """Read into ``target`` from byte ``offset`` of the file on; bytes read, 0 at its end. Raises ``OSError``."""
+        return os.preadv(fd, [target], offset)
 
     def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
         """So many bytes, or fewer at the end of the file. Raises ``OSError``."""
+        return os.pread(fd, nbytes, offset)
 
     def write(self, fd: int, data: memoryview) -> int:
         """Write at the descriptor's place; bytes written. Raises ``OSError``."""
+        return os.write(fd, data)
 
     def fsync(self, fd: int) -> None:
         """Wait until what was written is on the disk. Raises ``OSError``."""
+        os.fsync(fd)
 
     def around_cache(self, fd: int) -> bool:
         """Ask that nothing read or written by this descriptor stays in the page cache; whether that is known here."""
+        raise NotImplementedError
 
     def forget(self, fd: int, offset: int, nbytes: int) -> bool:
         """Ask that a range of the file is dropped from the page cache; whether that was taken. Never raises."""
+        raise NotImplementedError
+
+    def expect_random(self, fd: int) -> None:
+        """Advise that nothing be read ahead."""
+        raise NotImplementedError
 
     def held(self, fd: int, offset: int, nbytes: int) -> float | None:
         """Share of a range that the page cache holds; None where that is not told.
@@ -81,36 +95,6 @@ class DiskCalls(Protocol):
         Args:
             fd: from ``open_cached``.
         """
-
-    def expect_random(self, fd: int) -> None:
-        """Advise that nothing be read ahead."""
-
-
-class _Posix:
-    """What is the same on both."""
-
-    def open(self, path: Path, flags: int = 0) -> int:
-        return os.open(path, os.O_RDONLY | flags | getattr(os, "O_CLOEXEC", 0))
-
-    def open_cached(self, path: Path) -> int:
-        return self.open(path)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def preadv(self, fd: int, target: memoryview, offset: int) -> int:
-        return os.preadv(fd, [target], offset)
-
-    def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
-        return os.pread(fd, nbytes, offset)
-
-    def write(self, fd: int, data: memoryview) -> int:
-        return os.write(fd, data)
-
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
         # Of a file of somebody else's Linux says that all of it is there: mincore(2).
         first = offset - offset % mmap.PAGESIZE
         size = offset + nbytes - first
@@ -145,11 +129,8 @@ class _Posix:
         _check(ctypes.CDLL(None, use_errno=True).munmap, address, nbytes)
 
 
-class LinuxCalls(_Posix):
+class LinuxCalls(DiskCalls):
     """``O_DIRECT`` and ``posix_fadvise``."""
-
-    cache_first = False
-    lanes: tuple[int, ...] = ()
 
     def open_direct(self, path: Path) -> int | None:
         flag = getattr(os, "O_DIRECT", 0)
@@ -184,7 +165,7 @@ class LinuxCalls(_Posix):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
-class DarwinCalls(_Posix):
+class DarwinCalls(DiskCalls):
     """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c), and ``msync``.
 
     It is direct for whole blocks only. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
@@ -194,7 +175,7 @@ class DarwinCalls(_Posix):
     """
 
     cache_first = True
-    lanes: tuple[int, ...] = (12,)
+    lanes = (12,)
     """Published for Apple silicon: 12 reads of 8 to 19 MB at once were faster than 32."""
 
     def open_cached(self, path: Path) -> int:

@@ -1,15 +1,17 @@
-"""What a file's disk does with the reader's own reads: for a look at a machine on which something seems wrong."""
+"""What this machine does with the reader's own reads, and whether the device sees what is written into a slot."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
+
 from ..machine.device import device_kind
-from . import disk_calls
 from .cold_ranges import forget
 from .layout import BLOCK, Extent, Source, place_unit, round_up
 from .metrics import Metrics
@@ -25,6 +27,8 @@ ALIGNMENTS = (1, 8, 256)
 TIMED_BYTES = 64 << 20
 """Bytes of the range that is read twice."""
 
+REWRITES = 100
+
 
 @dataclass(frozen=True)
 class DiskProbe:
@@ -36,11 +40,6 @@ class DiskProbe:
         forgets: the system took the advice to drop a range from its page cache.
         nbytes: of the range that was read twice.
         first_s, second_s: seconds of each time. A second that took a small part of the first came from a cache.
-        copied_s: seconds of the same through buffers, which are made meanwhile, where the first went straight into
-            MLX's memory. Much less than the first where that is slow to read into.
-        off_page_s: seconds of nearly the same, from one block on: straight into memory at a block that begins no page
-            (of 16 KiB on Apple silicon). Much more than the first where the driver asks for memory in whole pages
-            (``mnt_alignmentmask``, xnu's vfs_init_io_attributes in vfs_subr.c).
         wrong: offset, alignment and way (``direct`` or ``cached``) of every read whose bytes were not the file's.
     """
 
@@ -50,8 +49,6 @@ class DiskProbe:
     nbytes: int
     first_s: float
     second_s: float
-    copied_s: float
-    off_page_s: float
     wrong: tuple[tuple[int, int, str], ...]
 
 
@@ -64,46 +61,28 @@ def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.p
     """
     size = path.stat().st_size
     nbytes = min(TIMED_BYTES, size)
-    middle = (size - nbytes) // 2 // BLOCK * BLOCK
-    whole = Extent(path, middle, nbytes, 0, in_place=True)
-    off_page = Extent(path, middle + BLOCK, max(0, nbytes - BLOCK), BLOCK, in_place=True)
-    forgets = _forgets(whole)
+    whole = Extent(path, (size - nbytes) // 2 // BLOCK * BLOCK, nbytes, 0, in_place=True)
+    forgets = forget([whole])
     slot = Slot(round_up(max(nbytes, 1), BLOCK), device_kind())
-    wrong: list[tuple[int, int, str]] = []
-    seconds: list[float] = []
+    seconds = []
     with contextlib.closing(FileReader([path], io=io, metrics=Metrics(clock=clock))) as reader:
-        copied = replace(whole, in_place=False)
-        for extent, again in ((whole, False), (whole, True), (copied, False), (off_page, False)):
-            if not again:
-                forget([extent])
+        for _ in range(2):
             began = clock()
-            reader.submit("probe", [extent], slot.payload).wait()
+            reader.submit("probe", [whole], slot.payload).wait()
             seconds.append(clock() - began)
-        wrong += _wrong(path, size, reader)
-        direct = reader.direct
+        wrong, direct = _wrong(path, size, reader), reader.direct
     if direct:
-        with contextlib.closing(FileReader([path], io="cached")) as cached:
-            wrong += _wrong(path, size, cached)
-    first_s, second_s, copied_s, off_page_s = seconds
-    return DiskProbe(direct, reader.bounces, forgets, nbytes, first_s, second_s, copied_s, off_page_s, tuple(wrong))
+        wrong += wrong_reads(path, "cached")
+    return DiskProbe(direct, reader.bounces, forgets, nbytes, seconds[0], seconds[1], wrong)
 
 
 def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...]:
     """``DiskProbe.wrong`` of a file, read in one way: milliseconds. Raises as ``probe_disk``."""
     with contextlib.closing(FileReader([path], io=io, threads=1)) as reader:
-        return tuple(_wrong(path, path.stat().st_size, reader))
+        return _wrong(path, path.stat().st_size, reader)
 
 
-def _forgets(extent: Extent) -> bool:
-    calls = disk_calls.system()
-    fd = calls.open(extent.file)
-    try:
-        return calls.forget(fd, extent.offset, extent.nbytes)
-    finally:
-        calls.close(fd)
-
-
-def _wrong(path: Path, size: int, reader: FileReader) -> list[tuple[int, int, str]]:
+def _wrong(path: Path, size: int, reader: FileReader) -> tuple[tuple[int, int, str], ...]:
     found = []
     for offset in ODD_OFFSETS:
         nbytes = min(3 * BLOCK + 17, size - offset)
@@ -114,12 +93,30 @@ def _wrong(path: Path, size: int, reader: FileReader) -> list[tuple[int, int, st
             expected = file.read(nbytes)
         forget([Extent(path, offset, nbytes, 0)])
         for align in ALIGNMENTS:
-            unit = place_unit(
-                "probe", [Source("x", "U8", (nbytes,), path, offset, nbytes)], direct=reader.direct, align=align
-            )
+            source = Source("x", "U8", (nbytes,), path, offset, nbytes)
+            unit = place_unit("probe", [source], direct=reader.direct, align=align)
             slot = Slot(unit.slot_bytes)
             reader.submit("probe", unit.extents, slot.payload).wait()
             at = unit.fields[0].at
             if slot.payload[at : at + nbytes] != expected:
                 found.append((offset, align, "direct" if reader.direct else "cached"))
-    return found
+    return tuple(found)
+
+
+def unseen_rewrites(times: int = REWRITES, nbytes: int = 16 * BLOCK) -> int:
+    """Write ``times`` random contents into one slot and have the device add up the first view that was made of it.
+
+    Returns:
+        How often its sum was not NumPy's: 0 where slots work, on which everything that is streamed relies.
+    """
+    slot = Slot(nbytes, device_kind())
+    view = slot.array[slot.base : slot.base + nbytes].view(mx.uint32)
+    mx.eval(view)
+    rng = np.random.default_rng(0)
+    unseen = 0
+    for _ in range(times):
+        content = rng.integers(0, 2**32, nbytes // 4, dtype=np.uint32)
+        slot.payload[:nbytes] = content.tobytes()
+        # Sums of 32-bit numbers wrap around in both.
+        unseen += mx.sum(view).item() != int(content.sum(dtype=np.uint32))
+    return unseen

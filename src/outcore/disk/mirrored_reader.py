@@ -32,7 +32,7 @@ TRY_S, TRIES = 0.25, 10
 """One that is too slow is tried again after so many seconds, and so many times what its last part took."""
 
 
-class Pace:
+class FolderPace:
     """How fast a folder is read from, of late, and how much it was asked for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Pace:
         return (self.waiting + nbytes) / (self.rate or fastest)
 
 
-def quickest(paces: Sequence[Pace], who: Collection[int], nbytes: int, now: float) -> int:
+def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int, now: float) -> int:
     """Which of some folders will have read so much first."""
     fastest = max((paces[n].rate for n in who), default=0.0) or 1.0
     return min(who, key=lambda n: (paces[n].done_in(nbytes, fastest, now), n))
@@ -145,7 +145,7 @@ class MirroredReader:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._replicas, self._chunk, self._clock = replicas, chunk, clock
-        self._paces = [Pace() for _ in replicas.all]
+        self._paces = [FolderPace() for _ in replicas.all]
         self._under_way: list[dict[Read, Path]] = [{} for _ in replicas.all]
         self._lock = threading.RLock()
         self._closed = False

@@ -38,7 +38,7 @@ from ..plan.partition import StreamedPart, split_layer
 from ..plan.plan import Plan
 from ..sizes import format_size
 from .executor import KVOffloader
-from .governor import Governor
+from .governor import room
 from .kv_disk import KvDisk, KvLayer
 from .layer_sizes import part_of, stacked
 from .memory_monitor import Watch
@@ -107,7 +107,7 @@ def install(
     def stream(plan: Plan) -> None:
         unswap(model)
         try:
-            _stream(session, residency.profile, plan, reading, progress)
+            _stream(session, residency.layers.profile, plan, reading, progress)
         except BaseException:
             # Its weights are neither in memory nor bound to a ring: whoever wants it next tries once more.
             session.unbound = functools.partial(again, plan)
@@ -134,7 +134,7 @@ def install(
     residency.check_disk = check_disk
     session.hold = functools.partial(_hold, session, profile)
     if govern:
-        plan = residency.come_down(Governor().room(memory_limits()))
+        plan = residency.layers.come_down(room(memory_limits()))
     try:
         if plan.streams:
             _stream(session, profile, plan, reading, progress)
@@ -149,7 +149,7 @@ def install(
         if session.limits is not None:
             session.limits()
         raise
-    if govern and session.residency.sheddable_bytes:
+    if govern and (residency.layers.sheddable or session.plan.pools):
         session.watch = Watch(session, session.residency)
     return session
 
@@ -326,8 +326,8 @@ def _scratch(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
         scratch.close(unread=True)
         raise StoreError(
             f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
-            f"{format_size(free)} may be taken there: free some, name another folder (--kv-dir), or ask "
-            "for fewer tokens"
+            f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
+            "ask for fewer tokens"
         )
     return scratch
 

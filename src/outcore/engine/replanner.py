@@ -13,7 +13,7 @@ from ..plan.expert_plan import expert_plan, with_pools
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
-from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes, thin
+from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes
 from ..sizes import format_size
 from .state import State
 
@@ -50,54 +50,34 @@ class Replanner:
                 return make_plan(size, budget, head_resident=True, calibration=self.calibration, **options)
         return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
 
-    def smallest(self, size: ModelSize, step: int) -> int | None:
-        """The smallest budget that works; None: none does."""
+    def least(self, size: ModelSize, budget: int, **options: Any) -> Plan:
+        """The plan for that budget, or for the smallest that there is one for; as ``make``.
+
+        Raises:
+            BudgetError: there is none.
+        """
         try:
-            self.make(replace(size, drafted=0), 1, for_context=True, prefill_step=step)
+            return self.make(size, budget, **options)
         except BudgetError as e:
-            return e.smallest
-        return None
+            if e.smallest is None:
+                raise
+            return self.make(size, e.smallest, **options)
 
     def without_residents(self, budget: int) -> Plan:
         """The plan without residents for that budget, or the smallest there is."""
-        plan, size = self.state.plan, self.state.size
-        least = plan.prefill_step
-
-        def planned(budget: int) -> Plan:
-            return self.make(size, budget, resident=0, prefill_step=least)
-
-        try:
-            smaller = planned(budget)
-        except BudgetError as e:
-            smaller = planned(e.smallest or plan.peak_bytes)
+        plan = self.state.plan
+        smaller = self.least(self.state.size, budget, resident=0, prefill_step=plan.prefill_step)
         return replace(smaller, budget_bytes=plan.budget_bytes)
 
     def pooled(self, size: ModelSize, budget: int, step: int | None) -> Plan | None:
-        """The fastest plan with pools of experts; None: there is no room for any."""
+        """The fastest plan with expert caches; None: there is no room for any."""
         steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
         least = self.state.plan.smallest_budget_bytes
         return expert_plan(size, budget, least, rings=SLOTS, steps=steps, slots=None, calibration=self.calibration)
 
     def with_pools(self, pools: tuple[tuple[int, int], ...]) -> Plan:
-        """The plan with these pools of experts."""
+        """The plan with these expert caches."""
         return with_pools(self.state.size, self.state.plan, pools, self.calibration)
-
-    def within(self, room: int, sheddable: Sequence[int]) -> Plan:
-        """The plan with fewer residents, as many as there is room for; where none helps, the smallest there is."""
-        plan, size, stay = self.state.plan, self.state.size, list(sheddable)
-        fixed = set(plan.resident) - set(stay)
-        smaller = plan
-        while plan.streams and stay and smaller.peak_bytes > room:
-            stay = thin(stay, len(stay) - 1)
-            smaller = replan(size, plan, [*fixed, *stay], self.calibration)
-        if smaller.peak_bytes > room:
-            options: dict[str, Any] = {"prefill_step": plan.prefill_step}
-            try:
-                smaller = self.make(size, room, **options)
-            except BudgetError as e:
-                if e.smallest is not None and e.smallest < smaller.peak_bytes:
-                    smaller = self.make(size, e.smallest, **options)
-        return smaller
 
     def with_residents(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
         """The plan as it is, with these layers resident and chunks of so many tokens."""
@@ -155,7 +135,11 @@ class Replanner:
         they were before; said with the smallest budget that has."""
         of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
         of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
-        smallest = self.smallest(larger, step)
+        smallest = None
+        try:
+            self.make(replace(larger, drafted=0), 1, for_context=True, prefill_step=step)
+        except BudgetError as e:
+            smallest = e.smallest
         least = f" ({format_size(smallest, round_up=True)} at least)" if smallest else ""
         return BudgetError(
             f"a context of {tokens} tokens{of_these} does not fit into {format_size(self.state.plan.budget_bytes)} "

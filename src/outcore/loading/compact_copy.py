@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.manifest import PLANES
-from ..checkpoint.packed_store import open_compact
-from ..checkpoint.weight_prints import coding_of
+from ..checkpoint.manifest import COMPACT, PLANES
+from ..checkpoint.packed_store import coding_of, open_copy
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError
 from ..machine.device import on_cpu
@@ -41,7 +40,7 @@ def or_compact(
     """
     if on_cpu() and (known is None or known.decode_gbps is None):
         return profile
-    lazy = open_compact(folder, **profile.lazy.arguments)
+    lazy = open_copy(folder, COMPACT, **profile.lazy.arguments)
     if lazy is None:
         return profile
     compact = measure(lazy)

@@ -14,8 +14,7 @@ from pathlib import Path
 import xxhash
 
 from ..calibration.calibration_file import key_of
-from ..disk.disk_probe import wrong_reads
-from ..disk.slot_probe import unseen_rewrites
+from ..disk.disk_probe import unseen_rewrites, wrong_reads
 from ..errors import StoreError, UnsupportedModelError
 from ..machine.cache_folder import cache_dir, make_cache
 

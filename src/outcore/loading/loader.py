@@ -13,8 +13,6 @@ from typing import Any, Unpack
 
 import mlx.nn as nn
 
-from outcore_cluster.sharing import as_ranked, as_work, ranks_of
-
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
@@ -24,13 +22,13 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting
 from ..decode.speculative.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
-from ..decode.speculative.self_draft import GROUP_SIZE, load_self_draft, make_self_draft, self_draft
+from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
 from ..engine.droppable_draft import DroppableDraft
 from ..engine.install import Progress, ReadSettings, install
-from ..engine.kernels import Compiling, DraftCopy, compile_kernels, keep_kernels
 from ..engine.session import Session
 from ..errors import StoreError, StoreSpaceError
+from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
 from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
 from ..plan.joint_plan import Planned
@@ -134,7 +132,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
     try:
         return _loaded(model_path, o, report)
     except StoreSpaceError as error:
-        if o.draft != AUTO or ranks_of(o) is not None:
+        if o.draft != AUTO or o.ranks is not None:
             raise
         # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
         model, config = _loaded(model_path, replace(o, draft=NONE), report)
@@ -143,8 +141,8 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    o = as_ranked(o)
-    report = as_work(o, report)
+    if o.ranks is not None:
+        o, report = o.ranks.options(o), o.ranks.report(report)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
@@ -159,13 +157,11 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         compare_whole(mirror, profile.lazy.checkpoint, report)
     head = _head(prepared)
     drafting = None if head is not None else _other_model(prepared.draft, o, report)
-    with _compiled(prepared) as compiling, contextlib.ExitStack() as unless:
+    with contextlib.ExitStack() as unless:
         if drafting is not None and drafting.model is not None:
             unless.callback(drafting.model.outcore.close)
         session = install(profile, prepared.plan, calibration, reading, prepared.cpu_streams, report, o.govern, o.lazy)
         try:
-            if compiling is not None:
-                compiling.wait(report)
             session.notes, session.drafting = (*prepared.notes, *session.notes), drafting
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
@@ -229,15 +225,6 @@ def _with_options(function: Any) -> None:
 
 for _function in (load, load_model):
     _with_options(_function)
-
-
-def _compiled(prepared: Preparation) -> contextlib.AbstractContextManager[Compiling | None]:
-    """The kernels that the model needs, while they are compiled."""
-    size, draft, plan = prepared.profile.size, prepared.draft, prepared.plan
-    copy = None if draft is None or draft.bits is None else DraftCopy(draft.bits, GROUP_SIZE)
-    chunk = min(plan.prefill_step, size.prompt)
-    compiling = compile_kernels(prepared.profile, prepared.opened, plan.budget_bytes, chunk, copy)
-    return contextlib.closing(compiling) if compiling is not None else contextlib.nullcontext()
 
 
 def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Drafting | None:
@@ -315,7 +302,7 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
             session.drafting = Drafting(NGRAM, NGRAM)
 
     found = high_bits or {}
-    session.residency.draft = DroppableDraft(
+    session.residency.layers.draft = DroppableDraft(
         draft, prepared.profile.size.context, kv_disk, end, found, partial(_check_files, found, _stamps(found))
     )
 

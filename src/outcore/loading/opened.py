@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.manifest import PLANES
 from ..checkpoint.nested import can_be_nested, with_nested_layers
-from ..checkpoint.packed_store import open_again, open_model, open_planes
+from ..checkpoint.packed_store import open_again, open_copy, open_model
 from ..decode.speculative.draft_model import PROMPT_STEP
 from ..decode.speculative.drafting import (
     check_tokenizers,
@@ -63,7 +64,9 @@ def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known
         return profile
     if not can_be_nested(profile.lazy, high):  # without opening it once more
         return profile
-    apart = None if o.mirrors or o.ranks is not None else open_planes(folder, high, **profile.lazy.arguments)
+    apart = (
+        None if o.mirrors or o.ranks is not None else open_copy(folder, f"{PLANES}:{high}", **profile.lazy.arguments)
+    )
     lazy = with_nested_layers(apart or open_again(profile.lazy), high)
     if lazy is None:
         return profile

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Protocol, Unpack, cast
 
 import mlx.core as mx
-
-from outcore_cluster.agreement import Agreement
-from outcore_cluster.drafts import RankedDrafts, SharedModel
-from outcore_cluster.forecast import about_ranks, foreseen
-from outcore_cluster.link.ranks import RankGroup
-from outcore_cluster.sharing import as_ranked, ranks_of, shared_out
 
 from ..calibration.calibration_file import load_calibration
 from ..checkpoint.find_model import resolve_model
@@ -24,6 +18,7 @@ from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
+from ..engine.install import Progress
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
 from ..machine.device import on_cpu
@@ -54,7 +49,7 @@ class Preparation:
 
     Attributes:
         planning: makes plans within other budgets. For one sequence.
-        opened: the folder, and the arguments that the model was opened with.
+        given: the folder, as it was named; what is read may be a copy in the cache.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
@@ -69,11 +64,53 @@ class Preparation:
     calibration: Calibration
     draft: Draft | None
     planning: Planning
-    opened: Mapping[str, Any]
+    given: str
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
     mirrors: tuple[Replica, ...] = ()
+
+
+class SharedOut(Protocol):
+    """What one of several machines holds of a model, and what drafts for it; ``choices`` as in ``Preparation``."""
+
+    @property
+    def profile(self) -> ModelProfile: ...
+
+    @property
+    def draft(self) -> Draft | None: ...
+
+    @property
+    def choices(self) -> tuple[Choice, ...]: ...
+
+    @property
+    def choice(self) -> Choice | None: ...
+
+
+class Ranks(Protocol):
+    """Other machines that a model is loaded with: the seam to ``outcore_cluster``. All of them ask at the same time."""
+
+    def options(self, o: LoadOptions) -> LoadOptions:
+        """The options without what is not done over several machines. Raises ``UsageError`` where it was asked for."""
+
+    def report(self, progress: Progress) -> Progress:
+        """The same, told to other machines, which wait."""
+
+    def share_out(
+        self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
+    ) -> SharedOut:
+        """Which layers are this machine's, and what drafts."""
+
+    def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
+        """Without a draft that nobody asked for, where a machine has no room for it."""
+
+    def several(
+        self, size: ModelSize, plan: Plan, o: LoadOptions, planned: Callable[[LoadOptions], tuple[ModelSize, Plan]]
+    ) -> tuple[ModelSize, Plan]:
+        """As many sequences as all machines have room for; ``planned`` plans with other options."""
+
+    def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
+        """With what all machines together are predicted to take."""
 
 
 def prepare(
@@ -96,38 +133,40 @@ def prepare(
     o = chosen(options, arguments)
     if options is None and "draft" not in arguments:
         o = replace(o, draft=NONE)
-    o, ranks = as_ranked(o), ranks_of(o)
+    ranks: Ranks | None = o.ranks
+    if ranks is not None:
+        o = ranks.options(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
     lazy = _opened_lazily(folder, o)
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known, _ = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
-    kind, which = _kind(o)
+    kind, which = draft_kind(o)
     profile = measured(lazy, o, known)
     _check_experts(profile, o)
-    shared: SharedModel | None = None
-    if ranks is not None:
-        drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, _ring_options(o), not on_cpu())
-        profile, shared = shared_out(profile, ranks, budget, known, o.resident, drafts.choose)
-        kind, which = (NONE, None) if shared.draft is None else (shared.draft.kind, None)
-    if not mirrors and ranks is None:
+    shared = None if ranks is None else ranks.share_out(profile, o, folder, known, budget)
+    if shared is not None:
+        profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
+    elif not mirrors:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, _ring_options(o))
+        profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
     calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
     known = calibration if known is not None else None
     if shared is not None:
         draft = shared.draft
     else:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
-    planning = Planning(profile.size, kind, draft, _ring_options(o), blocks=not on_cpu())
-    if ranks is not None and draft is not None and _kind(o)[0] == AUTO:
-        planning = _with_room_for_drafts(planning, ranks, budget)
+    planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
+    if ranks is not None:
+        planning = ranks.room_for_draft(planning, o, budget)
         draft = planning.draft
     alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
     if o.most_sequences > 1:
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
-        if ranks is not None and isinstance(o.sequences, Workload):
-            size, plan = _as_many_on_all(profile.size, size, o, alone, budget, calibration, ranks)
+        if ranks is not None:
+            size, plan = ranks.several(
+                size, plan, o, lambda fixed: _plan_for_several(profile.size, fixed, alone, budget, calibration)
+            )
         one = _One(replace(profile, size=size), plan, draft)
     else:
         one = _plan_for_one(profile, planning, folder, o, known, calibration, budget, least)
@@ -136,12 +175,8 @@ def prepare(
     notes += _about_kv(profile, plan, o) + told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    opened, choices, choice = _opened(model_path, o), one.choices, one.choice
-    if shared is not None:
-        choices, choice = shared.choices, shared.choice
-    profile, plan = foreseen(profile, plan, calibration, ranks, o.prefill_step_size, notes)
-    notes += about_ranks(profile, ranks)
-    return Preparation(
+    found = one if shared is None else shared
+    prepared = Preparation(
         profile,
         plan,
         streams,
@@ -149,12 +184,13 @@ def prepare(
         calibration,
         one.draft,
         planning,
-        opened,
+        str(model_path),
         one.refused,
-        choices,
-        choice,
+        found.choices,
+        found.choice,
         mirrors,
     )
+    return prepared if ranks is None else ranks.predicted(prepared, o)
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
@@ -174,13 +210,6 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
 
 
-def _with_room_for_drafts(planning: Planning, ranks: RankGroup, budget: int) -> Planning:
-    """Without drafts, which nobody asked for, where one rank has no room for them; all ranks ask at the same time."""
-    if Agreement(ranks.link).leasts([planning.smallest <= budget])[0]:
-        return planning
-    return replace(planning, kind=NONE, draft=None)
-
-
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
     """The model, of which this rank's part may be all that is there."""
     if o.kv_dir is not None and o.kv_disk != "off":
@@ -188,7 +217,7 @@ def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
-    if ranks_of(o) is None and lazy.share is not None:
+    if o.ranks is None and lazy.share is not None:
         raise StoreError(
             f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
         )
@@ -235,25 +264,6 @@ def _plan_for_one(
     return _One(replace(profile, size=size), planned.plan, planned.draft, choices, choice, refused)
 
 
-def _as_many_on_all(
-    size: ModelSize,
-    mine: ModelSize,
-    o: LoadOptions,
-    alone: bool,
-    budget: int,
-    calibration: Calibration,
-    ranks: RankGroup,
-) -> tuple[ModelSize, Plan]:
-    """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
-    agreement = Agreement(ranks.link)
-    (most,) = agreement.leasts([mine.sequences])
-    assert isinstance(o.sequences, Workload)
-    fixed = replace(o, sequences=replace(o.sequences, most=most, least=most))
-    found, plan = _plan_for_several(size, fixed, alone, budget, calibration)
-    room, joining = agreement.leasts([found.room, found.joining])
-    return replace(found, shared=room, joining=joining), plan
-
-
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
     """The plan by which ``load`` would hold a model, as ``outcore plan`` shows it. Weights are not read.
 
@@ -269,7 +279,7 @@ def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Pl
         return prepare(resolve_model(str(model_path)), options).plan
 
 
-def _ring_options(o: LoadOptions) -> dict[str, Any]:
+def ring_options(o: LoadOptions) -> dict[str, Any]:
     """What ``make_plan`` takes."""
     return {
         "slots": o.slots,
@@ -281,18 +291,7 @@ def _ring_options(o: LoadOptions) -> dict[str, Any]:
     }
 
 
-def _opened(model_path: str | Path, o: LoadOptions) -> dict[str, Any]:
-    """By which another process opens the same model."""
-    return {
-        "folder": str(model_path),
-        "dtype": o.dtype,
-        "model_config": o.model_config,
-        "trust_remote_code": o.trust_remote_code,
-        "adapter_path": None if o.adapter_path is None else str(o.adapter_path),
-    }
-
-
-def _kind(o: LoadOptions) -> tuple[str, int | str | None]:
+def draft_kind(o: LoadOptions) -> tuple[str, int | str | None]:
     """What drafts, which is nothing where several sequences share sweeps."""
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):
@@ -306,7 +305,7 @@ def _plan_for_several(
     size: ModelSize, o: LoadOptions, alone: bool, budget: int, calibration: Calibration
 ) -> tuple[ModelSize, Plan]:
     """The size and the plan for sequences that share sweeps."""
-    plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **_ring_options(o))
+    plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))
 
     def planned(size: ModelSize) -> Plan:
         try:

@@ -24,12 +24,22 @@ _COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
 _MANIFEST = "manifest.json"
 _CODING = re.compile(r"compact|planes:[1-7]")
 
-CALIBRATION, KERNELS, MARK, REMAINS = "calibration", "kernels", "first-use mark", "remains"
-EXPERTS, RUNS, PROMPTS, CONVERSATION = "uses of experts", "speeds of runs", "prompts", "conversation"
-MIRROR, DRAFTS = "mirror, compared", "what drafts gave"
+KERNELS, REMAINS, PROMPTS, CONVERSATION = "kernels", "remains", "prompts", "conversation"
 
 SESSIONS = "sessions"
 """The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
+
+
+FILES = {
+    "calibration": ("calibration", r"[0-9a-f]{16}\.json"),
+    "checked": ("first-use mark", r"[0-9a-f]{16}"),
+    "mirrors": ("mirror, compared", r"[0-9a-f]{32}"),
+    "experts": ("uses of experts", r"[0-9a-f]{16}\.json"),
+    "runs": ("speeds of runs", r"[0-9a-f]{16}\.json"),
+    "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
+    SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
+}
+"""Folders of files: what each file is, and how it is called. ``runs`` are of versions before this one."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Entry:
         """
         if self.kind == CONVERSATION:
             _remove_conversation(self.path)
-        elif self.kind in (CALIBRATION, MARK, EXPERTS, RUNS, MIRROR, DRAFTS):
+        elif self.path.parent.name in FILES:
             # Read whole and replaced whole: nobody is in the middle of it.
             self.path.unlink()
         elif self.kind in (REMAINS, PROMPTS):
@@ -81,14 +91,21 @@ def contents() -> list[Entry]:
         StoreError: others could have put something into it.
     """
     folder = cache_dir()
-    found = [*_copies(folder), *_kernels(folder), *_prompts(folder)]
-    found += _files(folder / "calibration", CALIBRATION, r"[0-9a-f]{16}\.json")
-    found += _files(folder / "checked", MARK, r"[0-9a-f]{16}")
-    found += _files(folder / "mirrors", MIRROR, r"[0-9a-f]{32}")
-    found += _files(folder / "experts", EXPERTS, r"[0-9a-f]{16}\.json")
-    found += _files(folder / "runs", RUNS, r"[0-9a-f]{16}\.json")
-    found += _files(folder / "drafts-seen", DRAFTS, r"[0-9a-f]{16}\.json")
-    found += _files(folder / SESSIONS, CONVERSATION, r"[\w.-]+\.json")
+    found = [*_copies(folder)]
+    for path in _inside(folder / "kernels"):
+        if _is_folder(path) and _MLX.fullmatch(path.name):
+            found.append(Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path)))
+    for path in _inside(folder / "prefix"):
+        if _is_folder(path) and (match := _PROMPTS.fullmatch(path.name)):
+            model = match[1].replace("--", "/")
+            found.append(Entry(f"prefix-{path.name}", PROMPTS, path, model, *_weight(path), None))
+    for name, (kind, pattern) in FILES.items():
+        for path in _inside(folder / name):
+            with suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and re.fullmatch(pattern, path.name):
+                    size, used = status.st_size, status.st_mtime
+                    found.append(Entry(f"{name}-{path.stem}", kind, path, None, size, used, None))
     return sorted(found, key=lambda e: (-e.nbytes, e.name))
 
 
@@ -112,27 +129,6 @@ def _coding(manifest: Path) -> str | None:
         if isinstance(said, str) and _CODING.fullmatch(said):
             return said
     return None
-
-
-def _kernels(folder: Path) -> Iterator[Entry]:
-    for path in _inside(folder / "kernels"):
-        if _is_folder(path) and _MLX.fullmatch(path.name):
-            yield Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path))
-
-
-def _prompts(folder: Path) -> Iterator[Entry]:
-    for path in _inside(folder / "prefix"):
-        if _is_folder(path) and (match := _PROMPTS.fullmatch(path.name)):
-            name = match[1].replace("--", "/")
-            yield Entry(f"prefix-{path.name}", PROMPTS, path, name, *_weight(path), None)
-
-
-def _files(folder: Path, kind: str, pattern: str) -> Iterator[Entry]:
-    for path in _inside(folder):
-        with suppress(OSError):
-            found = path.lstat()
-            if stat.S_ISREG(found.st_mode) and re.fullmatch(pattern, path.name):
-                yield Entry(f"{folder.name}-{path.stem}", kind, path, None, found.st_size, found.st_mtime, None)
 
 
 def _remove_conversation(path: Path) -> None:

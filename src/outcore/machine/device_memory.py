@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import sys
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 PREFERRED_LOCATION = 3
 """``CU_MEM_ADVISE_SET_PREFERRED_LOCATION``"""
@@ -23,27 +23,8 @@ NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: it waits for no other stream, and none for it."""
 
 
-class Driver(Protocol):
-    """What is asked of CUDA; tests have one without a device. Each returns its status, 0 for success."""
-
-    def current(self) -> int:
-        """Make the device's own context the calling thread's."""
-
-    def keep(self, address: int, nbytes: int) -> int:
-        """Move memory to the device, where it stays."""
-
-    def stream(self) -> tuple[int, Any]:
-        """A new stream."""
-
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
-        """Copy, and wait for it."""
-
-    def destroy(self, stream: Any) -> int:
-        """End a stream."""
-
-
 class CudaDriver:
-    """CUDA's, of device 0, which is MLX's.
+    """What is asked of CUDA, of device 0, which is MLX's. Each call returns its status, 0 for success.
 
     Raises:
         OSError: there is none.
@@ -56,9 +37,11 @@ class CudaDriver:
             raise OSError(f"CUDA error {status}")
 
     def current(self) -> int:
+        """Make the device's own context the calling thread's."""
         return int(self._cuda.cuCtxSetCurrent(self._context))
 
     def keep(self, address: int, nbytes: int) -> int:
+        """Move memory to the device, where it stays."""
         at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
         # Advice: where it is refused memory stays right, and is slower.
         self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
@@ -66,22 +49,25 @@ class CudaDriver:
         return int(self._cuda.cuCtxSynchronize())
 
     def stream(self) -> tuple[int, Any]:
+        """A new stream."""
         stream = ctypes.c_void_p()
         return int(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))), stream
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
+        """Copy, and wait for it."""
         to, of, n = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
         return int(self._cuda.cuMemcpyAsync(to, of, n, stream) or self._cuda.cuStreamSynchronize(stream))
 
     def destroy(self, stream: Any) -> int:
+        """End a stream."""
         return int(self._cuda.cuStreamDestroy_v2(stream))
 
 
 class DeviceMemory:
     """Stretches of memory that stay on the device. Safe to use from several threads."""
 
-    def __init__(self, driver: Driver | None = None) -> None:
-        self._driver: Driver = driver or CudaDriver()
+    def __init__(self, driver: CudaDriver | None = None) -> None:
+        self._driver = driver or CudaDriver()
         self._kept: dict[int, int] = {}  # where each begins, and its end
         self._mine = threading.local()
         self._streams: list[Any] = []

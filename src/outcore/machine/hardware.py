@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 
 from . import memory_calls
 from .device import on_cpu
-from .memory_calls import MemoryCalls, sysctl_text
+from .memory_calls import MemoryCalls
 
 
 def cores() -> int:
@@ -21,7 +22,7 @@ def cores() -> int:
 
 def cpu_name(calls: MemoryCalls | None = None) -> str:
     """The processor's name as the system gives it; on macOS ``machdep.cpu.brand_string``, where Python says ``arm``."""
-    if name := sysctl_text("machdep.cpu.brand_string", calls):
+    if name := (calls or memory_calls.SYSTEM).text("machdep.cpu.brand_string"):
         return name
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -38,30 +39,27 @@ def gpu_name() -> str | None:
     return str(mx.device_info().get("device_name", "unknown"))
 
 
-def filesystem(folder: Path, calls: MemoryCalls | None = None) -> str:
-    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``.
-
-    By its path, but where the system tells which volume it is on: on macOS most of what lies below / is on another one.
-    """
-    mounted = (calls or memory_calls.SYSTEM).mounted(folder)
-    if mounted is not None:
-        return f"{mounted.kind} on {mounted.device.rsplit('/', 1)[-1]}"
+def filesystem(folder: Path) -> str:
+    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``."""
     # Each model that is loaded asks, and the system's list is long. What does not exist is said by who reads it.
     try:
-        device = folder.stat().st_dev
+        number = folder.stat().st_dev
     except OSError:
-        return _mounted_at(folder)
-    if device not in _mounted:
-        _mounted[device] = _mounted_at(folder)
-    return _mounted[device]
+        return _mounted_at(folder, None)
+    if number not in _mounted:
+        _mounted[number] = _mounted_at(folder, number)
+    return _mounted[number]
 
 
 _mounted: dict[int, str] = {}
 """What each device's number stands for."""
 
 
-def _mounted_at(folder: Path) -> str:
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+def _mounted_at(folder: Path, number: int | None) -> str:
+    partitions = psutil.disk_partitions(all=True)
+    mounts = [p for p in partitions if folder.resolve().is_relative_to(p.mountpoint)]
+    if sys.platform == "darwin":  # most of what lies below / is on another volume there, and no path says so
+        mounts = [p for p in partitions if number == Path(p.mountpoint).stat().st_dev] or mounts
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is None:
         return "unknown"

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import memory_calls
-from .memory_calls import MemoryCalls, VmStatistics, sysctl_number
+from .memory_calls import MemoryCalls, VmStatistics
 
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 """What ``kern.memorystatus_vm_pressure_level`` says: NOTE_MEMORYSTATUS_PRESSURE_* in bsd/sys/event_private.h."""
@@ -82,7 +82,7 @@ def mac_memory(calls: MemoryCalls | None = None) -> MacMemory | None:
     """What macOS says of its memory now; None where this is no Mac, or it does not say."""
     calls = calls or memory_calls.SYSTEM
     pages = calls.vm_statistics()
-    total, page = sysctl_number("hw.memsize", calls), sysctl_number("hw.pagesize", calls)
+    total, page = calls.number("hw.memsize"), calls.number("hw.pagesize")
     if pages is None or not total or not page:
         return None
     return MacMemory(total, pages, page, pressure_level(calls))
@@ -95,7 +95,7 @@ def pressure_level(calls: MemoryCalls | None = None) -> int | None:
     ``sysctl_memorystatus_vm_pressure_level`` in xnu's bsd/kern/kern_memorystatus_notify.c. On macOS any user may read
     it.
     """
-    level = sysctl_number("kern.memorystatus_vm_pressure_level", calls)
+    level = (calls or memory_calls.SYSTEM).number("kern.memorystatus_vm_pressure_level")
     return level if level in (NORMAL, WARNING, CRITICAL) else None
 
 
@@ -104,5 +104,5 @@ def wired_limit(calls: MemoryCalls | None = None) -> int | None:
 
     0 stands for macOS's own share, which MLX tells as the recommended working set.
     """
-    megabytes = sysctl_number("iogpu.wired_limit_mb", calls)
+    megabytes = (calls or memory_calls.SYSTEM).number("iogpu.wired_limit_mb")
     return megabytes << 20 if megabytes else None

@@ -14,10 +14,11 @@ it says itself.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from platformdirs import PlatformDirs
 
 from ..errors import UsageError
 from ..options import LoadOptions
@@ -76,18 +77,13 @@ def settled() -> dict[str, Setting]:
 
 def config_file() -> Path | None:
     """``$OUTCORE_CONFIG``, else ``outcore/config.toml`` in the user's folder for such files; None: there is no home."""
-    if own := os.environ.get("OUTCORE_CONFIG"):
-        try:
-            return Path(own).expanduser()
-        except RuntimeError as e:
-            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
-    if (base := os.environ.get("XDG_CONFIG_HOME")) and Path(base).is_absolute():
-        return Path(base) / "outcore" / "config.toml"
+    own = os.environ.get("OUTCORE_CONFIG")
     try:
-        home = Path.home()
-    except RuntimeError:
+        return Path(own).expanduser() if own else PlatformDirs("outcore").user_config_path / "config.toml"
+    except RuntimeError as e:
+        if own:
+            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
         return None
-    return home / ("Library/Application Support" if sys.platform == "darwin" else ".config") / "outcore" / "config.toml"
 
 
 _EXAMPLES = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}

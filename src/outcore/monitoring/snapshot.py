@@ -70,7 +70,7 @@ class SnapshotRecorder:
             "head": head,
             "resident_layers": len(plan.resident),
             "streamed_layers": len(plan.streamed),
-            "shed_layers": len(residency.shed_layers) if residency is not None else 0,
+            "shed_layers": len(residency.layers.shed_layers) if residency is not None else 0,
             "slots": plan.slots,
             "context": plan.context,
             "memory": _memory(session),
@@ -127,7 +127,7 @@ def _strip(session: Session) -> tuple[str, str]:
     head = "d" if plan.head_streamed else ""
     if streaming is None or residency is None:
         return "".join(strip), head
-    places = {id(module): i for i, module in enumerate(residency.modules)}
+    places = {id(module): i for i, module in enumerate(residency.layers.modules)}
     units = streaming.units
     for number, state in streaming.ring.glance():
         unit, code = units[number] if number < len(units) else None, state[0]

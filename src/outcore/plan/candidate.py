@@ -1,15 +1,17 @@
-"""A plan being made: what stays, what is streamed through which slots, and what memory that takes."""
+"""Plans being made: what stays, what is streamed through which slots, and what memory that takes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter, itemgetter
 
 from ..disk.layout import slot_bytes
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import StreamedPart, held_between, split_layer, spread
+from .partition import Cut, StreamedPart, cut_layer, spread
 from .plan import Plan
 from .prediction import predict
 
@@ -17,8 +19,34 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
 """Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
 ``ModelSize.reuse`` at most."""
 
-Made = dict[Hashable, tuple[StreamedPart, ...]]
-"""Parts of a layer, by its number, what is kept of it and the size of units; of all of them, by which are resident."""
+
+class Cuts:
+    """What candidates of one model share: layers in parts, by what of them stays and the size of units, made once for
+    all that are alike; and bytes of activations."""
+
+    def __init__(self, size: ModelSize) -> None:
+        self.size = size
+        first = dict[object, int]()
+        self._alike = [first.setdefault(layer, i) for i, layer in enumerate(size.layers)]
+        self._made = dict[tuple[int, tuple[int, ...], int], Cut]()
+        self._activations = dict[tuple[int, int | None], int]()
+
+    def streamed(self, resident: frozenset[int], kept: dict[int, tuple[int, ...]], unit: int) -> list[tuple[int, Cut]]:
+        """Each streamed layer, by its number, in parts."""
+        found = []
+        for i, alike in enumerate(self._alike):
+            if i not in resident:
+                key = alike, kept.get(i, ()), unit
+                if key not in self._made:
+                    self._made[key] = cut_layer(self.size.layers[i], key[1], unit)
+                found.append((i, self._made[key]))
+        return found
+
+    def activations(self, step: int, between: int | None) -> int:
+        """As of ``ModelSize``."""
+        if (step, between) not in self._activations:
+            self._activations[step, between] = self.size.activations(step, between)
+        return self._activations[step, between]
 
 
 @dataclass(frozen=True)
@@ -26,7 +54,9 @@ class Candidate:
     """A plan being made: everything but what it predicts.
 
     Attributes:
-        made: parts that candidates of one model share.
+        slots: of the ring; ``unit``: bytes that parts of layers have at most, as far as they can be cut.
+        kept: pieces of streamed layers that stay.
+        cuts: what candidates of one model share; None: nobody's.
     """
 
     size: ModelSize
@@ -36,55 +66,84 @@ class Candidate:
     slots: int
     unit: int
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    made: Made = field(default_factory=dict, compare=False)
+    cuts: Cuts | None = field(default=None, compare=False)
 
     @cached_property
-    def parts(self) -> tuple[StreamedPart, ...]:
-        key = self.resident, self.kept, self.unit
-        if (there := self.made.get(key)) is None:
-            kept = dict(self.kept)
-            streamed = (i for i in range(len(self.size.layers)) if i not in self.resident)
-            there = tuple(p for i in streamed for p in self._parts_of(i, kept.get(i, ())))
-            self.made[key] = there
-        return there
+    def peak(self) -> int:
+        """Most bytes in use at once: as of ``bare``, which thousands of candidates are never asked for."""
+        used, freed = self._used
+        return used + freed
 
-    def _parts_of(self, i: int, kept: tuple[int, ...]) -> tuple[StreamedPart, ...]:
-        key = i, kept, self.unit
-        if (there := self.made.get(key)) is None:
-            there = tuple(replace(p, layer=i) for p in split_layer(self.size.layers[i], kept, self.unit))
-            self.made[key] = there
-        return there
+    @cached_property
+    def _streamed(self) -> list[tuple[int, Cut]]:
+        return (self.cuts or Cuts(self.size)).streamed(self.resident, dict(self.kept), self.unit)
+
+    @cached_property
+    def _streams(self) -> bool:
+        return self.head or len(self.resident) < len(self.size.layers)
 
     @cached_property
     def unit_bytes(self) -> int:
-        largest = max((p.slot for p in self.parts), default=0)
+        """Bytes of the largest unit."""
+        largest = 0
+        for _, cut in self._streamed:
+            largest = max(largest, cut.slot)
         if self.head and self.size.head is not None:
             # Slices are as large as other units are, or as slots may be where there are none.
             largest = max(largest or self.unit, self.size.head.slot)
         return largest
 
-    @property
-    def together(self) -> float:
-        """Share of the layers that are computed without a wait between them: the longest run of resident layers, and
-        the streamed one after it."""
-        longest = run = 0
-        for i in range(len(self.size.layers)):
-            run = run + 1 if i in self.resident else 0
-            longest = max(longest, run)
-        return min(longest + 1, len(self.size.layers)) / max(len(self.size.layers), 1)
+    @cached_property
+    def _weights(self) -> int:
+        size, weights = self.size, self.size.non_layer
+        for i in self.resident:
+            weights += size.layers[i].resident
+        for i, numbers in self.kept:
+            for n in numbers:
+                weights += size.layers[i].pieces[n].resident
+        if self.head and size.head is not None:
+            weights -= size.head.resident
+        return weights - size.tables if self._streams else weights
 
     @cached_property
-    def peak(self) -> int:
-        """As of ``bare``, which thousands of candidates are never asked for."""
-        return self._used + self._freed
+    def _activations(self) -> int:
+        """With the copies of what is streamed that are made on the way."""
+        size, cast, between = self.size, 0, None
+        for _, cut in self._streamed:
+            cast = max(cast, cut.cast)
+            if cut.between is not None:
+                between = max(between or 0, cut.between)
+        if self.head and size.head is not None:
+            cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
+        return (self.cuts or Cuts(size)).activations(self.step, between) + cast
+
+    @cached_property
+    def _caches(self) -> int:
+        size = self.size
+        if size.on_disk and len(self.resident) == len(size.layers):
+            # They lie with the layers, all in memory.
+            size = replace(size, on_disk=False)
+        share = together(self.resident, len(size.layers)) if size.sequences > 1 else 0.0
+        return size.caches(share) + (sum(map(size.kv, self.resident)) if size.on_disk else 0)
+
+    @cached_property
+    def _used(self) -> tuple[int, int]:
+        """Bytes of all but freed memory; and of that."""
+        slots = self.slots * slot_bytes(self.unit_bytes) if self._streams else 0
+        used = self._weights + slots + self._caches + self._activations
+        return used, int(min(max(used * ALLOCATOR_SHARE, ALLOCATOR_LEAST), self.size.reuse))
 
     @cached_property
     def bare(self) -> Plan:
-        size, parts = self.size, self.parts
-        streamed = tuple(dict.fromkeys(p.layer for p in parts))
-        read = sum(p.read for p in parts) + sum(size.kv_read(i) for i in streamed)
-        if self.head and size.head is not None:
-            read += size.head.read
+        """The plan, without a budget and what it takes."""
+        size = self.size
+        parts = tuple(
+            [StreamedPart(i, p.pieces, p.slot, p.read, p.cast) for i, cut in self._streamed for p in cut.parts]
+        )
+        streamed = tuple([i for i, _ in self._streamed])
+        read = sum(map(size.kv_read, streamed)) if size.on_disk else 0
+        for _, cut in self._streamed:
+            read += cut.read
         return Plan(
             budget_bytes=0,
             resident=tuple(sorted(self.resident)),
@@ -98,54 +157,16 @@ class Candidate:
             cache_bytes=self._caches,
             kv_slot=size.kv_slot if parts else 0,
             activation_bytes=self._activations,
-            allocator_bytes=self._freed,
+            allocator_bytes=self._used[1],
             prefill_step=self.step,
             context=size.context,
-            bytes_per_token=read,
+            bytes_per_token=read + (size.head.read if self.head and size.head is not None else 0),
             smallest_budget_bytes=0,
         )
 
-    @property
-    def _streams(self) -> bool:
-        return bool(self.parts) or self.head
-
-    @cached_property
-    def _weights(self) -> int:
-        size = self.size
-        weights = size.non_layer + sum(size.layers[i].resident for i in self.resident)
-        weights += sum(size.layers[i].pieces[n].resident for i, numbers in self.kept for n in numbers)
-        if self.head and size.head is not None:
-            weights -= size.head.resident
-        return weights - size.tables if self._streams else weights
-
-    @cached_property
-    def _activations(self) -> int:
-        """With the copies of what is streamed that are made on the way."""
-        size, parts = self.size, self.parts
-        cast = max((p.cast for p in parts), default=0)
-        if self.head and size.head is not None:
-            cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
-        return size.activations(self.step, held_between(size.layers, parts)) + cast
-
-    @cached_property
-    def _used(self) -> int:
-        """Bytes of all but freed memory."""
-        slots = self.slots * slot_bytes(self.unit_bytes) if self._streams else 0
-        return self._weights + slots + self._caches + self._activations
-
-    @property
-    def _freed(self) -> int:
-        return int(min(max(self._used * ALLOCATOR_SHARE, ALLOCATOR_LEAST), self.size.reuse))
-
-    @cached_property
-    def _caches(self) -> int:
-        size = self.size
-        if not size.on_disk:
-            return size.caches(self.together)
-        if not self.parts:
-            # They lie with the layers, all in memory.
-            return replace(size, on_disk=False).caches(self.together)
-        return size.caches(self.together) + sum(map(size.kv, self.resident))
+    def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
+        """The plan with what it is predicted to take."""
+        return predict(self.size, replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least), calibration)
 
     def fill(self, budget: int) -> Candidate:
         """Keep single pieces, the largest that fit first and of those alike one of each layer, evenly spread, with what
@@ -164,23 +185,91 @@ class Candidate:
         left = int((budget - self.peak) / (1 + ALLOCATOR_SHARE))
         layers = [(i, self.size.layers[i].pieces) for i in range(len(self.size.layers)) if i not in self.resident]
         kept: dict[int, list[int]] = {i: [] for i, _ in layers}
-        for nbytes in sorted({piece.resident for _, pieces in layers for piece in pieces}, reverse=True):
+        for nbytes in sorted(set(map(attrgetter("resident"), chain.from_iterable(map(itemgetter(1), layers)))))[::-1]:
             while left >= nbytes > 0:
-                # Something of each stays streamed.
-                alike = [
-                    (i, next((n for n, p in enumerate(pieces) if p.resident == nbytes and n not in kept[i]), None))
-                    for i, pieces in layers
-                    if len(kept[i]) + 1 < len(pieces)
-                ]
-                free = [(i, n) for i, n in alike if n is not None]
+                free = []
+                for i, pieces in layers:
+                    if len(kept[i]) + 1 < len(pieces):  # something of each stays streamed
+                        for n, piece in enumerate(pieces):
+                            if piece.resident == nbytes and n not in kept[i]:
+                                free.append((i, n))
+                                break
                 if not free:
                     break
                 count = min(len(free), left // nbytes)
                 for at in spread(count, len(free)):
                     kept[free[at][0]].append(free[at][1])
                 left -= count * nbytes
-        return replace(self, kept=tuple((i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers))
+        return replace(self, kept=tuple([(i, tuple(sorted(numbers))) for i, numbers in kept.items() if numbers]))
 
-    def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
-        plan = replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least)
-        return predict(self.size, plan, calibration)
+
+def together(resident: frozenset[int], layers: int) -> float:
+    """Share of the layers that are computed without a wait between them: the longest run of resident layers, and the
+    streamed one after it."""
+    longest = run = 0
+    for i in range(layers):
+        run = run + 1 if i in resident else 0
+        longest = max(longest, run)
+    return min(longest + 1, layers) / max(layers, 1)
+
+
+class Candidates:
+    """Candidates of one model by how many of its layers stay; which of them cannot fit is told without cutting layers.
+
+    Args:
+        placement: one of ``options.PLACEMENTS``.
+    """
+
+    def __init__(self, size: ModelSize, placement: str = "even") -> None:
+        self.size, self._cuts = size, Cuts(size)
+        self._stay = [frozenset(place(size, count, placement)) for count in range(len(size.layers) + 1)]
+        self._weights = [sum([size.layers[i].resident for i in stay]) for stay in self._stay]
+
+    def at(self, count: int, head: bool, step: int, ring: int, unit: int) -> Candidate:
+        """The candidate with so many layers resident; the others as in ``Candidate``."""
+        return Candidate(self.size, self._stay[count], head, step, ring, unit, cuts=self._cuts)
+
+    def first(
+        self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int, budget: int
+    ) -> Candidate | None:
+        """The first of these numbers of resident layers that fits into so many bytes."""
+        room = budget - self.beside(head, step)
+        for count in counts:
+            if self._weights[count] <= room:
+                found = self.at(count, head, step, ring, unit)
+                if found.peak <= budget:
+                    return found
+        return None
+
+    def smallest(self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int) -> int:
+        """The smallest peak in bytes of these numbers of resident layers."""
+        found, beside = -1, self.beside(head, step)
+        for count in counts:
+            if found < 0 or self._weights[count] + beside < found:
+                peak = self.at(count, head, step, ring, unit).peak
+                found = peak if found < 0 else min(found, peak)
+        return found
+
+    def beside(self, head: bool, step: int) -> int:
+        """Bytes of all but layers, slots and copies, as if tables that may be streamed were: no candidate takes less
+        than that and its resident layers."""
+        size = self.size
+        streamed = size.tables + (size.head.resident if head and size.head is not None else 0)
+        activations = self._cuts.activations(step, None)
+        return size.non_layer - streamed + activations + (0 if size.on_disk else size.caches(0.0))
+
+
+def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
+    """Which ``count`` layers stay resident; at least those that cannot be streamed."""
+    fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
+    free = [i for i, layer in enumerate(size.layers) if layer.streamable]
+    wanted = max(0, count - len(fixed))
+    if placement == "first":
+        chosen = list(range(wanted))
+    elif placement == "last":
+        chosen = list(range(len(free) - wanted, len(free)))
+    elif placement == "interleaved":
+        chosen = [*range(1, len(free), 2), *range(0, len(free), 2)][:wanted]
+    else:
+        chosen = spread(wanted, len(free))
+    return sorted([*fixed, *[free[i] for i in chosen]])

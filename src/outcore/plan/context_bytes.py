@@ -27,4 +27,4 @@ def held_tokens(context: int, most: int | None = None) -> int:
 
 def held_bytes(growing: Sequence[Growing], context: int) -> int:
     """Bytes of growing caches at most, after ``context`` tokens and one more."""
-    return sum(each * held_tokens(context, most) for each, most in growing)
+    return sum([each * held_tokens(context, most) for each, most in growing])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,10 +62,6 @@ class Calibration:
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
 
-    def read_s(self, nbytes: int) -> float:
-        """Seconds in which so many bytes are read."""
-        return nbytes / self.read_gbps / 1e9
-
     def join_s(self, nbytes: int) -> float:
         """Seconds in which so many bytes of codes are put together."""
         return nbytes / (self.join_gbps or self.weight_gbps) / 1e9
@@ -92,7 +89,7 @@ def interpolate(times: Mapping[int, float], tokens: int) -> float:
     points = sorted(times.items())
     if tokens <= points[0][0] or len(points) == 1:
         return points[0][1] if tokens <= points[0][0] else points[0][1] * tokens / points[0][0]
-    upper = next((i for i, (n, _) in enumerate(points) if n >= tokens), len(points) - 1)
+    upper = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
     (n0, s0), (n1, s1) = points[upper - 1], points[upper]
     slope = max(0.0, (s1 - s0) / (n1 - n0))
     return s0 + slope * (tokens - n0) if tokens <= n1 else s1 + slope * (tokens - n1)

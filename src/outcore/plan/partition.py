@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import attrgetter, itemgetter
 
-from ..disk.layout import BLOCK, GAP, round_up
+from ..disk.layout import BLOCK, GAP
 from .expert_size import ExpertSize
 
 
@@ -69,68 +71,111 @@ class StreamedPart:
     cast: int = 0
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A streamed layer in parts. ``layer`` of its parts is 0.
+
+    Attributes:
+        slot, cast: of the largest part. ``read``: of all.
+        between: bytes for each token of what pieces put out that is there between two parts, for those that come after
+            both; None where it is one part.
+    """
+
+    parts: tuple[StreamedPart, ...]
+    slot: int
+    cast: int
+    read: int
+    between: int | None
+
+
 @lru_cache(maxsize=4096)
-def split_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> tuple[StreamedPart, ...]:
+def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
     """A streamed layer without the pieces that stay in memory, in parts of at most ``unit`` bytes if it can be split.
 
     The fewest parts that do, and those as equal as their order allows: a ring of unequal units waits for the large
     ones. A piece larger than ``unit`` is a part of its own.
     """
-    left = [n for n in range(len(layer.pieces)) if n not in kept]
     if not kept and (layer.slot <= unit or not layer.splittable):
-        return (StreamedPart(0, (), layer.slot, layer.read, layer.cast),)
-    groups = [left]
+        whole = StreamedPart(0, (), layer.slot, layer.read, layer.cast)
+        return Cut((whole,), whole.slot, whole.cast, whole.read, None)
+    left = tuple(n for n in range(len(layer.pieces)) if n not in kept)
+    spans = _spans(layer, left)
+    ends = [len(left)]
     if layer.splittable:
-        limits = sorted({_joined(layer, left[a:b]) for a in range(len(left)) for b in range(a + 1, len(left) + 1)})
-        largest = max(_joined(layer, [n]) for n in left)
-        fewest = len(_pack(layer, left, max(unit, largest)))
-        groups = next(g for limit in limits if limit >= largest and len(g := _pack(layer, left, limit)) <= fewest)
-    return tuple(
-        StreamedPart(
-            0,
-            tuple(g),
-            _joined(layer, g),
-            _read_together(layer, g),
-            sum(layer.pieces[n].cast for n in g),
-        )
-        for g in groups
+        largest = max(map(itemgetter(0), spans))
+        limits = sorted(set(chain.from_iterable(spans)))
+        limits = limits[bisect_left(limits, largest) :]
+        fewest = len(_ends(spans, max(unit, largest)))
+        ends = _ends(spans, limits[bisect_left(limits, True, key=lambda limit: len(_ends(spans, limit)) <= fewest)])
+    parts, begin = [], 0
+    for end in ends:
+        group = left[begin:end]
+        read, cast = sum(_between(layer, group)), 0
+        for n in group:
+            read, cast = read + layer.pieces[n].read, cast + layer.pieces[n].cast
+        parts.append(StreamedPart(0, group, spans[begin][end - begin - 1], read, cast))
+        begin = end
+    return Cut(
+        tuple(parts),
+        max(map(attrgetter("slot"), parts)),
+        max(map(attrgetter("cast"), parts)),
+        sum(map(attrgetter("read"), parts)),
+        held_between([layer], parts),
     )
 
 
-def _joined(layer: LayerSize, pieces: Sequence[int]) -> int:
-    """Bytes in a slot of some pieces together, at most: what lies between them in a file may be read too, which is more
-    than a gap for each where their tensors are mixed."""
-    between = max(GAP * (len(pieces) - 1), sum(round_up(max(0, gap), BLOCK) for gap in _between(layer, pieces)))
-    return min(layer.slot, sum(layer.pieces[n].slot for n in pieces) + between)
+def split_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> tuple[StreamedPart, ...]:
+    """The parts of ``cut_layer``."""
+    return cut_layer(layer, kept, unit).parts
 
 
-def _read_together(layer: LayerSize, pieces: Sequence[int]) -> int:
-    """Bytes that are read of some pieces together, with what lies between them in a file and is read too."""
-    return sum(layer.pieces[n].read for n in pieces) + sum(_between(layer, pieces))
+@lru_cache(maxsize=4096)
+def _spans(layer: LayerSize, left: tuple[int, ...]) -> list[list[int]]:
+    """Bytes in a slot of these pieces from each on: of one, of two, and so on, at most. What lies between them in a
+    file may be read too, which is more than a gap for each where their tensors are mixed."""
+    spans = []
+    for begin in range(len(left)):
+        row, slots = [], 0
+        for end in range(begin, len(left)):
+            slots += layer.pieces[left[end]].slot
+            between = 0
+            for gap in _between(layer, left[begin : end + 1]):
+                between += -(-max(0, gap) // BLOCK) * BLOCK
+            row.append(min(layer.slot, slots + max(GAP * (end - begin), between)))
+        spans.append(row)
+    return spans
+
+
+def _ends(spans: list[list[int]], limit: int) -> list[int]:
+    """Where parts end that follow each other, each as long as its bytes are no more than the limit, or of one piece."""
+    ends, begin = [], 0
+    while begin < len(spans):
+        row, count = spans[begin], 1
+        while count < len(row) and row[count] <= limit:
+            count += 1
+        begin += count
+        ends.append(begin)
+    return ends
 
 
 def _between(layer: LayerSize, pieces: Sequence[int]) -> list[int]:
     """Bytes that lie between some pieces and are read with them, gap by gap; less than none where two have the same
     bytes. None where they are not known."""
-    if len(pieces) < 2 or not all(layer.pieces[n].ranges for n in pieces):
+    if len(pieces) < 2:
         return []
+    ranges = list[tuple[int, int, int]]()
+    for n in pieces:
+        if not layer.pieces[n].ranges:
+            return []
+        ranges += layer.pieces[n].ranges
     found, file, end = list[int](), -1, 0
-    for of, begin, nbytes in sorted(r for n in pieces for r in layer.pieces[n].ranges):
+    for of, begin, nbytes in sorted(ranges):
         if of == file and begin - end <= GAP:
             before, end = end, max(end, begin + nbytes)
             found.append(end - before - nbytes)
         else:
             file, end = of, begin + nbytes
     return found
-
-
-def _pack(layer: LayerSize, pieces: Sequence[int], limit: int) -> list[list[int]]:
-    groups: list[list[int]] = [[]]
-    for n in pieces:
-        if groups[-1] and _joined(layer, [*groups[-1], n]) > limit:
-            groups.append([])
-        groups[-1].append(n)
-    return groups
 
 
 def held_between(layers: Sequence[LayerSize], parts: Sequence[StreamedPart]) -> int | None:
@@ -141,8 +186,8 @@ def held_between(layers: Sequence[LayerSize], parts: Sequence[StreamedPart]) -> 
     return max(found, default=None)
 
 
-@lru_cache(maxsize=4096)
 def _held_before(layer: LayerSize, piece: int) -> int:
+    """Bytes for each token of what pieces before this one put out that it, or a later one of its block, may use."""
     blocks = [p.block for p in layer.pieces]
     begins = blocks.index(blocks[piece])
     if blocks[piece] in blocks[begins:piece] and len(set(blocks[begins : piece + 1])) > 1:
@@ -155,7 +200,7 @@ def smallest_slot(layer: LayerSize) -> int:
     split."""
     if not layer.splittable or len(layer.pieces) < 2:
         return layer.slot
-    return max(_joined(layer, [n]) for n in range(len(layer.pieces)))
+    return min(layer.slot, max(map(attrgetter("slot"), layer.pieces)))
 
 
 def unit_sizes(layers: Iterable[LayerSize], most: int) -> list[int]:
@@ -164,20 +209,18 @@ def unit_sizes(layers: Iterable[LayerSize], most: int) -> list[int]:
     Args:
         most: bytes of the largest unit that the device has slots for. No streamable layer needs a larger one.
     """
-    layers = {layer for layer in layers if layer.streamable}
-    whole = max((layer.slot for layer in layers), default=0)
+    alike = {layer for layer in layers if layer.streamable}
+    whole = max(map(attrgetter("slot"), alike), default=0)
     # What cannot be split needs slots of its size, if it is streamed.
-    least = max((smallest_slot(layer) for layer in layers), default=0)
-    if whole > most:
-        whole = max(p.slot for x in layers for p in split_layer(x, (), most))
-    sizes = [whole]
-    for parts in range(2, 9):
-        limit = max(least, -(-whole // parts))
-        found = max((p.slot for x in layers for p in split_layer(x, (), limit)), default=whole)
-        if found < sizes[-1]:
+    least = max(map(smallest_slot, alike), default=0)
+
+    def largest(limit: int) -> int:
+        return max([cut_layer(layer, (), limit).slot for layer in alike], default=whole)
+
+    sizes = [largest(most) if whole > most else whole]
+    for limit in [*(max(least, -(-sizes[0] // parts)) for parts in range(2, 9)), least]:
+        if sizes[-1] > least and (found := largest(limit)) < sizes[-1]:
             sizes.append(found)
-    if sizes[-1] > least:
-        sizes.append(max((p.slot for x in layers for p in split_layer(x, (), least)), default=whole))
     return sizes
 
 

@@ -9,23 +9,21 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import TypedDict, Unpack
+from typing import Any
 
 from ..errors import BudgetError, UsageError
-from ..options import PLACEMENTS
 from ..sizes import format_size
 from ..text import counted
-from .candidate import Candidate
+from .candidate import Candidate, Candidates
 from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import held_between, smallest_slot, spread, unit_sizes
 from .plan import Plan
 from .prediction import predict
-from .search import Search
 
 PREFILL_STEP = 2048
 """Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
@@ -49,27 +47,63 @@ WORTH = 0.99
 ASSUMED = Calibration()
 
 
-class Fixed(TypedDict, total=False):
-    """What somebody else has chosen of a plan.
+@dataclass(frozen=True)
+class Fixed:
+    """What somebody else has chosen of a plan; None: the planner chooses.
 
     Attributes:
-        slots: number of slots, at least 2; chosen when None.
-        resident: how many whole layers stay; chosen when None.
-        prefill_step: tokens of a prompt that a pass takes; chosen when None.
-        head_resident: whether the head stays in memory; chosen when None.
-        placement: one of ``PLACEMENTS``.
-        experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
+        slots: number of slots, at least 2.
+        resident: how many whole layers stay, and nothing of the others; else as many as fit.
+        prefill_step: tokens of a prompt that a pass takes; else mlx-lm's 2048 where that fits, or fewer.
+        head_resident: whether the head stays in memory; else it does, unless layers would fit in parts alone beside it
+            and it is faster to stream it too.
+        placement: one of ``options.PLACEMENTS``.
+        experts: slots of each layer for single experts; 0: layers are streamed whole.
     """
 
-    slots: int | None
-    resident: int | None
-    prefill_step: int | None
-    head_resident: bool | None
-    placement: str
-    experts: int | None
+    slots: int | None = None
+    resident: int | None = None
+    prefill_step: int | None = None
+    head_resident: bool | None = None
+    placement: str = "even"
+    experts: int | None = None
+
+    def checked(self, size: ModelSize) -> Fixed:
+        """The same for a model; ``experts`` only where it has some.
+
+        Raises:
+            UsageError: fewer than 2 slots, a number of layers that the model does not have, a step without tokens.
+        """
+        if self.slots is not None and self.slots < 2:
+            raise UsageError(f"--slots {self.slots}: at least 2 are needed, one to compute from and one to read into")
+        if self.resident is not None and not 0 <= self.resident <= len(size.layers):
+            raise UsageError(f"--resident {self.resident}: this model has {len(size.layers)} layers")
+        if self.prefill_step is not None and self.prefill_step < 1:
+            raise UsageError(f"--prefill-step-size {self.prefill_step}: at least 1 token")
+        # Other machines may hold the layers that have experts.
+        return replace(self, experts=None) if all(layer.experts is None for layer in size.layers) else self
+
+    @property
+    def rings(self) -> Sequence[int]:
+        """Numbers of slots to look at."""
+        return [self.slots] if self.slots else SLOTS
+
+    def heads(self, size: ModelSize) -> list[bool]:
+        """Whether the head is streamed: what is looked at first, first."""
+        if size.head is None or self.head_resident:
+            return [False]
+        return [True] if self.head_resident is False else [False, True]
+
+    def steps(self, size: ModelSize) -> list[int]:
+        """Chunks of a prompt to look at, largest first."""
+        return [self.prefill_step] if self.prefill_step else prefill_steps(size.prompt)
+
+    def counts(self, size: ModelSize) -> Sequence[int]:
+        """Numbers of resident layers to look at, largest first."""
+        return range(len(size.layers), -1, -1) if self.resident is None else [self.resident]
 
 
-def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUMED, **fixed: Unpack[Fixed]) -> Plan:
+def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUMED, **fixed: Any) -> Plan:
     """Decide what stays resident within ``budget`` bytes; with keys and values on disk where they are to lie there, or
     where the context does not fit otherwise and they may.
 
@@ -79,97 +113,61 @@ def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUME
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
-        UsageError: fewer than 2 slots, a number of layers that the model does not have, an unknown placement.
+        UsageError: as ``Fixed.checked``.
     """
-    refused: list[BudgetError] = []
-    for each in _with_disk(size, fixed.get("experts")):
+    asked, refused = Fixed(**fixed).checked(size), list[BudgetError]()
+    for each in _with_disk(size, asked):
         try:
-            return _make_plan(each, budget, calibration=calibration, **fixed)
+            return _make_plan(each, budget, asked, calibration)
         except BudgetError as e:
             refused.append(e)
     raise min(refused, key=lambda e: e.smallest or budget)
 
 
-def _with_disk(size: ModelSize, experts: int | None = None) -> list[ModelSize]:
+def smallest_budget(size: ModelSize, **fixed: Any) -> int:
+    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
+    asked = Fixed(**fixed).checked(size)
+    return min([_smallest_budget(each, asked) for each in _with_disk(size, asked)])
+
+
+def _with_disk(size: ModelSize, asked: Fixed) -> list[ModelSize]:
     """The model with its keys and values where they may lie: what is better first."""
-    if size.on_disk or not size.kept_apart or size.sequences > 1 or experts:
+    if size.on_disk or not size.kept_apart or size.sequences > 1 or asked.experts:
         return [size]
     there = replace(size, on_disk=True)
     return {"on": [there], "auto": [size, there]}.get(size.kv_disk, [size])
 
 
-def _make_plan(
-    size: ModelSize,
-    budget: int,
-    *,
-    slots: int | None = None,
-    resident: int | None = None,
-    prefill_step: int | None = None,
-    head_resident: bool | None = None,
-    placement: str = "even",
-    experts: int | None = None,
-    calibration: Calibration = ASSUMED,
-) -> Plan:
-    """As ``make_plan``, with keys and values where ``size`` says.
-
-    Args:
-        slots: number of slots, at least 2; chosen when None.
-        resident: number of resident layers, and nothing of the others; as many as fit when None.
-        head_resident: whether the head stays in memory; None: it does, unless layers would fit in parts alone beside it
-            and it is faster to stream it too.
-        prefill_step: tokens of a prompt at a time; mlx-lm's 2048 where it fits when None, else less.
-        placement: one of ``PLACEMENTS``.
-        experts: slots of each layer for single experts; 0: layers are streamed whole; None: what is fastest.
-        calibration: what the machine does.
-    """
-    _check(size, slots, resident, prefill_step, placement)
-    if all(layer.experts is None for layer in size.layers):
-        experts = None  # other machines hold the layers that have some
-    steps = [prefill_step] if prefill_step else prefill_steps(size.prompt)
-    heads = _heads(size, head_resident)
-    counts = range(len(size.layers), -1, -1) if resident is None else [resident]
-    # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
-    units = unit_sizes(size.layers, size.most_unit)
-
-    search = Search(size, lambda count: place(size, count, placement))
-    numbers = {"slots": slots, "resident": resident, "prefill_step": prefill_step, "experts": experts}
-    least = smallest_budget(size, head_resident=head_resident, placement=placement, **numbers)
-    if resident is None and False in heads and not experts:
+def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibration) -> Plan:
+    """As ``make_plan``, with keys and values where ``size`` says."""
+    candidates, least = Candidates(size, asked.placement), _smallest_budget(size, asked)
+    steps, heads = asked.steps(size), asked.heads(size)
+    if asked.resident is None and False in heads and not asked.experts:
         # Nothing streamed beats any chunk size.
-        everything = (search.at(len(size.layers), False, step, 0, 0) for step in steps)
-        if draft := next((d for d in everything if d.peak <= budget), None):
-            return draft.plan(budget, least, calibration)
-    enough = [s for s in steps if s <= ENOUGH_STEP] or steps
+        for step in steps:
+            if (whole := candidates.at(len(size.layers), False, step, 0, 0)).peak <= budget:
+                return whole.plan(budget, least, calibration)
+    # The least memory may be taken by a larger step, where each pass holds something for later layers.
+    enough = [s for s in steps if s <= ENOUGH_STEP or s == _thriftiest_step(size)] or steps
     pooled: Plan | None = None
-    if resident is None and experts != 0 and False in heads and not size.on_disk:
-        rings = [slots] if slots else SLOTS
-        pooled = expert_plan(size, budget, least, rings=rings, steps=enough, slots=experts, calibration=calibration)
-    if experts:
-        return _asked_for(pooled, size, budget, least, experts)
+    if asked.resident is None and asked.experts != 0 and False in heads and not size.on_disk:
+        pooled = expert_plan(
+            size, budget, least, rings=asked.rings, steps=enough, slots=asked.experts, calibration=calibration
+        )
+    if asked.experts:
+        return _with_experts(pooled, size, budget, least, asked.experts)
     found: Plan | None = None
     for head in heads:
-        best: Plan | None = None
-        for step, ring, unit in product(enough, [slots] if slots else SLOTS, units):
-            if draft := search.first(counts, head, step, ring, unit, budget):
-                plan = (draft.fill(budget) if resident is None else draft).plan(budget, least, calibration)
-                if best is None or plan.run_s < best.run_s * WORTH:
-                    best = plan
-        if best is not None and best.streams and slots is None and resident is None:
-            for ring, unit in product(DEEPER, units):
-                if draft := search.first(counts, head, best.prefill_step, ring, unit, budget):
-                    plan = draft.fill(budget).plan(budget, least, calibration)
-                    if plan.run_s < best.run_s * WORTH:
-                        best = plan
-        if pooled is not None and (best is None or pooled.run_s < best.run_s * WORTH):
-            best = pooled
-        if best is not None and (found is None or best.run_s < found.run_s * WORTH):
-            found = best
+        best = _fastest(candidates, budget, least, asked, head, enough, calibration)
+        for plan in (best, pooled):
+            if plan is not None and (found is None or plan.run_s < found.run_s * WORTH):
+                found = plan
         if found is not None and not found.split:
             break
         # Layers in parts wait for each other: memory that the head takes may be worth more to them.
     if found is not None:
         return _with_larger_step(size, found, steps)
-    what = f" with {counted(resident, 'resident layer')}" if resident else ""
+    what = f" with {counted(asked.resident, 'resident layer')}" if asked.resident else ""
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
         f"tokens: the smallest that works is {format_size(least, round_up=True)}{too_large(size)}",
@@ -177,7 +175,39 @@ def _make_plan(
     )
 
 
-def _asked_for(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
+def _fastest(
+    candidates: Candidates,
+    budget: int,
+    least: int,
+    asked: Fixed,
+    head: bool,
+    steps: Sequence[int],
+    calibration: Calibration,
+) -> Plan | None:
+    """The fastest plan that fits, of the numbers of slots, sizes of units and chunks that are worth looking at."""
+    size = candidates.size
+    counts, best = asked.counts(size), None
+    # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
+    units = unit_sizes(size.layers, size.most_unit)
+
+    def look(step: int, ring: int, unit: int) -> None:
+        nonlocal best
+        if (found := candidates.first(counts, head, step, ring, unit, budget)) is not None:
+            whole = found if asked.resident is not None else found.fill(budget)
+            plan = whole.plan(budget, least, calibration)
+            if best is None or plan.run_s < best.run_s * WORTH:
+                best = plan
+
+    for step, ring, unit in product(steps, asked.rings, units):
+        look(step, ring, unit)
+    if best is not None and best.streams and asked.slots is None and asked.resident is None:
+        step = best.prefill_step
+        for ring, unit in product(DEEPER, units):
+            look(step, ring, unit)
+    return best
+
+
+def _with_experts(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
     most = max(layer.experts.count for layer in size.layers if layer.experts is not None)
     if experts > most:
         raise UsageError(f"--experts {experts}: a layer of this model has {most}")
@@ -201,36 +231,17 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
     return plan
 
 
-def smallest_budget(size: ModelSize, **fixed: Unpack[Fixed]) -> int:
-    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
-    return min(_smallest_budget(each, **fixed) for each in _with_disk(size, fixed.get("experts")))
-
-
 @lru_cache(maxsize=32)
-def _smallest_budget(
-    size: ModelSize,
-    *,
-    slots: int | None = None,
-    resident: int | None = None,
-    prefill_step: int | None = None,
-    head_resident: bool | None = None,
-    placement: str = "even",
-    experts: int | None = None,
-) -> int:
+def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
     """As ``smallest_budget``, with keys and values where ``size`` says. Every budget of a curve asks for it."""
-    _check(size, slots, resident, prefill_step, placement)
-    step = prefill_step or _thriftiest_step(size)
-    if experts and resident is None:
-        rings = [slots] if slots else SLOTS
-        if (pooled := smallest_pooled(size, rings=rings, step=step, slots=experts)) is not None:
+    step = asked.prefill_step or _thriftiest_step(size)
+    if asked.experts and asked.resident is None:
+        pooled = smallest_pooled(size, rings=asked.rings, step=step, slots=asked.experts)
+        if pooled is not None:
             return pooled
-    counts = range(len(size.layers) + 1) if resident is None else [resident]
-    search = Search(size, lambda count: place(size, count, placement))
-    return min(
-        search.smallest(counts, head, step, slots or SLOTS[-1], unit)
-        for head in _heads(size, head_resident)
-        for unit in unit_sizes(size.layers, size.most_unit)
-    )
+    candidates, slots = Candidates(size, asked.placement), asked.slots or SLOTS[-1]
+    counts, units = asked.counts(size)[::-1], unit_sizes(size.layers, size.most_unit)
+    return min([candidates.smallest(counts, head, step, slots, unit) for head in asked.heads(size) for unit in units])
 
 
 def too_large(size: ModelSize) -> str:
@@ -245,27 +256,9 @@ def too_large(size: ModelSize) -> str:
     )
 
 
-def _heads(size: ModelSize, head_resident: bool | None) -> list[bool]:
-    """Whether the head may be streamed: what is looked at first, first."""
-    if size.head is None or head_resident:
-        return [False]
-    return [True] if head_resident is False else [False, True]
-
-
-def _check(size: ModelSize, slots: int | None, resident: int | None, prefill_step: int | None, placement: str) -> None:
-    if slots is not None and slots < 2:
-        raise UsageError(f"--slots {slots}: at least 2 are needed, one to compute from and one to read into")
-    if resident is not None and not 0 <= resident <= len(size.layers):
-        raise UsageError(f"--resident {resident}: this model has {len(size.layers)} layers")
-    if prefill_step is not None and prefill_step < 1:
-        raise UsageError(f"--prefill-step-size {prefill_step}: at least 1 token")
-    if placement not in PLACEMENTS:
-        raise UsageError(f"--placement {placement}: choose one of {', '.join(PLACEMENTS)}")
-
-
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
     """The plan with other layers resident, the ring as it is; for a model that may have grown."""
-    made = _redrafted(size, plan, resident)
+    made = _replanned(size, plan, resident)
     if plan.pools:
         return with_pools(size, made, plan.pools, calibration)
     return predict(size, made, calibration)
@@ -273,14 +266,14 @@ def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Ca
 
 def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int:
     """The peak of ``replan``'s plan, without simulating what it takes."""
-    return _redrafted(size, plan, resident).peak_bytes
+    return _replanned(size, plan, resident).peak_bytes
 
 
-def _redrafted(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
+def _replanned(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
     stay = frozenset(resident)
     kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
-    draft = Candidate(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
-    bare = replace(draft.bare, unit_bytes=plan.unit_bytes) if plan.slots else draft.bare
+    candidate = Candidate(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
+    bare = replace(candidate.bare, unit_bytes=plan.unit_bytes) if plan.slots else candidate.bare
     return replace(
         bare,
         budget_bytes=plan.budget_bytes,
@@ -310,22 +303,6 @@ def prefill_steps(prompt: int) -> list[int]:
         steps.append(step)
         step //= 2
     return [*steps, smallest]
-
-
-def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
-    """Which ``count`` layers stay resident; at least those that cannot be streamed."""
-    fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
-    free = [i for i, layer in enumerate(size.layers) if layer.streamable]
-    wanted = max(0, count - len(fixed))
-    if placement == "first":
-        chosen = list(range(wanted))
-    elif placement == "last":
-        chosen = list(range(len(free) - wanted, len(free)))
-    elif placement == "interleaved":
-        chosen = [*range(1, len(free), 2), *range(0, len(free), 2)][:wanted]
-    else:
-        chosen = spread(wanted, len(free))
-    return sorted([*fixed, *(free[i] for i in chosen)])
 
 
 def thin(layers: Sequence[int], count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from .draft_cost import Draft
 from .machine_profile import Calibration
@@ -134,25 +135,29 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
         parts.setdefault(part.layer, []).append(part)
+    rate, computing = calibration.read_gbps * 1e9, dict[tuple[str, int], float]()
     turns: list[Turn] = []
     for i, layer in enumerate(size.layers):
-        compute = _compute(layer.kind, layer.joined or layer.resident, calibration, passes)
-        mine = parts.get(i, [])
-        if not mine:
+        key = layer.kind, layer.joined or layer.resident
+        if key not in computing:
+            computing[key] = _compute(*key, calibration, passes)
+        compute, mine = computing[key], parts.get(i)
+        if mine is None:
             turns.append(Turn(i, compute))
             continue
-        total = sum(p.read for p in mine)
+        total = sum(map(attrgetter("read"), mine))
         if layer.joined or layer.decoded or layer.to_cast:
             # Once for all passes; of pieces that stay in memory it was done before.
             share = total / layer.read if layer.read else 1.0
             compute += calibration.join_s(round(layer.joined * share))
             compute += calibration.decode_s(round(layer.decoded * share))
             compute += calibration.cast_s(round(layer.to_cast * share))
-        for p in mine:
-            share = p.read / total if total else 1 / len(mine)
-            # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
-            read = p.read + (size.kv_read(i, kept) if p is mine[0] else 0)
-            turns.append(Turn(i, compute * share + calibration.sync_s, calibration.read_s(read)))
+        # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
+        text = size.kv_read(i, kept) if size.on_disk else 0
+        for part in mine:
+            share = part.read / total if total else 1 / len(mine)
+            turns.append(Turn(i, compute * share + calibration.sync_s, (part.read + text) / rate))
+            text = 0
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
     # Of a prompt only the last token gets logits.
@@ -163,7 +168,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
         return [*turns, Turn(None, rest)]
     slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
     each = rest / slices + calibration.sync_s
-    return turns + [Turn(None, each, calibration.read_s(head.read // slices))] * slices
+    return turns + [Turn(None, each, head.read // slices / rate)] * slices
 
 
 def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:

@@ -7,11 +7,12 @@ And where one takes longer than others of its size, by chance, so does the other
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter, itemgetter
 
 BEFORE, PAIRS = 3, 2
 """Sweeps that are simulated after those that full slots hold already, until the ring is in step; and pairs of sweeps
@@ -48,14 +49,14 @@ def simulate(stages: Sequence[Stage], slots: int, varying: float = 0.0) -> Timin
     """
     reads = [s.read_s for s in stages if s.read_s > 0]
     if not reads:
-        total = sum(s.compute_s for s in stages)
+        total = sum(map(attrgetter("compute_s"), stages))
         return Timing(total, total)
     before, counted = BEFORE + slots // len(reads) - (not varying), 2 * PAIRS if varying else 1
     computes = [s.compute_s for s in stages]
     sweeps: list[tuple[Sequence[float], Sequence[float]]] = [(reads, computes)] * before
     sweeps += [_by_chance(reads, computes, n, varying) for n in range(counted + slots // len(reads) + 1)]
     # The ring is full in the beginning: the first read is of what comes so many units later.
-    coming = itertools.islice(itertools.chain.from_iterable(each for each, _ in sweeps), slots, None)
+    coming = islice(chain.from_iterable(map(itemgetter(0), sweeps)), slots, None)
     ready = deque([0.0] * slots)  # when each slot has been read into, in the order of units
     device = disk = 0.0  # when they are free
     marks = []

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -20,13 +20,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .exchange import RequestError
-from .responses import Errors
-
-__all__ = ["Access", "AccessGuard", "Cors", "local_names"]
+from .events import RequestError
 
 OPEN = {"/", "/health"}
 """Paths that need no key."""
+
+FRAMING = "request_framing"
+"""Code of errors after which nobody knows where the next request begins."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,40 @@ class Access:
         return host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
-class AccessGuard:
-    """ASGI middleware that answers those who may not ask."""
+class Guard:
+    """ASGI middleware that answers requests that are refused by their head: of those who may not ask, with headers that
+    are too large, or with a body whose length is told in two ways.
 
-    def __init__(self, app: ASGIApp, access: Access, errors: Errors) -> None:
-        self.app, self.access, self.errors = app, access, errors
+    h11 looks at the size of headers only while they are not whole, and takes ``Content-Length`` beside
+    ``Transfer-Encoding``, which a proxy in front may read otherwise (RFC 9112, 6.3): where one sees a body's end, the
+    other sees another's request. The connection is closed.
+    """
+
+    def __init__(
+        self, app: ASGIApp, access: Access, header_bytes: int, refusal: Callable[[str, Headers, RequestError], Response]
+    ) -> None:
+        self.app, self.access, self.header_bytes, self.refusal = app, access, header_bytes, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            try:
-                self.access.check(scope["path"], headers)
-            except RequestError as e:
-                await self.errors.response(scope["path"], headers, e)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        try:
+            self._check_framing(scope)
+            self.access.check(scope["path"], headers)
+        except RequestError as e:
+            response = self.refusal(scope["path"], headers, e)
+            if e.code == FRAMING:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _check_framing(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) + 4 for k, v in headers)
+        if size > self.header_bytes:
+            raise RequestError(f"the headers have more than {self.header_bytes} bytes", FRAMING, status=431)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            raise RequestError("give either Content-Length or Transfer-Encoding", FRAMING)
 
 
 def local_names(host: str) -> set[str]:

@@ -1,9 +1,12 @@
-"""The APIs that are served. What belongs to none of them is told in the words of the first."""
+"""The APIs that are served. Errors of addresses that belong to none are told in the words of the first."""
 
 from __future__ import annotations
 
-from . import anthropic_messages, llama_cpp, ollama, openai
+from . import anthropic, anthropic_answers, ollama, openai, responses
+from .api import Api
+from .openai_answers import error_body
 
-__all__ = ["APIS"]
-
-APIS = (openai.API, anthropic_messages.API, ollama.API, llama_cpp.API)
+OPENAI = Api("openai", error_body, (*openai.ROUTES, *responses.ROUTES))
+ANTHROPIC = Api("anthropic", anthropic_answers.error_body, anthropic.ROUTES, header="anthropic-version")
+OLLAMA = Api("ollama", ollama.error_body, ollama.ROUTES)
+APIS = (OPENAI, ANTHROPIC, OLLAMA)

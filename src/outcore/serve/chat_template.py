@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import render
 from ..errors import RequestError
-from .exchange import GenerationRequest
+from .events import GenerationRequest
 from .harmony import is_harmony
 
 NEEDLE, CITY = "find_needle", "{'city': 'needle'}"
@@ -161,12 +161,6 @@ class TokenizerTemplate:
         roles = {m.get("role") for m in messages}
         there = ("system" in roles, any(m.get("tool_calls") for m in messages), "tool" in roles)
         return [kind for kind, is_there in zip(PROBES, there, strict=True) if is_there]
-
-
-def describe(tokenizer: TokenizerWrapper) -> tuple[str, bool, bool]:
-    """For a ``ModelCard``: the chat template's text, and whether it knows of tools and of thoughts."""
-    template = TokenizerTemplate(tokenizer)
-    return template.text, template.tools, template.thinking
 
 
 def _refusal(kind: str, why: str) -> RequestError:

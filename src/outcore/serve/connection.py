@@ -9,12 +9,10 @@ is in 0.34 to 0.54: ``connections``, ``conn``, ``cycle``, ``scope``, ``transport
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import http
 import socket
 import struct
 import sys
-import termios
 from enum import Enum
 from typing import ClassVar
 
@@ -22,8 +20,6 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .limits import ConnectionGate
-
-__all__ = ["Connection"]
 
 
 class Phase(Enum):
@@ -46,7 +42,6 @@ class Connection(H11Protocol):
     since = 0.0  # of the phase, by the gate's clock
     received = 0  # bytes, in this phase
     unread = 0  # bytes that wait for the client to take them, when this was last looked at
-    acknowledged = 0  # bytes that it had taken then, where the system says so
     taken_at = 0.0  # when there were fewer of them than before, or none
     full = False  # so many that no more is written
     turned_away = False
@@ -172,16 +167,10 @@ class Connection(H11Protocol):
 
     def _untaken_s(self) -> float:
         """Seconds in which the client has taken nothing of what there is to take."""
-        now, unread, before = self.gate.clock(), self.transport.get_write_buffer_size(), self.unread
-        kernel = _in_kernel(self.transport.get_extra_info("socket"))
-        if kernel is None:
-            taken = unread < before
-        else:
-            unread += kernel[0]
-            taken, self.acknowledged = kernel[1] != self.acknowledged, kernel[1]
-        self.unread = unread
-        if not unread or taken or not before:
+        now, unread = self.gate.clock(), self.transport.get_write_buffer_size()
+        if not unread or not self.unread or unread < self.unread:
             self.taken_at = now
+        self.unread = unread
         return now - self.taken_at
 
     def _phase(self) -> Phase:
@@ -195,20 +184,6 @@ class Connection(H11Protocol):
             case h11.SEND_BODY:
                 return Phase.BODY if self.conn.our_state is h11.SEND_RESPONSE else Phase.LEFTOVER
         return Phase.ANSWERING
-
-
-def _in_kernel(sock: socket.socket | None) -> tuple[int, int] | None:
-    """Bytes that the system holds for a client, megabytes at most, and all that the client's has taken so far.
-
-    None: not known here. Linux: tcp(7), SIOCOUTQ; linux/tcp.h, ``tcpi_bytes_acked``.
-    """
-    if not sys.platform.startswith("linux") or sock is None:
-        return None
-    try:
-        held = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
-        return held, struct.unpack_from("Q", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 120)[0]
-    except (OSError, ValueError, struct.error):  # closed meanwhile
-        return None
 
 
 def _response(status: int, body: bytes, more: bytes = b"") -> bytes:

@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .. import __version__
-from .endpoint import Api, Endpoint, Route
-from .page import EVENTS
-from .responses import addresses
+from pydantic.json_schema import models_json_schema
 
-__all__ = ["described"]
+from .. import __version__
+from .api import Api, Route
+from .page import EVENTS
 
 PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 
@@ -30,46 +29,48 @@ def described(apis: Sequence[Api], key: bool) -> dict[str, Any]:
     Args:
         key: requests must carry one.
     """
+    bodies = dict.fromkeys(route.body for api in apis for route in api.routes if route.body is not None)
+    named, schemas = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
     paths: dict[str, dict[str, Any]] = {}
     for path, (summary, media_type) in OWN.items():
         operation = {"summary": summary, "operationId": _id("get", path), "responses": _responses(media_type)}
         paths[path] = {"get": operation | ({"security": []} if path in ("/", "/health") else {})}
     for api in apis:
-        for there in addresses(api):
-            operations = paths.setdefault(PARAMETER.sub(r"{\1}", there.path), {})
+        for route in api.routes:
+            operation = _operation(api, route)
+            if route.body is not None:
+                content = {"application/json": {"schema": named[route.body, "validation"]}}
+                operation["requestBody"] = {"required": True, "content": content}
             # Where two families have one address, a header says which is meant; a description has room for one.
-            operations.setdefault(there.method.lower(), _operation(api, there))
-    document: dict[str, Any] = {
+            paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {}).setdefault(route.method.lower(), operation)
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    security: dict[str, Any] = {"security": [{name: []} for name in schemes]} if key else {}
+    return {
         "openapi": "3.1.0",
         "info": {"title": "Outcore", "version": __version__},
         "tags": [{"name": api.name} for api in apis],
         "paths": paths,
+        "components": {"schemas": schemas.get("$defs", {}), "securitySchemes": schemes if key else {}},
+        **security,
     }
-    if key:
-        schemes = {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        }
-        document |= {"components": {"securitySchemes": schemes}, "security": [{name: []} for name in schemes]}
-    return document
 
 
-def _operation(api: Api, there: Endpoint | Route) -> dict[str, Any]:
-    operation: dict[str, Any] = {
+def _operation(api: Api, route: Route) -> dict[str, Any]:
+    return {
         "tags": [api.name],
-        "operationId": _id(there.method, there.path),
+        "summary": route.summary,
+        "operationId": _id(route.method, route.path),
         "responses": _responses("application/json"),
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in PARAMETER.findall(route.path)
+        ],
     }
-    if there.summary:
-        operation["summary"] = there.summary
-    if names := PARAMETER.findall(there.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
-    if there.schema:
-        content = {"application/json": {"schema": there.schema}}
-        operation["requestBody"] = {"required": True, "content": content}
-    return operation
 
 
 def _responses(media_type: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from ..errors import RequestError
 from ..text import one_line
-from .fields import extent
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -164,6 +163,22 @@ class Grammars:
         if matcher.is_error():
             raise _not_followed(field, matcher.get_error())
         return matcher
+
+
+def extent(value: Any, most: int) -> int:
+    """Characters of all names and texts in a value, and one for each other value; beyond ``most`` it ends early."""
+    count, layer = 0, [value]
+    while layer and count <= most:
+        part = layer.pop()
+        if isinstance(part, str):
+            count += len(part)
+        else:
+            count += 1
+            if isinstance(part, Mapping):
+                layer += (*part.keys(), *part.values())
+            elif isinstance(part, list | tuple):
+                layer += part
+    return count
 
 
 def check_grammar(field: str, characters: int) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ClientLimits", "ConnectionGate", "HeldConnection"]
-
 
 @dataclass(frozen=True)
 class ClientLimits:
@@ -27,9 +25,8 @@ class ClientLimits:
         write_s: seconds in which a client takes nothing of what is there for it.
         linger_s: seconds for the rest of a body that was answered before its end.
         keepalive_s: seconds without anything sent after which a stream says that it lives.
-        header_bytes, body_bytes: of one request. ``all_bodies_bytes``: of all that are being read.
-        values: of a body's JSON.
-        depth: of brackets in brackets.
+        header_bytes, body_bytes: of one request. A prompt of a million tokens has 4 MB or so. pydantic reads JSON at
+            50 MB a second or more, in which nobody else is heard.
     """
 
     connections: int = 512
@@ -41,10 +38,17 @@ class ClientLimits:
     linger_s: float = 5.0
     keepalive_s: float = 10.0
     header_bytes: int = 32 * 1024
-    body_bytes: int = 16_000_000
-    all_bodies_bytes: int = 64_000_000
-    values: int = 250_000
-    depth: int = 100
+    body_bytes: int = 4_000_000
+
+    @property
+    def all_bodies_bytes(self) -> int:
+        """Of all requests that are being read, or wait for their answers."""
+        return 4 * self.body_bytes
+
+    @property
+    def values(self) -> int:
+        """Of a body's JSON, told by commas and brackets: each costs 60 bytes or more, of 2 bytes of the body."""
+        return max(250_000, self.body_bytes // 8)
 
 
 class HeldConnection(Protocol):

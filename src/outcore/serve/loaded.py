@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..decode.continuous import Continuous
 from ..engine.session import Session
 from ..engine.transport import Leader
-from .sequence import Writer
+from .choice import Writer
 
 
 @dataclass

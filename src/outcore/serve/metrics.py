@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .exchange import Event, Finished, Service
+from .events import Event, Finished, Service
 from .limits import ConnectionGate
 
 __all__ = ["Counted", "ServerMetrics"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..text import half_character
-from .exchange import Called, TextPart
+from .events import Called, TextPart
 
 TRIES = 16
 """Texts of an answer that begin as calls and are none, after which no more are looked at: each is read twice."""

@@ -8,25 +8,21 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
 from ..decode.prefix import GRID
-from ..decode.request_values import whole_text
 from ..errors import RequestError
 from ..text import one_line, shortened
 from .call_grammar import FORMS, CallForm
-from .chat_template import TokenizerTemplate, describe
-from .exchange import GenerationRequest
-from .fields import extent
-from .grammar import GRAMMAR_CHARACTERS, Detour, Grammar, Grammars, check_grammar
+from .chat_template import TokenizerTemplate
+from .events import GenerationRequest
+from .grammar import GRAMMAR_CHARACTERS, Detour, Grammar, Grammars, check_grammar, extent
 from .harmony import FINAL, harmony_markers
 from .parsing import NAME, Markers, TextParser
-
-__all__ = ["Prompt", "Prompter", "describe"]
 
 CHARACTERS = 16
 """Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
@@ -44,8 +40,6 @@ class Prompt:
         markers: of the parts of an answer; None: all of it is its text.
         tools: that may be called. ``parallel``: several in an answer.
         grammar: that an answer has to follow; None: it is free.
-        text: that the tokens are of, as far as a text was given or rendered, or they can be read.
-        bias: what is added to logits, by token, besides the ask's own.
         shared: its first tokens, with which other conversations of the same system messages and tools begin too.
     """
 
@@ -57,8 +51,6 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = ()
     parallel: bool = True
     grammar: Grammar | None = None
-    text: str = ""
-    bias: Mapping[int, float] = field(default_factory=dict)
     shared: int = 0
 
     def parser(self, index: int) -> TextParser:
@@ -90,11 +82,10 @@ class Prompter:
         self._begin: tuple[str, Sequence[int]] = "", ()
         self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
 
-    def prepare(self, ask: GenerationRequest, special: bool = True, most: int | None = None) -> Prompt:
+    def prepare(self, ask: GenerationRequest, most: int | None = None) -> Prompt:
         """What the model is given.
 
         Args:
-            special: whether a text gets the special tokens that the tokenizer puts around one.
             most: tokens at most. A prompt that has more of them is not refused for certain, but one of more characters
                 than those can be: before it is made into tokens, each of which takes a hundred bytes.
 
@@ -106,30 +97,17 @@ class Prompter:
         if bias := ask.sampling.logit_bias:
             check_ids(list(bias), self._ids, "logit_bias")
         check_extent(ask, most)
-        prompt = self._chat(ask, most) if ask.messages is not None else self._text(ask, special)
-        if not ask.text_bias:
-            return prompt
-        encoded = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in ask.text_bias}
-        return replace(prompt, bias={t: ask.text_bias[text] for text, tokens in encoded.items() for t in tokens})
+        return self._chat(ask, most) if ask.messages is not None else self._text(ask)
 
-    def _text(self, ask: GenerationRequest, special: bool) -> Prompt:
+    def _text(self, ask: GenerationRequest) -> Prompt:
         prompt = ask.prompt
         if prompt is None:
             raise RequestError("messages, or a prompt, are needed")
         if ask.tools and ask.tool_choice != "none":
             raise RequestError("tools: they go with messages, not with a prompt", param="tools")
-        tokens: list[int] = []
-        for n, part in enumerate((prompt,) if isinstance(prompt, str) else prompt):
-            tokens += [part] if isinstance(part, int) else self._encoded(part, special and n == 0)
+        tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         check_ids(tokens, self._ids)
-        text = prompt if isinstance(prompt, str) else str(self.tokenizer.decode(tokens))
-        return Prompt(tuple(tokens), ask.stop, grammar=self._free(ask), text=text)
-
-    def _encoded(self, text: str, special: bool) -> list[int]:
-        text = whole_text(text, "prompt")
-        if special:
-            return encode_text(self.tokenizer, text)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return Prompt(tuple(tokens), ask.stop, grammar=self._free(ask))
 
     def _free(self, ask: GenerationRequest) -> Grammar | None:
         """The grammar of an answer that nothing may come before."""
@@ -153,7 +131,6 @@ class Prompter:
             tools,
             ask.parallel_tools,
             self._grammar(ask, tools, text, thinking),
-            text,
             shared=self._shared(ask, tools, tokens),
         )
 
@@ -253,11 +230,9 @@ def check_extent(ask: GenerationRequest, most: int | None) -> None:
     """
     if most is None:
         return
-    room = most * CHARACTERS
     _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
-    parts = (ask.prompt,) if isinstance(ask.prompt, str) else ask.prompt or ()
-    _check_characters(sum(len(part) if isinstance(part, str) else CHARACTERS for part in parts), most)
-    _check_characters(extent(ask.tools, room), most, "tools")
+    _check_characters(len(ask.prompt or "") * (1 if isinstance(ask.prompt, str) else CHARACTERS), most)
+    _check_characters(extent(ask.tools, most * CHARACTERS), most, "tools")
 
 
 def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:

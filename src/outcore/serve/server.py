@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
         await self._until(began + answers_s, lambda: not self.site.under_way, signals=2)
         ended = time.monotonic()
         self._deadline.by(ended + ending_s - EXIT_S)
-        self.site.end_all()
+        self.site.ended.set()
         until = ended + ending_s / 2
         await self._until(until, lambda: not self.site.under_way and not self._unsent(), signals=3)
         for connection in list(self.server_state.connections):

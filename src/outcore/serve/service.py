@@ -23,8 +23,9 @@ from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_compat import set_chat_template
 from ..options import LoadOptions, whole
 from ..text import one_line
-from .engine import RETRY_S, EngineThread
-from .exchange import (
+from .choice import ChoiceFinished, ChoiceJob, ChoiceStarted, Out, TokenEvent
+from .engine_thread import RETRY_S, EngineThread
+from .events import (
     Begun,
     Called,
     Ended,
@@ -32,13 +33,11 @@ from .exchange import (
     Finished,
     GenerationRequest,
     ModelCard,
-    Rendered,
     Sampling,
     TextPart,
     TokenLogprob,
 )
 from .prompting import Prompt, Prompter
-from .sequence import ChoiceFinished, ChoiceJob, ChoiceStarted, Out, TokenEvent
 from .shelf import Offered, Shelf
 from .token_text import TokenTexts
 
@@ -137,7 +136,7 @@ class ModelService:
                 prompt.tokens,
                 answer.teller(choice),
                 limit,
-                _sampling(ask, prompt, choice),
+                _sampling(ask, choice),
                 prompt.stop,
                 prompt.grammar,
                 ask.logprobs,
@@ -160,12 +159,6 @@ class ModelService:
         """Tokens of the prompt."""
         model = self.shelf.named(ask.model)
         return len((await self._read(model, ask, most=self._counted(model))).tokens)
-
-    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
-        """The prompt, without an answer to it."""
-        model = self.shelf.named(ask.model)
-        prompt = await self._read(model, ask, special, self._counted(model))
-        return Rendered(prompt.text, prompt.tokens)
 
     def models(self) -> Sequence[ModelCard]:
         """All that can be asked for."""
@@ -234,9 +227,7 @@ class ModelService:
         room = self._room(model)
         return None if room is None else max(room, COUNTED)
 
-    async def _read(
-        self, model: Offered, ask: GenerationRequest, special: bool = True, most: int | None = None
-    ) -> Prompt:
+    async def _read(self, model: Offered, ask: GenerationRequest, most: int | None = None) -> Prompt:
         # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
         waiting = self._arrived + self.engine.waiting
         if waiting + self.engine.running + ask.choices > self.options.most + self.options.most_waiting:
@@ -245,7 +236,7 @@ class ModelService:
         loop = asyncio.get_running_loop()
         self._arrived += ask.choices
         try:
-            return await loop.run_in_executor(self._reader, self._prepare, model, ask, special, most)
+            return await loop.run_in_executor(self._reader, self._prepare, model, ask, most)
         except RequestError:
             raise
         except OutcoreError as e:
@@ -257,7 +248,7 @@ class ModelService:
         finally:
             self._arrived -= ask.choices
 
-    def _prepare(self, model: Offered, ask: GenerationRequest, special: bool = True, most: int | None = None) -> Prompt:
+    def _prepare(self, model: Offered, ask: GenerationRequest, most: int | None = None) -> Prompt:
         """On the prompts' thread."""
         if model.name not in self._known:
             options = dict(self.options.tokenizer)
@@ -269,7 +260,7 @@ class ModelService:
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
             self._known[model.name] = _Known(Prompter(tokenizer, _vocabulary(model.config)), TokenTexts(tokenizer))
-        return self._known[model.name].prompter.prepare(ask, special, most)
+        return self._known[model.name].prompter.prepare(ask, most)
 
     def _limit(self, model: Offered, prompt: int, asked: int | None) -> int:
         positions = self._room(model)
@@ -363,8 +354,8 @@ class _Answer:
             if isinstance(out, ChoiceStarted):
                 if begun is None:
                     begun, first = out, time.monotonic()
-                    tokens, text = len(self._prompt.tokens), self._prompt.text
-                    yield Begun(self._model, tokens, out.found, load_s=out.load_s, prompt=text)
+                    tokens = len(self._prompt.tokens)
+                    yield Begun(self._model, tokens, out.found, load_s=out.load_s)
                 continue
             choice = self._choices[index]
             if choice.over:
@@ -425,11 +416,9 @@ class _Choice:
         return found
 
 
-def _sampling(ask: GenerationRequest, prompt: Prompt, choice: int) -> Sampling:
+def _sampling(ask: GenerationRequest, choice: int) -> Sampling:
     """Of one choice; those of one seed are not to be the same."""
     sampling = ask.sampling
-    if prompt.bias:
-        sampling = replace(sampling, logit_bias={**sampling.logit_bias, **prompt.bias})
     return sampling if sampling.seed is None or choice == 0 else replace(sampling, seed=sampling.seed + choice)
 
 

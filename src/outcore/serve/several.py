@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import cast
 
-from .exchange import Begun, Event, Finished, GenerationRequest, Service
+from .events import Begun, Event, Finished, GenerationRequest, Service
 
 __all__ = ["answers"]
 

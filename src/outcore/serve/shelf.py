@@ -17,7 +17,7 @@ from ..checkpoint.lazy_model import config_of, longest_context, position_limit
 from ..errors import OutcoreError, RequestError, UsageError
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from ..text import shortened
-from .exchange import ModelCard
+from .events import ModelCard
 
 
 @dataclass(frozen=True)
@@ -71,36 +71,33 @@ class Offered:
         )
 
 
+def _models_in(folder: Path) -> list[Path]:
+    """The models in a folder that is none itself."""
+    if (folder / "config.json").exists():
+        return []
+    return sorted(path.parent for path in folder.glob("*/config.json"))
+
+
 class Shelf:
     """All of them.
 
     Args:
+        names: of models, or of folders that hold folders of models.
         template: a chat template in place of their own.
 
     Raises:
         UsageError: none, or two of one name. CheckpointError: one that cannot be opened.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        folder: Path | None = None,
-        *,
-        revision: str | None = None,
-        template: str | None = None,
-    ) -> None:
-        found = [Offered(*_shown(name, resolve_model(name, revision)), template) for name in dict.fromkeys(names)]
+    def __init__(self, names: Sequence[str], *, revision: str | None = None, template: str | None = None) -> None:
+        folders = {name: inside for name in dict.fromkeys(names) if (inside := _models_in(Path(name).expanduser()))}
+        single = [name for name in dict.fromkeys(names) if name not in folders]
+        found = [Offered(*_shown(name, resolve_model(name, revision)), template) for name in single]
         same = Counter(model.name for model in found)
         # Two folders of one name are told apart by where they lie.
         found = [replace(m, name=str(m.folder)) if same[m.name] > 1 else m for m in found]
         named = list(found)
-        if folder is not None:
-            if not folder.expanduser().is_dir():
-                raise UsageError(f"{folder}: no such folder of models")
-            inside = sorted(path.parent for path in folder.expanduser().glob("*/config.json"))
-            found += [Offered(path.name, path, template) for path in inside]
-        if not found:
-            raise UsageError("no model to serve: give --model NAME, or a folder that holds model folders")
+        found += [Offered(path.name, path, template) for inside in folders.values() for path in inside]
         self.models = {model.name: model for model in found}
         if len(self.models) < len(found):
             raise UsageError("two models of one name: give each once")
@@ -112,6 +109,8 @@ class Shelf:
                 if model in named:
                     raise
                 del self.models[model.name]
+        if not self.models:
+            raise UsageError("no model to serve: give --model NAME, or a folder that holds model folders")
 
     @property
     def default(self) -> Offered:

@@ -7,7 +7,7 @@ import re
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 
 from ..modules.mlx_lm_compat import byte_decoder
-from .exchange import TokenLogprob
+from .events import TokenLogprob
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token of SentencePiece's for a byte that no other has."""

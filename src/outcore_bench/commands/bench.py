@@ -16,7 +16,7 @@ from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.errors import OutcoreError, UsageError
 from outcore.sizes import parse_size
-from outcore_cluster.link.ranks import RankGroup
+from outcore_cluster.group import RankGroup
 
 from ..document import Document
 from ..jobs import BenchSettings, RunSettings

@@ -205,7 +205,7 @@ def main_table(documents: Sequence[Document]) -> ReportTable | None:
             cells = (
                 label + " *" * row.busy,
                 asked(row),
-                NOTHING if None in layers else f"{layers[0]} + {layers[1]}",
+                NOTHING if None in layers else f"{layers[0]}+{layers[1]}",
                 spread(row.speed.decode_tps),
                 NOTHING if row.speed.ttft_s is None else f"{number(row.speed.ttft_s.median)} s",
                 number(row.speed.predicted_tps),

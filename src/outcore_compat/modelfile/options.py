@@ -82,7 +82,7 @@ class Modelfile:
         return f"{self.path}: line {self.lines[attribute]}"
 
     def penalties(self) -> dict[str, float | int]:
-        """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serve.exchange.Sampling``;
+        """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serve.events.Sampling``;
         none where nothing is punished."""
         last = 64 if self.repeat_last_n is None else COUNT if self.repeat_last_n < 0 else self.repeat_last_n
         given = {

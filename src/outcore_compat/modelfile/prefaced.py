@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outcore.serve.exchange import Event, GenerationRequest, ModelCard, Rendered, Service
+from outcore.serve.events import Event, GenerationRequest, ModelCard, Service
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,6 @@ class Prefaced:
 
     async def count(self, ask: GenerationRequest) -> int:
         return await self.service.count(self.asked(ask))
-
-    async def rendered(self, ask: GenerationRequest, special: bool = True) -> Rendered:
-        return await self.service.rendered(self.asked(ask), special)
 
     def models(self) -> Sequence[ModelCard]:
         return self.service.models()

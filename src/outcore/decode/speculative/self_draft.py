@@ -24,7 +24,7 @@ from ...checkpoint.manifest import DRAFT, is_packed
 from ...checkpoint.nested import nested_modules
 from ...checkpoint.pack import Progress, pack_draft
 from ...checkpoint.packed_bytes import Pieces
-from ...checkpoint.packed_store import NON_LAYER, PackedFile, cached, open_packed, open_whole_again, packed_file
+from ...checkpoint.packed_store import NON_LAYER, PackedFile, cached, open_packed, packed_file
 from ...engine.model_profile import ModelProfile
 from ...errors import StoreError, UsageError
 from ...machine.cache_use import keep
@@ -214,7 +214,7 @@ def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
     """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
     with random_state_kept():
         cut = {path for path, _ in nested_modules(lazy.model)}
-        return _quantized_layers(open_whole_again(lazy).model, bits, heads, cut)
+        return _quantized_layers(lazy.again().model, bits, heads, cut)
 
 
 def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str], cut: Collection[str]) -> nn.Module:

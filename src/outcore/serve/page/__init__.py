@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..endpoint import EVENT_STREAM, server_sent
-from ..exchange import RequestError
+from ..api import EVENT_STREAM, server_sent
+from ..events import RequestError
 
 __all__ = ["EVENTS", "Events", "page", "wanted"]
 
@@ -81,7 +81,7 @@ class Events:
         self._event = b""
         self.watchers = 0
 
-    def response(self, _: Request) -> Response:
+    def response(self) -> Response:
         """The stream.
 
         Raises:

@@ -1,0 +1,282 @@
+"""Which layers of a loaded model stay in memory while it runs: some are shed when memory is short, and come back.
+
+Between passes only, so that no token is affected: a layer that was resident is streamed from the next pass on, and one
+that is to stay is copied out of its slot when the pass after next brings it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import BudgetError, StoreError
+from ..plan.machine_profile import Calibration
+from ..plan.partition import split_layer
+from ..plan.plan import Plan
+from ..plan.planner import replan, thin
+from ..sizes import format_size
+from ..text import counted
+from .droppable_draft import DroppableDraft
+from .kv_disk import KvDisk
+from .model_profile import ModelProfile
+from .pools import Pools
+from .replanner import Replanner
+from .state import State
+
+
+class ResidentLayers:
+    """What of the model is in memory.
+
+    Args:
+        stream: starts streaming by a plan, through a ring of its own.
+
+    Attributes:
+        room: tells how many bytes more may be taken now; None: as many as the budget allows.
+        draft: that is in memory and can be given up; None: there is none.
+        given_up: the draft that was, and whether the head was streamed then.
+        shed_layers: that were resident and are streamed now.
+    """
+
+    def __init__(
+        self, state: State, profile: ModelProfile, calibration: Calibration, stream: Callable[[Plan], None]
+    ) -> None:
+        self.state = state
+        self._profile, self._calibration, self._stream = profile, calibration, stream
+        self.plans = Replanner(state, calibration)
+        self.pools = Pools(state, self.plans, stream)
+        self.shed_layers: set[int] = set()
+        self.room: Callable[[], int] | None = None
+        self.draft: DroppableDraft | None = None
+        self.given_up: tuple[DroppableDraft, bool] | None = None
+        self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
+        self._smallest: tuple[Plan, int] | None = None  # bytes that smaller slots would free, by this plan
+
+    @property
+    def profile(self) -> ModelProfile:
+        """Of the model as it is now."""
+        return replace(self._profile, size=self.state.size)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Each layer's, by the plan's indices."""
+        return [layer.module for layer in self._profile.layers]
+
+    def nbytes(self, layers: Iterable[int]) -> int:
+        """Bytes of layers in memory."""
+        size = self.state.size
+        return sum(size.layers[i].resident + (size.kv(i) if size.on_disk else 0) for i in layers)
+
+    @property
+    def sheddable(self) -> list[int]:
+        """Resident layers that could be streamed instead, through the slots that there are."""
+        plan, layers = self.state.plan, self.state.size.layers
+
+        def fits(i: int) -> bool:
+            parts = split_layer(layers[i], (), plan.unit_bytes) if plan.streams else ()
+            return self._profile.units[i] is not None and all(p.slot <= plan.unit_bytes for p in parts)
+
+        return [] if plan.pools else [i for i in plan.resident if fits(i)]
+
+    @property
+    def coming(self) -> list[int]:
+        """Layers that were shed and that the next pass brings to stay."""
+        streaming, modules = self.state.streaming, self.modules
+        return [i for i in sorted(self.shed_layers) if streaming is not None and streaming.is_coming(modules[i])]
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots."""
+        plan = self.state.plan
+        if plan.pools:
+            return sum(self.pools.spare)
+        if (layers := self.sheddable) or not plan.streams or self.state.streaming is None:
+            return self.nbytes(layers)
+        if self.draft is not None:
+            return self.draft.draft.weights
+        if self._smallest is None or self._smallest[0] is not plan:
+            # Planning takes its time, and this is asked for at every look.
+            self._smallest = plan, max(0, plan.peak_bytes - self.plans.without_residents(0).peak_bytes)
+        return self._smallest[1]
+
+    @property
+    def returning_bytes(self) -> list[int]:
+        """Of each part that was given up and that the budget has room for."""
+        return self.pools.returning if self.state.plan.pools else [self.nbytes([i]) for i in self.returning()]
+
+    def give(self, nbytes: int) -> tuple[int, str]:
+        """Give up so many bytes, or what there is. Returns how many layers or slots of experts went, and what it was,
+        for the user; empty for nothing."""
+        parts = self.pools.spare if self.state.plan.pools else [self.nbytes([i]) for i in self.sheddable]
+        if parts:
+            count = min(len(parts), 1 + sum(total < nbytes for total in accumulate(parts)))
+            if self.state.plan.pools:
+                return (n := self.pools.move(count)), f"{counted(n, 'expert')} shed" if n else ""
+            return (n := self.shed(count)), f"{counted(n, 'resident layer')} shed" if n else ""
+        what = "what drafts given up, for" if self.draft is not None else "slots made smaller by"
+        return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
+
+    def take(self, nbytes: int) -> tuple[int, str]:
+        """Take up to so many bytes back. Returns how many layers or slots, and what it was; empty for nothing."""
+        count = sum(total <= nbytes for total in accumulate(self.returning_bytes))
+        if self.state.plan.pools:
+            return (n := self.pools.move(-count)), f"{counted(n, 'expert')} taken back" if n else ""
+        if self.widen():
+            return 0, "slots made larger again"
+        return (n := self.regrow(count)), f"{counted(n, 'resident layer')} taken back" if n else ""
+
+    def shed(self, count: int) -> int:
+        """Stream ``count`` more layers, so that those that stay lie evenly. Returns how many it were."""
+        before = self.sheddable
+        if not self.state.plan.streams:
+            return self._begin_to_stream(before, count)
+        stay = thin(before, max(0, len(before) - count))
+        self.move([i for i in before if i not in stay])
+        return len(before) - len(stay)
+
+    def returning(self, count: int | None = None) -> list[int]:
+        """Of the layers that were shed, up to ``count`` that the budget has room for, evenly placed: a longer context,
+        or more sequences, may have taken it."""
+        if self.state.streaming is None or self.state.plan.pools:
+            return []
+        return self.plans.returning(sorted(self.shed_layers), count)
+
+    def regrow(self, count: int) -> int:
+        """Let up to ``count`` layers that were shed come back with the next pass, as far as the budget allows. Returns
+        how many will."""
+        streaming, coming = self.state.streaming, self.coming
+        back, modules = self.returning(len(coming) + count), self.modules
+        if streaming is not None:
+            # Those that come already are among them, or have no room any more.
+            streaming.adopt_none()
+            streaming.adopt([modules[i] for i in back])
+        return max(0, len(back) - len(coming))
+
+    def note_arrivals(self) -> None:
+        """Write down what came back with the last pass."""
+        streaming, modules = self.state.streaming, self.modules
+        back = {i for i in self.shed_layers if streaming is not None and streaming.is_resident(modules[i])}
+        if back:
+            self.shed_layers -= back
+            self.replan([*self.state.plan.resident, *back])
+
+    def come_down(self, room: int) -> Plan:
+        """Before anything is loaded: the plan, with fewer residents where there is no room for it.
+
+        Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
+        """
+        plan = self.state.plan
+        if plan.peak_bytes > room:
+            smaller = self.plans.least(self.state.size, room, prefill_step=plan.prefill_step)
+            self.shed_layers |= set(plan.resident) - set(smaller.resident)
+            self.state.plan = replace(smaller, budget_bytes=plan.budget_bytes)
+        return self.state.plan
+
+    def shrink(self, nbytes: int) -> int:
+        """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns
+        how many are."""
+        before = self.state.plan
+        if self.sheddable or not self.spare_bytes:
+            return 0
+        if self.draft is not None:
+            return self.give_up_draft(nbytes)
+        smaller = self.plans.without_residents(before.peak_bytes - nbytes)
+        if smaller.peak_bytes >= before.peak_bytes:
+            return 0
+        self.stream_by(smaller)
+        return before.peak_bytes - smaller.peak_bytes
+
+    def stream_by(self, plan: Plan) -> int:
+        """Stream by a plan, through slots of its own; smaller ones can be made larger again. Returns how many layers
+        left memory."""
+        before = self.state.plan
+        if before.streams:
+            self._wide = self._wide or (before.slots, before.unit_bytes)
+        else:
+            mx.synchronize()
+        self._stream(plan)
+        self.state.plan = plan
+        gone = set(before.resident) - set(plan.resident)
+        self.shed_layers |= set() if plan.pools else gone
+        return len(gone)
+
+    def widen(self) -> bool:
+        """The slots as they were before they were made smaller, if there is room for them."""
+        plan = self.state.plan
+        if self._wide is None or self.room is None:
+            return False
+        slots, unit = self._wide
+        wide = replan(self.state.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self._calibration)
+        if wide.peak_bytes > plan.budget_bytes or wide.peak_bytes - plan.peak_bytes > self.room():
+            return False
+        self._stream(wide)
+        self.state.plan, self._wide = wide, None
+        return True
+
+    def give_up_draft(self, nbytes: int = 0) -> int:
+        """What drafts goes out of memory, for good; the text's own repetitions may draft. Returns bytes that are free
+        then: ``nbytes``, if there are as many."""
+        draft, before = self.draft, self.state.plan
+        if draft is None or not before.streams or self.state.streaming is None:
+            return 0
+        self.draft = None
+        try:
+            draft.check()
+        except StoreError as error:
+            # Weights would be read from it that are not the model's: it stays in memory.
+            logging.getLogger("outcore").warning("%s; what drafts cannot be given up", error)
+            return 0
+        self.given_up = draft, before.head_streamed
+        self._profile = draft.profile_without(self.profile, before.head_streamed)
+        self.state.size = self._profile.size
+        draft.end()
+        if not draft.high_bits:
+            self.replan(before.resident)
+            return before.peak_bytes - self.state.plan.peak_bytes
+        # Other units, whose slots are larger: layers that stayed in memory come back as there is room.
+        smaller = self.plans.without_residents(before.peak_bytes - nbytes)
+        self.shed_layers = {i for i, unit in enumerate(self._profile.units) if unit is not None}
+        self._stream(smaller)
+        self.state.plan = smaller
+        return before.peak_bytes - smaller.peak_bytes
+
+    def _begin_to_stream(self, before: Sequence[int], count: int) -> int:
+        """Stream a model that was all in memory: the slots are made of what is freed."""
+        plan, size = self.state.plan, self.state.size
+        freed = self.nbytes(thin(before, count))
+        whole = replan(size, plan, plan.resident, self._calibration).peak_bytes
+        # The chunk stays: it is memory that is given back, not speed of prompts.
+        try:
+            smaller = self.plans.least(
+                size, min(plan.budget_bytes, whole - max(freed, 1)), prefill_step=plan.prefill_step
+            )
+        except BudgetError:
+            return 0
+        if smaller.peak_bytes > whole or not smaller.streams:
+            return 0
+        return self.stream_by(replace(smaller, budget_bytes=plan.budget_bytes))
+
+    def move(self, layers: Sequence[int]) -> None:
+        """Stream these layers from the next pass on."""
+        streaming, modules = self.state.streaming, self.modules
+        if not layers or streaming is None:
+            return
+        streaming.shed([modules[i] for i in layers])
+        self.shed_layers |= set(layers)
+        stay = [i for i in self.state.plan.resident if i not in layers]
+        self.replan(stay)
+        # Layers that are streamed in parts take memory for each token of a prompt. Long ones ask for room as they come.
+        while self.state.plan.peak_bytes > self.state.plan.budget_bytes and self.state.size.prompt > 1:
+            self.state.size = replace(self.state.size, prompt=self.state.size.prompt // 2)
+            self.replan(stay)
+
+    def replan(self, resident: Iterable[int]) -> None:
+        """The plan with these layers resident, for the model as it is now."""
+        self.state.adopt(replan(self.state.size, self.state.plan, resident, self._calibration))
+        plan, streaming = self.state.plan, self.state.streaming
+        if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
+            kv.resize(plan.kv_slot)

@@ -1,0 +1,193 @@
+"""Where a model can be cut between ranks: what each layer's call takes from layers before it, gives to those behind it,
+and does to its caches, so that a rank can do without the layers of others.
+
+The forward pass is built with stand-ins for weights, as in a rehearsal (``trace``). What a layer puts out is replaced
+by arrays of its shape; which of them a later layer's arguments are made from, the graph tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from outcore.modules.cache_growth import FEW
+from outcore.modules.call_values import flat
+from outcore.modules.hooks import put
+from outcore.modules.layers import Layer
+from outcore.modules.stand_ins import Casts, restored, stand_ins
+
+from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
+
+BATCH, TOKENS = -1, -2
+"""In a ``Shape``: as many as there are sequences, and tokens of the pass."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of an array, of which some dimensions depend on the pass."""
+
+    dims: tuple[int, ...]
+    dtype: mx.Dtype
+
+    def of(self, batch: int, tokens: int) -> tuple[int, ...]:
+        """The shape in a pass over so many tokens of so many sequences."""
+        return tuple(batch if d == BATCH else tokens if d == TOKENS else d for d in self.dims)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer's call looks like from outside.
+
+    Attributes:
+        outputs: what it returns, with shapes in place of arrays.
+        leaves: the shapes in it, in order; None: one that depends on more than the pass, so it cannot be sent.
+        told_by: the argument that tells how many sequences and tokens there are, by its place or name, and the places
+            of both in its shape.
+        advances: what it does to its caches.
+        uses: what of other layers' outputs its arguments are made from.
+    """
+
+    outputs: Any
+    leaves: tuple[Shape | None, ...]
+    told_by: tuple[int | str, int, int] | None
+    advances: tuple[Advance, ...]
+    uses: frozenset[Leaf] = frozenset()
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a model can be cut.
+
+    Attributes:
+        order: layers as they are called. ``calls``: of each.
+        results: the outputs of layers that logits are made from.
+        groups: layers that have to be of one rank, each layer in one group, in the order of calls.
+        users: layers that are given a cache, by the cache's number.
+        refusal: why it cannot be cut at all; None: it can.
+    """
+
+    order: tuple[int, ...] = ()
+    calls: Mapping[int, LayerCall] = field(default_factory=dict)
+    results: frozenset[Leaf] = frozenset()
+    groups: tuple[tuple[int, ...], ...] = ()
+    users: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    refusal: str | None = None
+
+
+def find_cuts(
+    model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], cast: Casts, *, evaluates: bool
+) -> Cuts:
+    """Build the forward pass for a few tokens and one more, and see where the model can be cut.
+
+    Args:
+        cast: as in ``rehearse``. ``evaluates``: the model evaluates arrays inside its forward pass.
+    """
+    units = [*layers, *tables]
+    before = [[p.array for p in unit.parameters] for unit in units]
+    computed = [[cast(f"{u.path}.{p.path}", p.array.dtype) or p.array.dtype for p in u.parameters] for u in units]
+    arrays = stand_ins(before, computed, foreign=not evaluates)
+    passes: list[WatchedPass] = []
+    with restored(model):
+        for unit, mine in zip(units, arrays, strict=True):
+            put(unit.parameters, mine)
+        try:
+            cache = make_prompt_cache(model)
+            for tokens in (FEW, 1):
+                passes.append(WatchedPass(layers))
+                with passes[-1].watching():
+                    logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+                passes[-1].results, passes[-1].peeks = passes[-1].made_from([logits])
+        except Exception as e:  # whatever a model's code raises
+            return Cuts(refusal=f"its forward pass cannot be built ({type(e).__name__}: {e})")
+    return _cuts(passes, flat(cache), len(layers))
+
+
+def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> Cuts:
+    first, second = passes
+    order = tuple(first.order)
+    if len(set(order)) < len(order) or order != tuple(second.order) or len(order) < layers:
+        return Cuts(refusal="it does not call its layers one by one, each once, in one order")
+    calls = {i: _layer_call(first.seen[i], second.seen[i]) for i in order}
+    numbers = {id(c): n for n, c in enumerate(caches)}
+    users: dict[int, set[int]] = {}
+    owners: dict[int, list[int]] = {}  # layers by objects that arrays may hide in, caches among them
+    for i in order:
+        for key in {id(c) for c in first.seen[i].caches}:
+            owners.setdefault(key, []).append(i)
+            if key in numbers:
+                users.setdefault(numbers[key], set()).add(i)
+        for key in first.seen[i].objects:
+            owners.setdefault(key, []).append(i)
+    together: list[Sequence[int]] = [*owners.values(), *_unsent(order, calls)]
+    together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
+    together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].told_by is None]
+    groups = _joined(order, together)
+    refusal = "its layers pass more to each other than arrays of the pass" if len(groups) < 2 else None
+    results = first.results | second.results
+    if any(calls[i].leaves[n] is None for i, n in results) or first.peeks | second.peeks:
+        refusal = "its results are made from what a layer keeps of the text"
+    return Cuts(order, calls, results, groups, {n: frozenset(u) for n, u in users.items()}, refusal)
+
+
+def _unsent(order: Sequence[int], calls: Mapping[int, LayerCall]) -> list[list[int]]:
+    """Pairs of layers of which one uses of the other what cannot be sent."""
+    return [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
+
+
+def _joined(order: Sequence[int], together: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    group = {i: {i} for i in order}
+    for layers in together:
+        for i in layers[1:]:
+            if group[i] is not group[layers[0]]:
+                group[layers[0]] |= group[i]
+                for k in group[i]:
+                    group[k] = group[layers[0]]
+    found = {id(group[i]): tuple(k for k in order if k in group[i]) for i in order}
+    return tuple(found.values())
+
+
+def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
+    leaves = tuple(_shape(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
+    told_by = None
+    for place, shape in a.given.items():
+        dims = _dims(shape, b.given.get(place, ()))
+        if dims is not None and BATCH in dims and TOKENS in dims:
+            told_by = (place, dims.index(BATCH), dims.index(TOKENS))
+            break
+    return LayerCall(_template(a.outputs), leaves, told_by, a.advances, a.uses | b.uses)
+
+
+def _shape(few: mx.array, one: mx.array) -> Shape | None:
+    dims = _dims(tuple(few.shape), tuple(one.shape))
+    return None if dims is None or few.dtype != one.dtype else Shape(dims, few.dtype)
+
+
+def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dimensions that ``FEW`` tokens gave and then one; None where they tell of more than these."""
+    if len(few) != len(one):
+        return None
+    dims = [TOKENS if (a, b) == (FEW, 1) else a if a == b else 0 for a, b in zip(few, one, strict=True)]
+    if 0 in dims:
+        return None
+    if 1 in dims:
+        dims[dims.index(1)] = BATCH
+    return tuple(dims)
+
+
+def _template(out: Any) -> Any:
+    """What a layer returns, to be filled with arrays in order: ``...`` for each."""
+    if isinstance(out, mx.array):
+        return ...
+    return type(out)(_template(v) for v in out) if type(out) in (list, tuple) else out
+
+
+def filled(template: Any, arrays: Iterator[mx.array]) -> Any:
+    """A layer's outputs, made of these arrays."""
+    if template is ...:
+        return next(arrays)
+    return type(template)(filled(v, arrays) for v in template) if type(template) in (list, tuple) else template

@@ -1,0 +1,151 @@
+"""What a model is told that lies on several machines: what ``LoadOptions.ranks`` is, and what commands ask."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from outcore.decode.speculative.drafting import parse_draft
+from outcore.engine.install import Progress
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import UsageError
+from outcore.loading.preparation import Preparation, draft_kind, ring_options
+from outcore.machine.device import on_cpu
+from outcore.options import LoadOptions
+from outcore.plan.draft_cost import AUTO, MTP, NONE
+from outcore.plan.joint_plan import Planning
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.plan.planner import ASSUMED
+from outcore.plan.workload import Workload
+
+from .agreement import Agreement
+from .download import resolve_shared
+from .drafts import RankedDrafts, SharedModel
+from .forecast import RankForecast
+from .link.link import Link
+from .rank_share import RankShare
+from .ranks_plan import RanksPlan
+from .sharing import shared_out
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share a model (``outcore.loading.preparation.Ranks``).
+
+    Attributes:
+        link: this rank's, to all others. Whoever made it closes it.
+        owners: the rank of each layer, in the order of calls; None: as is fastest.
+        host: what users call this one's; empty: it has no name.
+    """
+
+    link: Link
+    owners: tuple[int, ...] | None = None
+    host: str = ""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What they agree on before there is a model."""
+        return Agreement(self.link)
+
+    # Loading
+
+    def options(self, o: LoadOptions) -> LoadOptions:
+        """What is not shared out yet is left out, or refused where it was asked for.
+
+        Raises:
+            UsageError: it was asked for.
+        """
+        if parse_draft(o.draft)[0] == MTP:
+            raise UsageError(
+                f"{o.name('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts"
+            )
+        if o.kv_disk == "on":
+            raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
+        if o.prefix_cache != "off":
+            raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
+        return replace(o, kv_disk="off", lazy=False)
+
+    def report(self, progress: Progress) -> Progress:
+        """The same, with each step told to other ranks: what compiles kernels is another process."""
+
+        def told(what: str, done: int, of: int) -> None:
+            with self.link.working():
+                progress(what, done, of)
+
+        return told
+
+    def share_out(
+        self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
+    ) -> SharedModel:
+        """What this rank holds of the model, and what drafts for it."""
+        kind, which = draft_kind(o)
+        drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, ring_options(o), not on_cpu())
+        return shared_out(profile, self, budget, known, o.resident, drafts.choose)
+
+    def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
+        """Without drafts, which nobody asked for, where one rank has no room for them."""
+        if planning.draft is None or draft_kind(o)[0] != AUTO:
+            return planning
+        if self.agreement.leasts([planning.smallest <= budget])[0]:
+            return planning
+        return replace(planning, kind=NONE, draft=None)
+
+    def several(
+        self, size: ModelSize, plan: Plan, o: LoadOptions, planned: Callable[[LoadOptions], tuple[ModelSize, Plan]]
+    ) -> tuple[ModelSize, Plan]:
+        """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
+        if not isinstance(o.sequences, Workload):
+            return size, plan
+        (most,) = self.agreement.leasts([size.sequences])
+        found, plan = planned(replace(o, sequences=replace(o.sequences, most=most, least=most)))
+        room, joining = self.agreement.leasts([found.room, found.joining])
+        return replace(found, shared=room, joining=joining), plan
+
+    def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
+        """With what all ranks together take, and chunks of prompts of the length that is best for that."""
+        profile, plan, share = prepared.profile, prepared.plan, prepared.profile.share
+        assert isinstance(share, RankShare)  # it was shared out
+        forecaster = RankForecast(self, share, prepared.calibration, o.prefill_step_size, prepared.notes)
+        found = forecaster.foresee(profile.size, plan)
+        share = replace(share, forecast=found, forecaster=forecaster, planned=plan)
+        return replace(
+            prepared,
+            profile=replace(profile, share=share),
+            plan=replace(plan, prefill_step=min(plan.prefill_step, found.step)),
+            notes=(*prepared.notes, *self.notes(found)),
+        )
+
+    def notes(self, found: RanksPlan) -> list[str]:
+        """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
+        if rank := self.link.rank:
+            of = sum(part.layers for part in found.parts)
+            return [f"{found.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(found.parts)}"]
+        notes = [
+            f"ranks {' and '.join(map(str, those))} are on {host}: they share its disk and its cores, and are "
+            "predicted as if each had its own"
+            for host, those in found.hosts_shared.items()
+        ]
+        known = found.parts[0].notes
+        for rank, part in enumerate(found.parts):
+            notes += [f"rank {rank} ({part.host}): {note}" for note in part.notes if note not in known]
+        return notes
+
+    # Commands
+
+    def model_folder(self, name: str, revision: str | None, o: LoadOptions, say: Callable[[str], None]) -> Path:
+        """The local folder of a model, of which each rank downloads what it needs alone; as ``resolve_model``."""
+        return resolve_shared(name, revision, self.options(o), self, say)
+
+    def serves(self, args: argparse.Namespace, names: Sequence[str]) -> bool:
+        """Whether this rank has ``outcore serve``'s server. Others compute what it says, until it ends."""
+        from .launch.serve import serves
+
+        return serves(self, args, names)
+
+    def close(self) -> None:
+        """All have ended well, whatever the status of this one is."""
+        self.link.close()

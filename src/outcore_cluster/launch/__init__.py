@@ -1,0 +1,1 @@
+"""``outcore launch``, and commands as one rank of several."""

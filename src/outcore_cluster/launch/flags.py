@@ -1,0 +1,57 @@
+"""The flags of ``outcore launch``, and that of ``outcore pack`` which is about ranks. Light: no MLX."""
+
+from __future__ import annotations
+
+import argparse
+
+from outcore.cli.flag_table import Flag, command_parser, flag
+from outcore.cli.parser import ArgumentParser
+
+
+def setup_arg_parser() -> ArgumentParser:
+    """The command's flags; those of mlx.launch among them."""
+    parser = command_parser(
+        "outcore launch",
+        "Run a command on several machines, each with a share of the model's layers. Looks first whether they can be "
+        "reached and have the same versions and the same model. Ends with 0 if all of them did, with 1 if one failed, "
+        "and 130 after Ctrl-C; whatever happens, nothing keeps running.",
+        "outcore launch --hosts local,mini.local -- generate mlx-community/Qwen3-8B-4bit --memory 16GB",
+        flag(
+            "--hosts",
+            "Names for ssh, or addresses, with commas between them; the first prints the answer. local is this "
+            "machine. Default: those of --hostfile.",
+        ),
+        flag(
+            "--hostfile",
+            'A file as mlx.launch takes: [{"ssh": "mini.local", "ips": ["10.0.0.2"]}, ...]; a host may have a "model" '
+            "there, too, as with --model-of.",
+        ),
+        flag("--repeat-hosts -n", "Ranks on each host.", 1),
+        _several("--model-of", "Where a host has the model, if elsewhere; again for others.", "HOST=PATH"),
+        flag("--python", "Python with Outcore on every host. Default: the path of this one."),
+        flag("--cwd", "Folder to run in, on every host. Default: this one, where it is there."),
+        _several("--env", "A variable for all ranks.", "NAME=VALUE"),
+        flag("--ssh", "Program that reaches other hosts, with flags of its own.", "ssh"),
+        flag("words", "What each of them runs.", nargs=argparse.REMAINDER, metavar="-- COMMAND ..."),
+    )
+    parser.hint = "; the command's own flags come behind its name"
+    return parser
+
+
+def _several(name: str, help: str, metavar: str) -> Flag:
+    return flag(name, f"{help} Default: none.", action="append", metavar=metavar).but(default=[])
+
+
+def add_pack_flags(parser: ArgumentParser) -> None:
+    """Add ``--ranks`` to ``outcore pack``."""
+    flag(
+        "--ranks",
+        "Write a folder for each of so many machines that will share the model's layers (outcore launch), rank-0, "
+        "rank-1 and so on in --output: with its own layers and what all need; the head is the first one's. SHARES: how "
+        "much of the layers each has, such as 2:1,3. With :blocks behind it each gets layers that follow each other, "
+        "for machines whose memories hold all of them together; else they alternate, so that all disks read at the "
+        "same time. Default: one copy of all of it.",
+        metavar="N[:SHARES]",
+        dest="ranks_wanted",
+    ).add(parser)
+    parser.run = "outcore_cluster.launch.pack:run"

@@ -1,0 +1,175 @@
+"""The hosts of a run on several machines: who they are, and the addresses at which they find each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outcore.errors import UsageError
+from outcore.machine.small_files import CONFIG_BYTES, read_small
+from outcore.text import one_line, quoted, shortened
+
+LOCAL = ("local", "localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One rank's host.
+
+    Attributes:
+        name: for ssh, and as it is called in messages.
+        address: at which the other ranks find it.
+        model: where it has the model; None: where the command says.
+    """
+
+    name: str
+    address: str
+    model: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether it is this machine."""
+        return self.name in LOCAL
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All of them, by rank, and variables that a hostfile asks for."""
+
+    hosts: Sequence[Host]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def find_hosts(names: str | None, hostfile: str | None, repeat: int, models: Mapping[str, str] | None = None) -> Hosts:
+    """The hosts that were given.
+
+    Args:
+        models: where hosts have the model, by their names; goes before what the file says.
+
+    Raises:
+        UsageError: there are none, or they cannot be meant; a name that has no address.
+    """
+    if (names is None) == (hostfile is None):
+        raise UsageError("give --hosts, such as local,mini.local, or --hostfile")
+    if repeat < 1:
+        raise UsageError(f"--repeat-hosts {repeat}: give 1 or more")
+    if hostfile is not None:
+        found, variables = _from_file(Path(hostfile).expanduser())
+    else:
+        found, variables = [(name.strip(), None, None) for name in str(names).split(",")], {}
+    if any(not name or name.startswith("-") for name, _, _ in found):
+        raise UsageError(f"{'--hosts' if names else hostfile}: a host without a name, or one that begins with -")
+    models = models or {}
+    if unknown := models.keys() - {name for name, _, _ in found}:
+        raise UsageError(f"--model-of {min(unknown)}: no such host; there are {', '.join(n for n, _, _ in found)}")
+    found = [entry for entry in found for _ in range(repeat)]
+    own = _own_address([(name, address) for name, address, _ in found if name not in LOCAL])
+    return Hosts(
+        [Host(n, a or (own if n in LOCAL else _resolved(n)), models.get(n, model)) for n, a, model in found], variables
+    )
+
+
+_Entry = tuple[str, str | None, str | None]
+"""A host's name, its address and where it has the model, as far as they were given."""
+
+
+def _from_file(path: Path) -> tuple[list[_Entry], dict[str, str]]:
+    """As ``mlx._distributed_utils.common.Hostfile.from_file`` has it; ``model`` is ours, and is left there unread."""
+    try:
+        data = json.loads(read_small(path, CONFIG_BYTES))
+        hosts = data["hosts"] if isinstance(data, dict) else data
+        variables = data.get("envs", []) if isinstance(data, dict) else []
+        found = [
+            (
+                str(host["ssh"]),
+                str(host["ips"][0]) if host.get("ips") else None,
+                _text(host["model"]) if host.get("model") else None,
+            )
+            for host in hosts
+        ]
+        return found, dict(variable_of(text, str(path)) for text in variables)
+    except OSError as e:
+        raise UsageError(f"--hostfile {path}: {e.strerror or one_line(e)}") from e
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(f'--hostfile {path}: not a list such as [{{"ssh": "a", "ips": ["10.0.0.1"]}}, ...]') from e
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def variable_of(text: object, where: str = "--env") -> tuple[str, str]:
+    """``NAME=VALUE`` as a pair.
+
+    Raises:
+        UsageError: it is none.
+    """
+    name, equals, value = str(text).partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"{where}: {shortened(text)}: give NAME=VALUE")
+    return name, value
+
+
+def models_of(texts: Sequence[str]) -> dict[str, str]:
+    """Each ``HOST=PATH``.
+
+    Raises:
+        UsageError: one is none, or a host has two paths.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not (host := name.strip()) or not path:
+            raise UsageError(f"--model-of {shortened(text)}: give HOST=PATH")
+        if found.setdefault(host, path) != path:
+            raise UsageError(f"--model-of {host}: twice, and not the same; all ranks of a host have one model")
+    return found
+
+
+def _resolved(name: str) -> str:
+    host = name.rpartition("@")[2]
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as e:
+        raise UsageError(
+            f"{quoted(host)} has no address here ({getattr(e, 'strerror', None) or one_line(e)}); if ssh knows it by "
+            'another name, give a --hostfile: [{"ssh": "name", "ips": ["10.0.0.2"]}, ...]'
+        ) from e
+
+
+def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
+    """This machine's address as the first of the others sees it; loopback where there are no others."""
+    if not others:
+        return "127.0.0.1"
+    name, address = others[0]
+    target = address or _resolved(name)
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    # Nothing is sent: the system only looks which way it would go.
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((target, 9))
+        except OSError as e:
+            raise UsageError(f"{quoted(name)}, {target}: {e.strerror or one_line(e)}") from e
+        return str(sock.getsockname()[0])
+
+
+def remote_command(ssh: str, name: str, directory: str, python: str) -> list[str]:
+    """What starts a guard on another host. Its input is a pipe, which ends when this machine's side does."""
+    # Whatever shell the user has there, it only starts another one.
+    script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.link.guard"
+    there = f"exec sh -c {shlex.quote(script)}"
+    options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2"]
+    return [*shlex.split(ssh), *options, name, there]

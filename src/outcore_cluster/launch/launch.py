@@ -1,0 +1,277 @@
+"""``outcore launch``: a command on several machines at once, each a rank of it.
+
+On every host a guard is started (``outcore_cluster.link.guard``), here as a child and elsewhere through ssh. It tells
+its versions, looks at the model, and starts the rank. The run's key goes to it over its standard input and on through a
+pipe, so that no list of processes shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import queue
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from outcore.cli.console import spinner
+from outcore.cli.parsers import TYPED_ELSEWHERE
+from outcore.errors import LinkError, UsageError
+from outcore.text import meant, printable, shortened, unmoved
+
+from .as_rank import RANK_MODEL, check_command
+from .checks import check_models, check_versions
+from .hosts import Host, find_hosts, models_of, remote_command, variable_of
+from .input import Input, LauncherDocument, Streams
+from .processes import Rank, RankProcesses, how
+
+READY_S = 20.0
+"""Seconds until a host's guard must have answered, from a cold disk too."""
+START_S = 7
+"""Seconds in which all ranks must have found each other; their guards run by then."""
+TWICE_S = 3.0
+"""Seconds after a Ctrl-C in which another one means that all is to end."""
+LINES_SHOWN = 5
+"""Last lines of a rank that failed."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; 0 if all ranks ended so.
+
+    Raises:
+        UsageError: hosts or the command cannot be meant.
+        LinkError: a host cannot be reached, has other versions or another model, or a rank failed.
+        KeyboardInterrupt: somebody pressed Ctrl-C, and the ranks ended.
+    """
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    # A path is a program of its own, of which nothing is known.
+    args.program = bool(words) and "/" in words[0]
+    inner = None if args.program else _command(words)
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, models_of(args.model_of))
+    variables = hosts.variables | dict(map(variable_of, args.env))
+    python = args.python or sys.executable
+    # A command that has no JSON prints nothing of it.
+    answer = LauncherDocument() if args.json and hasattr(inner, "json") else None
+    asked = ["--json"] if answer is not None else []
+    asked += ["--quiet"] if args.quiet and hasattr(inner, "quiet") else []
+    command = list(words) if args.program else [python, "-m", "outcore", *words[:1], *asked, *words[1:]]
+    events: queue.Queue[Any] = queue.Queue()
+    starting = contextlib.ExitStack()
+    ranks = RankProcesses(events, partial(_show, answer, starting))
+    with (
+        Streams(args.json, answer) as streams,
+        _interrupts(ranks, streams.terminal and hosts.hosts[0].local),
+        starting,
+    ):
+        if not args.quiet and not args.program:
+            head = hosts.hosts[0]
+            starting.enter_context(spinner("starting" if head.local else f"waiting for {printable(head.name)}"))
+        try:
+            for number, host in enumerate(hosts.hosts):
+                own = streams if number == 0 and host.local else None
+                with _held(ranks):
+                    rank = _guarded(args, number, host, python, events, own)
+                    ranks.ranks.append(rank)
+                typed = {TYPED_ELSEWHERE: "1"} if number == 0 and own is None and streams.terminal else {}
+                rank.say(start=_order(command, variables | typed, args.cwd, host, own))
+            ready = ranks.await_all("ready", READY_S)
+            check_versions(ranks, ready)
+            if inner is not None:
+                check_models(ranks, inner, python)
+            if hosts.hosts[0].local:
+                starting.close()  # from here on it says itself what it does
+            _go(ranks, [answer["port"] for answer in ready])
+            if not hosts.hosts[0].local:
+                Input(events).start()
+            with _terminations(ranks) if words[:1] == ["serve"] else contextlib.nullcontext():
+                ranks.run()
+        finally:
+            ranks.end()
+    args.result.record |= answer.document() if answer is not None else {}
+    return _status(ranks, args)
+
+
+def _command(words: Sequence[str]) -> argparse.Namespace:
+    """The command that ranks run, checked here before anything is started anywhere."""
+    from outcore.cli.commands import commands, parser_of
+
+    if words and words[0] not in commands():
+        raise UsageError(
+            f"no command {shortened(words[0])!r}{meant(words[0], commands())}; outcore --help lists what there is"
+        )
+    if not words or words[0] == "launch":
+        raise UsageError("give what to run behind --: outcore launch --hosts a,b -- generate --model ...")
+    inner = parser_of(words[0]).parse_args(list(words[1:]))
+    check_command(words[0], inner)
+    return inner
+
+
+def _guarded(
+    args: argparse.Namespace, number: int, host: Host, python: str, events: queue.Queue[Any], own: Streams | None
+) -> Rank:
+    command = [python, "-m", "outcore_cluster.link.guard"]
+    if not host.local:
+        command = remote_command(args.ssh, host.name, args.cwd or str(Path.cwd()), python)
+    try:
+        guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=own.descriptors if own is not None else (),
+            # What reads from a terminal must be of its foreground.
+            start_new_session=not (own is not None and own.terminal),
+        )
+    except OSError as e:
+        raise LinkError(f"rank {number} ({host.name}): {shlex.join(command[:1])}: {e.strerror}", number) from e
+    return Rank(number, host, guard, events)
+
+
+def _order(
+    command: list[str], variables: dict[str, str], directory: str | None, host: Host, own: Streams | None
+) -> dict[str, Any]:
+    more = {RANK_MODEL: host.model} if host.model is not None else {}
+    order = {"command": command, "environment": variables | more, "directory": directory, "host": host.address}
+    return order | ({"terminal": list(own.descriptors)} if own is not None else {})
+
+
+def _go(ranks: RankProcesses, ports: Sequence[int]) -> None:
+    addresses = [
+        [f"[{rank.host.address}]:{port}" if ":" in rank.host.address else f"{rank.host.address}:{port}"]
+        for rank, port in zip(ranks.ranks, ports, strict=True)
+    ]
+    names = [rank.host.name for rank in ranks.ranks]
+    run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
+    ranks.begun = True
+    for rank in ranks.ranks:
+        place = sum(_same(rank.host, other.host) for other in ranks.ranks[: rank.number])
+        there = sum(_same(rank.host, other.host) for other in ranks.ranks)
+        rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place, "there": there})
+
+
+def _same(a: Host, b: Host) -> bool:
+    return a.name == b.name or (a.local and b.local)
+
+
+def _show(answer: LauncherDocument | None, starting: contextlib.ExitStack, stream: str, text: str) -> None:
+    """What rank 0 says on another host, here; the first word of it ends the sign of life."""
+    starting.close()
+    if answer is not None and stream == "out":
+        answer.take(text)
+        return
+    to = sys.stdout if stream == "out" else sys.stderr
+    to.write(unmoved(text) if to.isatty() else text)
+    to.flush()
+
+
+@contextlib.contextmanager
+def _interrupts(ranks: RankProcesses, by_terminal: bool) -> Iterator[None]:
+    """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. A second within ``TWICE_S``
+    ends all at once; one before there are ranks, too.
+
+    Args:
+        by_terminal: the terminal sends it to rank 0 itself.
+    """
+
+    def interrupted(_: int, __: FrameType | None) -> None:
+        now = time.monotonic()
+        if not ranks.begun:
+            ranks.interrupted_at = now
+            if ranks.held:
+                return
+            raise KeyboardInterrupt  # no rank is there yet that could be told
+        ranks.at_once = ranks.interrupted_at is not None and now - ranks.interrupted_at < TWICE_S
+        ranks.interrupted_at = now
+        if not by_terminal and ranks.ranks:
+            ranks.ranks[0].say(interrupt=1)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _held(ranks: RankProcesses) -> Iterator[None]:
+    """A guard is started: Ctrl-C waits until it is known, and will be ended."""
+    ranks.held = True
+    try:
+        yield
+    finally:
+        ranks.held = False
+    if ranks.interrupted_at is not None:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _terminations(ranks: RankProcesses) -> Iterator[None]:
+    """SIGTERM is rank 0's, too, of a command that ends well by it."""
+
+    def terminated(_: int, __: FrameType | None) -> None:
+        ranks.terminated = True
+        ranks.ranks[0].say(terminate=1)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _by(culprit: Rank, rank: Rank) -> bool:
+    """Whether a rank ended because another one did, by what it said last."""
+    said = [*rank.lines, *rank.errors][-1:]
+    return any(f" {culprit.who}: " in line for line in said)
+
+
+def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
+    args.result.record["launch"] = {
+        "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
+        "failed": ranks.failed.number if ranks.failed is not None else None,
+    }
+    bad = [rank for rank in ranks.ranks if rank.ended != 0]
+    if not bad:
+        return 0
+    if ranks.interrupted_at is not None:
+        raise KeyboardInterrupt
+    if ranks.terminated and ranks.ranks[0].ended == -signal.SIGTERM:
+        # It had not come so far as to end well by it; nor has this.
+        signal.raise_signal(signal.SIGTERM)
+    if all(rank.ended == 2 for rank in ranks.ranks):
+        return 2
+    first = ranks.failed or bad[0]
+    head = ranks.ranks[0]
+    told = first is head or _by(head, first) or "error" in args.result.record
+    if head.ended in (1, 2) and not args.program and told:
+        return head.ended  # it has told why, where this would
+    # Who has heard of it may have ended before whose fault it is.
+    by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
+    causes = [rank for rank in by_itself if not any(_by(each, rank) for each in ranks.ranks if each is not rank)]
+    culprit = next((rank for rank in causes if _by(rank, first)), first)
+    for rank in dict.fromkeys((first, *causes)):
+        for line in [*rank.lines, *rank.errors][-LINES_SHOWN:]:
+            print(f"{rank.who}: {line}", file=sys.stderr)
+    # What a first rank here says goes past this: one that ended after another had failed has heard of it.
+    heard = [rank for rank in by_itself if _by(first, rank) or (rank is head and head.host.local)]
+    if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in by_itself if rank not in heard):
+        # Others are slower to see what was asked for wrongly, and were ended before they had.
+        what = next(iter([*first.lines, *first.errors][-1:]), "").partition(": ")[2]
+        args.result.record |= {"error": what, "type": "UsageError", "exit_status": 2}
+        return 2
+    raise LinkError(f"{culprit.who} {how(culprit.ended)}", culprit.number)

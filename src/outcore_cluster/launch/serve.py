@@ -1,0 +1,62 @@
+"""``outcore serve`` on several machines: the first rank has the server, the others compute what it tells them."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from outcore.cli.serve import service_options
+from outcore.decode.continuous import Continuous
+from outcore.errors import UsageError
+from outcore.loading.loader import load_model
+from outcore.monitoring import publish
+from outcore.monitoring.publisher import staying
+from outcore.serve.service import ServiceOptions
+from outcore.serve.shelf import Shelf
+
+from ..leading import follow
+
+if TYPE_CHECKING:
+    from ..group import RankGroup
+
+
+def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> bool:
+    """Whether this rank has the server. Another one computes what the first says, and returns when that ends.
+
+    Raises:
+        UsageError: there is not one model alone. One that is loaded because a client asks for it would end all ranks
+            where one of them has no room for it.
+    """
+    if len(names) != 1:
+        raise UsageError("one model over several machines; give --model once")
+    if ranks.link.rank:
+        _follow_first(names, args.revision, service_options(args))
+    return ranks.link.rank == 0
+
+
+def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
+    """Compute what the first rank says, until it ends. Ctrl-C is that one's to hear.
+
+    Raises:
+        LinkError: the run has failed. OutcoreError: this rank cannot go on.
+    """
+    offered = Shelf(names, revision=revision).default
+    with _uninterrupted(), staying("serve"):
+        model, _ = load_model(offered.folder, options.load)
+        with model.outcore:
+            publish(model, "serve", offered.name)
+            step, drafted = options.load.prefill_step_size, options.draft_tokens
+            follow(model, Continuous(model, most=options.most, prefill_step=step, draft_tokens=drafted))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """What starts ranks in a terminal's foreground has the terminal interrupt all of them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,120 @@
+"""What tells whether two copies of a model have the same weights, however each of them is stored.
+
+Two originals, packed copies, folders of one rank each: wherever a parameter lies, some of its bytes are compared, and
+of packed copies the checksums of their files, which are over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+from mlx.utils import tree_flatten
+
+from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
+from outcore.checkpoint.identity import MOST_BLOCKS, Place, block_of, read_blocks
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
+from outcore.machine.small_files import CONFIG_BYTES
+
+OWN_CODE = "model_file"
+
+
+def weight_prints(lazy: LazyModel) -> dict[str, str]:
+    """By name, what copies of the same weights have alike; some have names that others lack.
+
+    Of parameters that lie on disk as they are used, by path, 16 hex digits of a block, and of an original's other
+    tensors and an adapter's by their own names; of more than ``MOST_BLOCKS`` every n-th. Of a packed copy's files, by
+    coding and name, their checksums, but for files that lack what is other ranks'. Of all parameters, their paths. Of
+    an adapter, how it is applied. Of a model with code of its own, a digest of that.
+
+    Raises:
+        OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.
+    """
+    paths = sorted(path for path, _ in tree_flatten(lazy.model.parameters()))
+    # The same ones of each copy: all have the model's parameters.
+    some = [path for path in _every_nth(paths) if path in lazy.origins and path not in lazy.decoders]
+    tensors = {path: lazy.origins[path] for path in some} | _others(lazy)
+    there = set(lazy.checkpoint.files)
+    by_file: dict[Path, list[tuple[str, str, Place]]] = defaultdict(list)
+    for name, t in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if t.file in there:
+            by_file[t.file].append((name, f"{t.shape}", (t.offset, t.nbytes)))
+    found = _checksums(lazy) | {"parameters": xxhash.xxh3_64_hexdigest("\n".join(paths).encode())}
+    found[OWN_CODE] = code_print(lazy.checkpoint.folder, lazy.config).decode()
+    for file, its in by_file.items():
+        found |= prints_of(file, its)
+    return found | _of_adapter(lazy.arguments.get("adapter_path"))
+
+
+def prints_of(path: Path, tensors: Sequence[tuple[str, str, Place]]) -> dict[str, str]:
+    """16 hex digits for each of a file's tensors, over what is known of it and one block; the same wherever in a file
+    it lies.
+
+    Args:
+        tensors: a name, what is known of it, and its place.
+
+    Raises:
+        CheckpointError: it cannot be read, or became shorter.
+    """
+    found, blocks = {}, []
+    for _, _, (offset, nbytes) in tensors:
+        at, room = block_of(0, nbytes)
+        blocks.append((offset + at, room))
+    for (name, known, _), data in zip(tensors, read_blocks(path, blocks), strict=True):
+        digest = xxhash.xxh3_64(known.encode())
+        digest.update(data)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _every_nth(names: Sequence[str]) -> Sequence[str]:
+    return names[:: max(1, -(-len(names) // MOST_BLOCKS))]
+
+
+def _others(lazy: LazyModel) -> dict[str, TensorInfo]:
+    """Tensors of an original that are changed as they are loaded."""
+    if is_packed(lazy.checkpoint.folder):
+        return {}
+    used = {info.name for info in lazy.origins.values()}
+    tensors = lazy.checkpoint.tensors
+    return {f"original/{name}": tensors[name] for name in _every_nth(sorted(tensors)) if name not in used}
+
+
+def _of_adapter(folder: str | Path | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    path = Path(folder) / ADAPTER
+    tensors = read_header(path).items()
+    _, config = read_object(path.with_name(ADAPTER_CONFIG), CONFIG_BYTES)
+    # What mlx-lm looks at (``load_adapters``); the rest tells how it was trained, and where.
+    how = json.dumps([config.get(name) for name in ("fine_tune_type", "num_layers", "lora_parameters")], sort_keys=True)
+    return {ADAPTER_CONFIG: how} | prints_of(
+        path, [(f"adapter/{name}", f"{t.shape}", (t.offset, t.nbytes)) for name, t in tensors]
+    )
+
+
+def _checksums(lazy: LazyModel) -> dict[str, str]:
+    folder = lazy.checkpoint.folder
+    if not is_packed(folder):
+        return {}
+    manifest = read_manifest(folder / MANIFEST)
+    parts = manifest.share.absent if manifest.share is not None else {}
+    return {
+        f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items() if name not in parts
+    }
+
+
+def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int, str] | None:
+    """The first copy that has other weights than one before it, that one, and the name of what differs; None: all that
+    is known is alike."""
+    seen: dict[str, tuple[str, int]] = {}
+    for number, prints in enumerate(found):
+        for name, value in prints.items():
+            known, owner = seen.setdefault(name, (value, number))
+            if known != value:
+                return number, owner, name
+    return None
