@@ -26,7 +26,7 @@ from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
 from outcore.modules.hooks import arrays_in
-from outcore.plan.context_bytes import SHARED_STEP
+from outcore.plan.cache_size import SHARED_STEP
 from test_batch import assert_same
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]

@@ -426,7 +426,7 @@ def test_whose_fault_it_is_may_end_after_who_has_heard_of_it(elsewhere: list[str
 
 def test_the_key_stands_in_no_list_of_processes() -> None:
     code = (
-        "import os\nfrom outcore.link import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"
+        "import os\nfrom outcore_cluster.link import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"
         "print(me.decode(), flush=True)\nimport time; time.sleep(60)"
     )
     launcher = started(*LOCAL, "--", sys.executable, "-c", code)
@@ -590,9 +590,9 @@ def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Pa
 def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     _truncate(folder)
-    assert "error" in model_facts(str(folder), 0, None)
-    assert model_facts(str(tmp_path / "none"), 0, None) == {"error": "no such folder"}
-    assert model_facts("nobody/nothing-of-this-name", 0, None) == {"absent": True}
+    assert "error" in model_facts(str(folder), None)
+    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
+    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
 
 
 AT_A_TERMINAL = """

@@ -28,7 +28,7 @@ from ..machine.allocator import Needs, clear_cache, limits, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, own_memory
 from ..modules.mlx_lm_compat import generating_caches
-from ..plan.context_bytes import KV_STEP
+from ..plan.cache_size import KV_STEP
 from .generate_step import generate_step
 from .known import Known
 from .model_runner import Pass, chunks

@@ -25,7 +25,7 @@ from ..engine.streaming import sweeps_of
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
-from ..plan.context_bytes import SHARED_STEP
+from ..plan.cache_size import SHARED_STEP
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import JOINING, MOST
 from .alone import Alone

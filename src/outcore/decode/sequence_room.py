@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
-from ..plan.context_bytes import KV_STEP, SHARED_STEP
+from ..plan.cache_size import KV_STEP, SHARED_STEP
 from ..plan.draft_choice import REPEATED, SeveralDrafts, pays_for_several
 from ..plan.draft_cost import MOST, SELF
 from ..plan.model_size import ModelSize

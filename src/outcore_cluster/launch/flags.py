@@ -1,4 +1,4 @@
-"""The flags of ``outcore launch``, and that of ``outcore pack`` which is about ranks. Light: no MLX."""
+"""The flags of ``outcore launch``. Light: no MLX."""
 
 from __future__ import annotations
 
@@ -40,18 +40,3 @@ def setup_arg_parser() -> ArgumentParser:
 
 def _several(name: str, help: str, metavar: str) -> Flag:
     return flag(name, f"{help} Default: none.", action="append", metavar=metavar).but(default=[])
-
-
-def add_pack_flags(parser: ArgumentParser) -> None:
-    """Add ``--ranks`` to ``outcore pack``."""
-    flag(
-        "--ranks",
-        "Write a folder for each of so many machines that will share the model's layers (outcore launch), rank-0, "
-        "rank-1 and so on in --output: with its own layers and what all need; the head is the first one's. SHARES: how "
-        "much of the layers each has, such as 2:1,3. With :blocks behind it each gets layers that follow each other, "
-        "for machines whose memories hold all of them together; else they alternate, so that all disks read at the "
-        "same time. Default: one copy of all of it.",
-        metavar="N[:SHARES]",
-        dest="ranks_wanted",
-    ).add(parser)
-    parser.run = "outcore_cluster.launch.pack:run"
