@@ -18,7 +18,7 @@ from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..engine.install import Progress
+from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
 from ..machine.device import on_cpu
