@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outcore.options import COUNT
+from outcore.checks import COUNT
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest
 from outcore.serve.apis import OLLAMA as API
 from outcore.serve.events import GenerationRequest, RequestError, Sampling, TextPart, TokenLogprob

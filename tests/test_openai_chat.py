@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outcore import RequestError
-from outcore.options import COUNT
+from outcore.checks import COUNT
 from outcore.serve.api import Defaults
 from outcore.serve.apis import OPENAI as API
 from outcore.serve.events import Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart

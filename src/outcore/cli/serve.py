@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import COUNT, real, whole
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
-from ..options import AUTO, COUNT, LoadOptions, real, whole
+from ..options import AUTO, LoadOptions
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import APIS

@@ -16,12 +16,12 @@ from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checks import whole as whole_number
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
 from ..modules.cache_form import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
-from ..options import whole as whole_number
 from ..text import refuse_unknown
 from .batch_engine import Request
 from .eviction import bounded_tokens, eviction_of, halved, halving, kept_at_most, note_bounds, refuse_unknown_text

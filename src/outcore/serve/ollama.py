@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ..checks import COUNT
 from ..decode.request_values import LARGE
-from ..options import COUNT
 from .api import Defaults, Handled, HttpRequest, ParsedRequest, Route, refused
 from .events import GenerationRequest, Sampling, Service
 from .ollama_answers import OllamaWriter, timestamp

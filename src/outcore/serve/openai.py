@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ..checks import COUNT
 from ..decode.request_values import template_options
-from ..options import COUNT
 from .api import Defaults, HttpRequest, ParsedRequest, Route, refused
 from .events import GenerationRequest, ModelCard, Service
 from .openai_answers import ChatWriter, CompletionWriter
