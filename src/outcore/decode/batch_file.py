@@ -25,13 +25,15 @@ from filelock import lock_descriptor
 from ..checks import not_endless
 from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageError
 from ..text import one_line, shortened
-from .openai_request import CHAT, URLS
 from .writing import RequestOutput
 
 NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
 """Codes of errors that are none of the line's own: with more memory, or the next version, it may be answered."""
 
 TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+URLS = (CHAT, COMPLETION)
 
 
 @dataclass(frozen=True)
