@@ -20,10 +20,10 @@ from outcore.calibration.disk import Bench, ReadSetting, best_setting
 from outcore.checkpoint.pack import pack_model
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
-from outcore.disk.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
+from outcore.disk.disk_calls import DarwinCalls, DiskCalls, LinuxCalls, using
 from outcore.disk.disk_probe import probe_disk
 from outcore.disk.layout import BLOCK, Extent, Source, place_unit
-from outcore.disk.reader import CHUNK, FileReader
+from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
@@ -251,18 +251,6 @@ def test_the_calls_that_forget_are_taken_by_a_real_system(file: Path, monkeypatc
         calls.msync(1, SIZE, disk_calls.MS_INVALIDATE)
 
 
-def test_no_read_ahead_is_asked_for_by_its_own_number(file: Path) -> None:
-    asked: list[tuple[int, int]] = []
-
-    class Noting(FakeDarwin):
-        def fcntl(self, fd: int, command: int, argument: int) -> None:
-            asked.append((command, argument))
-
-    with using(Noting()):
-        RowReader([file]).close()
-    assert (F_RDAHEAD, 0) in asked
-
-
 # Writing
 
 
@@ -325,21 +313,6 @@ def test_a_scratch_file_is_read_cached_or_directly_as_each_reader_means_it(tmp_p
             assert calls.forgotten(path) == direct
 
 
-def test_twelve_reads_at_once_are_tried_on_macos_only(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(bytes(1 << 20))
-    unread = [Extent(path, 0, 1 << 40, 0, in_place=True)]
-
-    def lanes() -> set[int]:
-        return {s.threads for s in Bench(UnreadRanges(unread)).settings if s.direct}
-
-    with using(FakeDarwin()):
-        assert lanes() == {*calibrate_disk.IN_FLIGHT, 12}
-        assert ReadSetting(CHUNK, 12, True) in Bench(UnreadRanges(unread)).settings
-    with using(LinuxCalls()):
-        assert 12 not in lanes()
-
-
 # For a look at a machine
 
 
@@ -379,11 +352,3 @@ def test_a_probe_finds_wrong_bytes_and_refused_slots(file: Path) -> None:
     empty = file.with_name("empty")
     empty.touch()
     assert probe_disk(empty).wrong == ()
-
-
-def test_calls_are_put_back_however_a_block_ends() -> None:
-    before = disk_calls.system()
-    with pytest.raises(KeyError), using(FakeDarwin()):
-        assert disk_calls.system() is not before
-        raise KeyError
-    assert disk_calls.system() is before

@@ -158,15 +158,6 @@ def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, 
     assert three.said == [] and metrics.read_s > 0
 
 
-def test_what_is_in_one_folder_only_is_read_there(three: Three) -> None:
-    (three.first / "f1").unlink()
-    replicas = three.replicas(three.first)
-    with reading(list(three.files), replicas) as reader:
-        for seed in range(3):
-            three.read(reader, seed)
-    assert three.said == []
-
-
 # Faults
 
 

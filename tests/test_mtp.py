@@ -109,23 +109,6 @@ def test_a_head_gives_the_text_of_plain_decoding(
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_head_is_given_the_embedding_and_then_the_hidden_state() -> None:
-    """In that order, each behind its own norm (vLLM's ``Qwen3_5MultiTokenPredictor`` and ``deepseek_mtp``)."""
-    head = mtp_heads.random_head("qwen3_5")
-    width, seen = head.norm.weight.size, []
-    head.layer = lambda x, mask, cache: seen.append(x) or x
-    embedded, states = mx.random.normal((1, 2, width)), mx.random.normal((1, 2, width))
-    head.project.weight = mx.concatenate([mx.eye(width), 2 * mx.eye(width)], axis=1)
-    out = head(embedded, states)
-
-    def normed(x: mx.array, norm: Any) -> mx.array:
-        return x * mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + norm.eps) * norm.weight
-
-    want = normed(embedded, head.embedding_norm) + 2 * normed(states, head.hidden_norm)
-    assert mx.allclose(seen[0], want, atol=1e-4).item()
-    assert mx.allclose(out, normed(want, head.norm), atol=1e-4).item()
-
-
 def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[int], first: int) -> int:
     """What the head says after a text and drafted tokens, computed at once; of the text from the token ``first`` on."""
     head, shared, ids = drafting.model, drafting.shared, mx.array(list(text))

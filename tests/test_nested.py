@@ -344,18 +344,6 @@ def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path:
         assert residency.layers.shed(1) == 1 and same(model, wanted)
 
 
-def test_a_draft_of_which_some_layers_are_copies_is_given_up(tmp_path: Path) -> None:
-    """Their tensors have the names of the model's own."""
-    folder = zoo.save_checkpoint("recurrent_gemma", tmp_path / "model", quantize={"bits": 4, "group_size": 32})
-    wanted = expected(folder)
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
-    model, _ = outcore.load_model(folder, draft="self:2", govern=False, **options)
-    with model.outcore as session:
-        layers = {int(path.split(".")[2]) for path, _ in nested_modules(model)}
-        assert 0 < len(layers) < len(session.size.layers)
-        assert same(model, wanted) and session.residency.layers.give_up_draft() and same(model, wanted)
-
-
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_draft_whose_files_are_others_is_not_given_up(
     gone: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -375,26 +363,6 @@ def test_a_draft_whose_files_are_others_is_not_given_up(
                 f.write(bytes(4096))
         assert session.residency.layers.give_up_draft() == 0 and session.residency.layers.draft is None
         assert session.drafting.name == "self:2" and same(model, wanted)
-
-
-def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
-    options: dict[str, Any] = {"context": 64, "prompt": 16}
-    budget = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest
-    without = prepare(folder, memory=budget, draft="ngram", **options)
-    model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
-    with model.outcore as session:
-        tokens = 64
-        while session.residency.layers.draft is not None:
-            tokens += 64
-            assert session.residency.holds(tokens)
-            session.residency.reserve(tokens)
-        assert session.size.context >= tokens and session.plan.peak_bytes <= budget
-        assert session.size.at_context(64).cache == without.profile.size.cache
-        # Biases stay: the only matrices that are not read then.
-        biases = sum(m["biases"].nbytes for _, m in nested_modules(model))
-        assert session.size.non_layer == without.profile.size.non_layer + biases
-        layers = zip(session.size.layers, without.profile.size.layers, strict=True)
-        assert all(a.resident + biases // 4 == b.resident for a, b in layers)
 
 
 @pytest.mark.parametrize("where", ["FileReader", "Ring", "_forget", "_make_resident"])
