@@ -113,12 +113,6 @@ def test_vectors_and_private_parameters_stay_out() -> None:
     assert first.nbytes == 8 * 8 * 4 + 2 * 3 * 4 * 4
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = mx.ones((8,))
-
-
 @pytest.mark.parametrize("model_type", zoo.CONFIGS)
 def test_the_layers_of_every_architecture_are_found_with_most_of_its_weights(model_type: str) -> None:
     model = built(model_type)

@@ -28,8 +28,8 @@ from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel
 from outcore.checkpoint.manifest import is_packed
 from outcore.checkpoint.pack import pack_model, pack_overlay
-from outcore.checkpoint.packed_bytes import array_bytes, file_content
-from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, packed_tensors, places
+from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_tensors
+from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.machine.cache_use import USERS
 from outcore.modules.layers import find_layers

@@ -17,7 +17,8 @@ from outcore.checkpoint import pack, pack_writer
 from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.manifest import DRAFT, is_packed
 from outcore.checkpoint.pack import pack_draft, pack_model, pack_overlay
-from outcore.checkpoint.packed_store import missing_bytes, open_model, open_packed, packed_file, places
+from outcore.checkpoint.packed_bytes import packed_file
+from outcore.checkpoint.packed_store import missing_bytes, open_model, open_packed, places
 from outcore.errors import StoreError
 from outcore.modules.layers import find_layers
 from quick_transformers import python_path

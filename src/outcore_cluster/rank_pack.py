@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.checkpoint.manifest import Absent, RankLayers
-from outcore.checkpoint.packed_store import NON_LAYER, PackedFile, Spec, file_of, packed_tensors
+from outcore.checkpoint.packed_bytes import PackedFile, Spec, file_of, packed_tensors
+from outcore.checkpoint.packed_store import NON_LAYER
 
 
 @dataclass(frozen=True)
