@@ -28,8 +28,8 @@ from ..machine.cache_use import keep, kept
 from ..machine.packages import version
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
-from .decoders import Decoder, as_used
-from .lazy_model import DTYPES, LazyModel, open_lazily
+from .decoders import as_used
+from .lazy_model import DTYPES, Decoder, LazyModel, open_lazily
 from .manifest import (
     AGAIN,
     FULL,
