@@ -112,19 +112,6 @@ def test_what_reads_beyond_a_matrix_is_refused() -> None:
             SplitDecoder.of(words.shape, each.astype(np.uint32))
 
 
-def test_decoding_takes_no_memory_beside_its_results(every_pattern: np.ndarray) -> None:
-    beside = beside_rows(every_pattern)
-    assert beside is not None
-    rows, decoder = mx.array(encoded(every_pattern, beside)), SplitDecoder.of(every_pattern.shape, beside)
-    mx.eval(rows, decoder.decode(rows))
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    results = [decoder.decode(rows) for _ in range(3)]
-    mx.eval(results)
-    of_escapes = 16 * decoder.at.nbytes  # many here
-    assert mx.get_peak_memory() - before <= sum(r.nbytes for r in results) + of_escapes
-
-
 # Copies
 
 
@@ -365,16 +352,6 @@ def test_a_compact_copy_is_read_where_it_is_predicted_to_be_faster(made: Path, m
         if taken:
             assert found.plan.bytes_per_token < 0.8 * before.plan.bytes_per_token
         monkeypatch.setenv("OUTCORE_CACHE", str(made.parent / name.replace(" ", "-")))
-
-
-def test_a_plain_copy_does_not_hide_a_compact_one(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path))
-    machine = Calibration(read_gbps=0.01, decode_gbps=50.0, weight_gbps=10.0, measured=True)
-    monkeypatch.setattr(preparation, "load_calibration", lambda *_: (machine, None))
-    for coding in ("plain", "compact"):
-        pack_model(made / "model", None, coding=coding)
-        found = prepare(made / "model", memory="1GB", resident=0, **RUN).profile.lazy
-        assert bool(found.decoders) == (coding == "compact") and found.checkpoint.folder.parent == tmp_path
 
 
 def test_decoding_is_calibrated() -> None:

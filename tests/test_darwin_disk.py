@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-import zoo
-from fake_darwin_disk import PAGE, FakeDarwin, files_of
+from fake_darwin_disk import PAGE, FakeDarwin
 from outcore.calibration import disk as calibrate_disk
-from outcore.calibration.disk import Bench, ReadSetting, best_setting
-from outcore.checkpoint.pack import pack_model
+from outcore.calibration.disk import Bench, best_setting
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, LinuxCalls, using
@@ -254,17 +252,6 @@ def test_the_calls_that_forget_are_taken_by_a_real_system(file: Path, monkeypatc
 # Writing
 
 
-def test_what_is_written_in_gigabytes_does_not_stay_in_the_cache(tmp_path: Path) -> None:
-    calls = FakeDarwin()
-    with using(calls):
-        with scratch_file(tmp_path / "cache", nbytes=20 << 20) as path:
-            assert path.stat().st_size == 20 << 20
-            assert calls.forgotten(path) and files_of([path]) <= calls.uncached
-        whole = pack_model(zoo.save_checkpoint("llama", tmp_path / "model"), tmp_path / "pack")
-    assert files_of(whole.files) <= calls.uncached
-    assert all(calls.forgotten(f) for f in whole.files)
-
-
 # Measuring
 
 
@@ -299,18 +286,6 @@ def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: 
         assert [p.gbps for p in best.points] == pytest.approx([RATE] * len(best.points), rel=0.02)
         assert best.setting.direct and best.latency_s == pytest.approx(BLOCK / RATE / 1e9)
         assert calls.hit == calls.misaligned == 0
-
-
-def test_a_scratch_file_is_read_cached_or_directly_as_each_reader_means_it(tmp_path: Path, calls: FakeDarwin) -> None:
-    """Its descriptors share one open file, which was written with the flag and read with it before."""
-    with scratch_file(tmp_path, nbytes=8 << 20) as path:
-        for direct in (True, False):
-            extents = [Extent(path, 0, 8 << 20, 0, in_place=True)]
-            with contextlib.closing(ReadSetting(1 << 20, 2, direct).open([path])) as reader:
-                slot = Slot(8 << 20)
-                forget(extents)  # which opens it too, beside the reader
-                reader.submit("x", extents, slot.payload).wait()
-            assert calls.forgotten(path) == direct
 
 
 # For a look at a machine

@@ -85,32 +85,6 @@ def test_any_tensor_that_differs_as_a_whole_is_seen(tmp_path: Path) -> None:
     assert len(set(found.values())) == len(found)
 
 
-def test_of_many_tensors_so_many_blocks_are_read_and_first_and_last_always(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(identity, "MOST_BLOCKS", 20)
-    path = tmp_path / "f"
-    path.write_bytes(bytes(1000 * 10_000))
-    reads: list[tuple[int, int]] = []
-    pread = os.pread
-
-    def counted(fd: int, nbytes: int, offset: int) -> bytes:
-        reads.append((offset, nbytes))
-        return pread(fd, nbytes, offset)
-
-    monkeypatch.setattr(os, "pread", counted)
-    places = [(i * 10_000, 10_000) for i in range(1000)]
-    before = identity.identity(b"", [(path, b"", places)])
-    assert 20 <= len(reads) <= 22
-    assert all(nbytes == 4096 for _, nbytes in reads) and reads[0][0] == 0 and sum(reads[-1]) == 10_000_000
-    data = bytearray(10_000_000)
-    for at in (0, len(data) - 1, reads[10][0]):
-        data[at] = 1
-        path.write_bytes(data)
-        assert identity.identity(b"", [(path, b"", places)]) != before
-        data[at] = 0
-
-
 def test_a_copy_made_under_an_older_kind_of_identity_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

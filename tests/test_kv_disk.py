@@ -32,7 +32,7 @@ from outcore.decode.generate_step import generate_step
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
-from outcore.modules.away import Away, keeper_of
+from outcore.modules.away import Away
 from outcore.modules.cache_form import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
@@ -186,49 +186,6 @@ def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
     assert all(map(equal, texts("off"), texts("on")))
 
 
-@pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
-def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, back: int) -> None:
-    """What was read ahead for it is what others have taken the place of."""
-
-    def texts(where: str) -> list[Answer]:
-        with opened(full, where, context=1100, resident=3) as model:
-            cache = make_prompt_cache(model)
-            assert len(cache) == 4
-            found = [answer(model, cache, ids(first))]
-            assert on_disk(cache) == (where == "on")
-            trim_prompt_cache(cache, cache[0].offset - back if back > 5 else back)
-            for tokens in (500 if back > 5 else 6, 1, 1):
-                found.append(answer(model, cache, ids(tokens, 9), 2))
-            return found
-
-    assert all(map(equal, texts("off"), texts("on")))
-
-
-def test_rows_of_several_texts_stay_in_memory(full: Path) -> None:
-    def logits(where: str) -> list[mx.array]:
-        with opened(full, where) as model:
-            cache = make_prompt_cache(model)
-            found = [model(mx.stack([ids(n, 5), ids(n, 55)]), cache=cache) for n in (10, 1, 300, 1)]
-            mx.eval(found)
-            assert not on_disk(cache)
-            return found
-
-    for a, b in zip(logits("off"), logits("on"), strict=True):
-        assert mx.array_equal(a, b).item()
-
-
-def test_two_texts_in_turn_keep_apart(full: Path) -> None:
-    with opened(full, "off") as model:
-        caches = make_prompt_cache(model), make_prompt_cache(model)
-        expected = [answer(model, c, ids(TOKENS, 17 * n)) for n, c in enumerate(caches)]
-        expected += [answer(model, c, ids(3, n)) for n in (1, 2) for c in caches]
-    with opened(full) as model:
-        caches = make_prompt_cache(model), make_prompt_cache(model)
-        found = [answer(model, c, ids(TOKENS, 17 * n)) for n, c in enumerate(caches)]
-        found += [answer(model, c, ids(3, n)) for n in (1, 2) for c in caches]
-    assert all(map(equal, expected, found))
-
-
 def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) -> None:
     def text(**options: Any) -> list[int]:
         options |= {"memory": "1GB", "resident": 0, "slots": 2, "dtype": "float32"}
@@ -379,25 +336,6 @@ def test_a_cache_on_disk_can_be_copied_saved_and_used_in_memory(full: Path, tmp_
         loaded = load_prompt_cache(str(tmp_path / "saved.safetensors"))
         assert all(equal(expected, answer(model, each, ids(3, 9))) for each in (other, loaded, cache))
         assert on_disk(other) == len(other), "it was brought along"
-
-
-def test_a_cache_can_be_copied_while_it_is_used(full: Path) -> None:
-    with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
-        expected = answer(model, cache, ids(3, 9))
-    with opened(full) as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS), 4)
-        token = answer(model, copy.deepcopy(cache), ids(1, 5), 1)[0][0]
-        mx.eval(model(mx.array([[token, token]]), cache=cache))
-        assert not all(isinstance(c, Away) for c in cache), "the last layers are not known to be done"
-        copies = copy.deepcopy(cache)
-        again = pickle.loads(pickle.dumps([c for c in cache if not isinstance(c, Away)]))
-        assert all(keeper_of(c) is None for c in (*copies, *again))
-        assert {c.offset for c in copies} == {cache[0].offset}
-        assert equal(answer(model, copies, ids(3, 9)), answer(model, cache, ids(3, 9)))
-    assert expected
 
 
 def test_a_cache_of_another_model_that_keeps_its_own_on_disk(full: Path) -> None:

@@ -130,23 +130,6 @@ def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_pa
             assert same(model, wanted)
 
 
-def test_only_low_bits_are_read(folder: Path) -> None:
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "govern": False}
-    plain = prepare(folder, draft="none", **{k: v for k, v in options.items() if k != "govern"})
-    model, _ = outcore.load_model(folder, draft="self:2", **options)
-    with model.outcore as session:
-        modules = [m for _, m in nested_modules(model)]
-        low = sum(u.unit.weight_bytes for u in session.streaming.units if u.rows is None)
-        assert len(modules) == 4 * 7 and "of them high=2" in repr(modules[0])
-        # Two of four bits, and no scales; 4 bit with groups of 32 in float32 are 6 bits a weight.
-        assert low == pytest.approx(sum(each.resident for each in plain.profile.size.layers) / 3, rel=0.02)
-        # What the draft has, nothing has twice.
-        draft = dict(session.drafting.model.named_modules())
-        for path, module in nested_modules(model):
-            assert module.coarse is draft[path] and not module.settled
-            assert "weight" not in module and "scales" not in module
-
-
 def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
     wanted = expected(folder)
     options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 320, "prefill_step_size": 16, "govern": False}
@@ -214,31 +197,6 @@ def test_layers_that_come_back_together_are_not_in_memory_twice(
             if session.plan.resident:
                 break
         assert len(session.plan.resident) == 10 and most - without < low + high / 2
-
-
-def test_single_modules_stay_whole_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of layers that are streamed otherwise; until another ring needs their room."""
-    large = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 1024}
-    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
-    folder = zoo.save_checkpoint("qwen3", tmp_path / "large", quantize={"bits": 4, "group_size": 32})
-    wanted = expected(folder)
-    planning = prepare(folder, memory="1GB", draft="self:2", context=320).planning
-    budget, plan = planning.smallest, planning.at(planning.smallest).plan
-    while not (plan.kept and plan.resident):
-        assert plan.streams, "no plan keeps layers and single modules"
-        budget += 20_000
-        plan = planning.at(budget).plan
-    options: dict[str, Any] = {"memory": budget, "context": 320, "prefill_step_size": 16, "govern": False}
-    model, _ = outcore.load_model(folder, draft="self:2", **options)
-    with model.outcore as session:
-        modules = [m for _, m in nested_modules(model)]
-        assert session.plan.kept == plan.kept
-        assert sum(m.settled for m in modules) == 7 * len(plan.resident) + sum(len(n) for _, n in plan.kept)
-        assert same(model, wanted)
-        session.residency.layers.shed(len(plan.resident))
-        assert sum(m.settled for m in modules) == sum(len(n) for _, n in plan.kept) and same(model, wanted)
-        assert session.residency.layers.shrink(session.residency.layers.spare_bytes) > 0
-        assert not any(m.settled for m in modules) and same(model, wanted)
 
 
 def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:

@@ -7,10 +7,8 @@ import gc
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import safetensors
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore.checkpoint import pack, packed_bytes
+from outcore.checkpoint import packed_bytes
 from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel
@@ -33,7 +31,6 @@ from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_mod
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.machine.cache_use import USERS
 from outcore.modules.layers import find_layers
-from quick_transformers import python_path
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
@@ -312,44 +309,7 @@ def test_original_that_changes_meanwhile_is_not_packed(tmp_path: Path) -> None:
     assert missing_bytes(lazy, find_layers(lazy.model)) > 0
 
 
-RUN = """
-import os, sys, time
-from pathlib import Path
-from outcore.modules.layers import find_layers
-from outcore.checkpoint.pack import pack_overlay
-from outcore.checkpoint.packed_store import open_model
-lazy = open_model(Path(sys.argv[1]))
-def progress(what, done, total):
-    print(what, flush=True)
-pack_overlay(lazy, find_layers(lazy.model), progress=progress)
-"""
-
-
-def process(folder: Path, mode: str, **named: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": python_path(Path(pack.__file__).parents[2])}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", RUN, str(folder), mode]
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **named)
-
-
 # Full disks
-
-
-def test_file_that_cannot_grow_is_a_space_error_and_finished_files_stay(tmp_path: Path) -> None:
-    folder = original(tmp_path / "m", "qwen3_5_moe")
-    lazy = open_model(folder)
-    sizes = [file.nbytes for file in store.overlay(lazy)[1]]
-
-    def limit() -> None:  # the operating system's own: writing past it fails
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) - 4096, max(sizes) - 4096))
-
-    _, err = process(folder, "", preexec_fn=limit).communicate()
-    assert "outcore.errors.StoreSpaceError" in err and "File too large" in err, err
-    left = {p.name for p in overlay_of(lazy).iterdir()}
-    assert not any(name.endswith(".safetensors.partial") for name in left)
-    assert not is_packed(overlay_of(lazy))
-    pack_overlay(lazy, find_layers(lazy.model))
-    assert missing_bytes(lazy, find_layers(lazy.model)) == 0
 
 
 @pytest.fixture
