@@ -70,7 +70,6 @@ def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--limit", "much"], "--limit much: not a size"),
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
-        (["--pipeline"], "--pipeline: is for several machines, and outcore bench measures one; leave it out"),
         (["-g", "1"], "--generation-tokens 1: at least 2, as decoding is timed from the second one on"),
         (["-g", "4", "--tokens", "4"], "--tokens: not allowed with argument --generation-tokens"),
         (["--delay", "-1"], "--delay -1: at least 0"),
@@ -155,13 +154,13 @@ def test_every_batch_and_way_of_reading_is_a_row() -> None:
     assert found == [f"outcore, 2GB, {io}, batch {n}" for n in (1, 4) for io in ("direct", "cached")]
 
 
-def test_a_limit_is_for_the_modes_named_and_never_for_the_row_that_gives_compute_time() -> None:
-    jobs = make_jobs(BenchSettings(limit=10**9, limit_modes=("outcore",)), "m", 8, fits=True)
+def test_a_limit_is_never_for_the_row_that_gives_compute_time() -> None:
+    jobs = make_jobs(BenchSettings(limit=10**9), "m", 8, fits=True)
     limits = {j.label: j.limit for j in jobs}
     assert limits == {
         "outcore, all resident, no limit": None,
-        "mlx-lm": None,
-        "plain": None,
+        "mlx-lm": 10**9,
+        "plain": 10**9,
         "outcore, budget of its own choice": 10**9,
     }
 

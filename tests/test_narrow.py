@@ -48,7 +48,7 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, width, foretold=True), width)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
-    assert ("slots" in shown) == (width > 80) and ("read a token" in shown) == (width > 100)
+    assert "a token" in shown and "tokens/s" in shown
 
 
 def test_the_table_of_drafts_is_whole() -> None:
@@ -57,13 +57,13 @@ def test_the_table_of_drafts_is_whole() -> None:
     row |= {"resident_units": 12, "bytes_per_sweep": 12_300_000_000}
     why = "needs 51.9 GB, and that is more than there is at this budget"
     for width in (80, 120):
-        shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}], width), width)
+        shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}]), width)
         assert "…" not in shown and f"self:2: {why}" in shown
         assert all(word in shown for word in ("12.34", "← this plan", "123 MB", "12.3 GB"))
 
 
 def test_the_table_of_ranks_is_whole() -> None:
-    ranks = [replace(part([0]), host="studio.local", runs=12, peak_bytes=11_900_000_000, budget_bytes=12_000_000_000)]
+    ranks = [replace(part([0]), host="studio.local", peak_bytes=11_900_000_000, budget_bytes=12_000_000_000)]
     ranks.append(replace(ranks[0], host="mini.local", calibrated=False))
     shared = RanksPlan(tuple(ranks), 1.0, 1.0, 1, LinkTimes.same(2, 0.0), 1)
     for width in (80, 120):
@@ -71,7 +71,7 @@ def test_the_table_of_ranks_is_whole() -> None:
             ranks_table(shared, [SingleMachine(1.234), SingleMachine(smallest=15_600_000_000)], width), width
         )
         assert "…" not in shown and max(map(len, shown.splitlines())) <= width
-        assert ("11.9 GB of 12.0 GB" in shown) == ("corrected by 12 runs" in shown) == (width > 80)
+        assert ("11.9 GB of 12.0 GB" in shown) == (width > 80)
         assert all(word in shown for word in ("needs", "15.6 GB", "studio.local", "mini.local"))
 
 

@@ -174,7 +174,6 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--draft", " "], "auto, none, ngram"),
     (["--slots", "1"], "--slots 1: at least 2"),
     (["--cpu-streams", "0"], "--cpu-streams 0: at least 1"),
-    (["--placement", "nowhere"], "--placement nowhere: choose one of even"),
 ]
 
 

@@ -495,8 +495,8 @@ def test_the_command_writes_page_and_markdown(capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "new/report.md").read_text() == text_of(document())
     assert record["rows"] == 8 and record["documents"] == 1 and "timeline" in record["sections"]
     short().write(tmp_path / "short.json")
-    status, _, _ = run(capsys, tmp_path / "short.json", "-o", tmp_path / "b.html", "--markdown", tmp_path / "c.md")
-    assert status == 0 and (tmp_path / "b.html").is_file() and (tmp_path / "c.md").is_file()
+    status, _, _ = run(capsys, tmp_path / "short.json", "-o", tmp_path / "b.html")
+    assert status == 0 and (tmp_path / "b.html").is_file()
 
 
 def test_files_of_other_schemas_are_skipped_with_a_line_each(

@@ -26,7 +26,7 @@ class BenchSettings:
         tokens: decoded and timed in each repeat, for each sequence of a batch; the first token is not one of them.
         delay: seconds to wait before each repeat.
         prefill_step_size, quantize_activations, trust_remote_code: as in mlx-lm.
-        limit: bytes of the control group that each row of ``limit_modes`` runs in.
+        limit: bytes of the control group that each row runs in.
 
     Raises:
         UsageError: a value that cannot be used.
@@ -51,7 +51,6 @@ class BenchSettings:
     slots: int | None = None
     threads: int | None = None
     limit: int | None = None
-    limit_modes: tuple[str, ...] = ()
     timeline: bool = False
 
     @property
@@ -62,7 +61,6 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for flag, values, known in (
             ("--modes", self.modes, tuple(MODES)),
-            ("--limit-modes", self.limit_modes, tuple(MODES)),
             ("--io", self.io, IO_MODES),
             ("--cache", (self.cache,), CACHES),
             ("--dtype", () if self.dtype is None else (self.dtype,), tuple(COMPUTE_DTYPES)),
@@ -125,8 +123,7 @@ def make_jobs(
             cpu_streams=settings.cpu_streams,
         )
         for name in modes:
-            limited = settings.limit if not settings.limit_modes or name in settings.limit_modes else None
-            job = replace(base, mode=name, limit=limited)
+            job = replace(base, mode=name, limit=settings.limit)
             if MODES[name].budgeted:
                 job = replace(job, slots=settings.slots, threads=settings.threads, timeline=settings.timeline)
                 jobs += _budgets(job, settings, layers, fits)

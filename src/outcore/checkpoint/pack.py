@@ -10,7 +10,6 @@ import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import mlx_lm
 import mlx_lm.utils
@@ -32,7 +31,6 @@ from .manifest import (
     PLAIN,
     PLANES,
     Manifest,
-    RankLayers,
     is_packed,
 )
 from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
@@ -41,7 +39,6 @@ from .packed_store import (
     NON_LAYER,
     Overlay,
     PackedStore,
-    absent_tensors,
     full_copy,
     open_again,
     open_full,
@@ -51,22 +48,7 @@ from .packed_store import (
     whole_files,
 )
 
-__all__ = ["PackPart", "Progress", "pack_model", "pack_overlay"]
-
-
-class PackPart(Protocol):
-    """A part of a model, as one of several machines needs it."""
-
-    @property
-    def key(self) -> tuple[int, int, tuple[int, ...]]:
-        """As ``RankLayers.key`` of what is packed."""
-
-    def divided(self, files: Sequence[PackedFile], layers: Sequence[str]) -> tuple[list[PackedFile], RankLayers]:
-        """Those of a whole copy's files that are its own, and what is absent.
-
-        Args:
-            files: of each layer, and of the rest behind them. ``layers``: their paths.
-        """
+__all__ = ["Progress", "pack_model", "pack_overlay"]
 
 
 # What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
@@ -132,7 +114,6 @@ def pack_model(
     coding: str = PLAIN,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    part: PackPart | None = None,
 ) -> PackedStore:
     """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
 
@@ -141,7 +122,6 @@ def pack_model(
         force: write again what is there already.
         coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
             ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
-        part: what one rank of several needs, into ``output``, and nothing else; None: all of it.
 
     Raises:
         StoreSpaceError: the disk is too full; what is finished is kept.
@@ -159,7 +139,7 @@ def pack_model(
         except BaseException:
             remove_empty(output)
             raise
-    return _packed(checkpoint, output, force, coding, trust_remote_code, progress, part)
+    return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
 
 
 def _packed(
@@ -169,10 +149,9 @@ def _packed(
     coding: str,
     trust_remote_code: bool,
     progress: Progress | None,
-    part: PackPart | None = None,
 ) -> PackedStore:
     folder = checkpoint.folder
-    if not force and (whole := _whole_copy(output, checkpoint, coding, part)) is not None:
+    if not force and (whole := _whole_copy(output, checkpoint, coding)) is not None:
         return whole
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
@@ -198,22 +177,19 @@ def _packed(
         )
         what = f"no layer's codes can be cut as --coding {coding} says"
         raise StoreError(f"{folder}: {what}, {why}; choose another coding")
-    files, share = _full_files(lazy, codings), None
-    if part is not None:
-        files, share = part.divided(files, [layer.path for layer in find_layers(lazy.model)])
+    files = _full_files(lazy, codings)
     manifest = Manifest(
         kind=FULL,
         source=source_of(checkpoint),
         files={},
         coding=coding,
         codings={path: found.coded for path, found in codings.items()},
-        share=share,
     )
     extra = sum(path.stat().st_size for path in copied)
     pack = PackWriter(output, checkpoint, manifest, files, files, progress, force, extra)
     if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
         return open_packed(output)
-    return _whole_copy(output, checkpoint, coding, part) or open_packed(output)
+    return _whole_copy(output, checkpoint, coding) or open_packed(output)
 
 
 def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
@@ -231,7 +207,7 @@ def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[st
     return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
 
 
-def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: PackPart | None = None) -> PackedStore | None:
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
@@ -239,9 +215,6 @@ def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: PackPar
         raise StoreError(f"{output}: {OTHER}")
     if store.coding != coding:
         raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
-    if (None if part is None else part.key) != (None if store.share is None else store.share.key):
-        what = "the whole model" if store.share is None else f"{store.share.who}, with other layers or of others"
-        raise StoreError(f"{output}: packed for {what}; give another folder, or --force")
     remove_abandoned(output, whole=True)
     return store
 
@@ -284,7 +257,6 @@ def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Codi
         StoreError: names the first parameter that would differ.
     """
     tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
-    tensors |= {info.name: info for info in absent_tensors(output, pack.manifest.share)}
     files = tuple(sorted(output / file.name for file in pack.files))
     store = PackedStore.of(output, pack.manifest, tensors, files)
     again = open_full(store, trust_remote_code=trust_remote_code)

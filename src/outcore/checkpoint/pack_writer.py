@@ -30,7 +30,6 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLAIN_SCHEMA,
-    RANK_SCHEMA,
     SCHEMA,
     Manifest,
     Record,
@@ -243,7 +242,7 @@ class PackWriter:
             if file.name in records
         ]
         # The oldest that tells all of it.
-        schema = RANK_SCHEMA if mine.share else PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
+        schema = PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
         document = {"format": FORMAT, "schema": schema, **mine.model_dump(by_alias=True, exclude_defaults=True)}
         write_small(self.folder / PARTIAL_MANIFEST, json.dumps({**document, "units": units}, indent=1).encode())
 

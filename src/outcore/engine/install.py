@@ -326,8 +326,8 @@ def _scratch(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
         scratch.close(unread=True)
         raise StoreError(
             f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
-            f"{format_size(free)} may be taken there: free some, name another folder (--kv-dir), or ask "
-            "for fewer tokens"
+            f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
+            "ask for fewer tokens"
         )
     return scratch
 

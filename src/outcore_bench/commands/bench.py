@@ -68,8 +68,6 @@ def settings(args: argparse.Namespace) -> BenchSettings:
         batch = tuple(int(n) for n in _list(args.batch))
     except ValueError:
         raise UsageError(f"--batch {args.batch}: give whole numbers, separated by commas") from None
-    if args.pipeline:
-        raise UsageError("--pipeline: is for several machines, and outcore bench measures one; leave it out")
     generated: int | None = args.generation_tokens
     if generated is not None and generated < 2:
         raise UsageError(f"--generation-tokens {generated}: at least 2, as decoding is timed from the second one on")
@@ -93,7 +91,6 @@ def settings(args: argparse.Namespace) -> BenchSettings:
         slots=args.slots,
         threads=args.threads,
         limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
-        limit_modes=_list(args.limit_modes),
         timeline=args.timeline,
     )
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
             settings,
             output,
             shlex.join(["outcore", "matrix", *shown_command(args.argv, names)]),
-            overwrite=args.overwrite,
+            overwrite=args.force,
             progress=bar.count,
         )
         if runner.reused:
