@@ -497,7 +497,7 @@ def answer(folder: Path, *mirrors: Path, before: Callable[[Any, int], object] = 
         for n, r in enumerate(outcore.stream_generate(model, tokenizer, "one two three", max_tokens=8)):
             tokens.append(r.token)
             before(session, n)
-        return tokens, session.notes, session.replicas.all
+        return tokens, session.notes, session.reading.replicas.all
 
 
 @pytest.mark.parametrize("io", ["auto", "cached"])

@@ -18,7 +18,7 @@ import outcore
 import zoo
 from adapters import DORA, LORA, save_adapter
 from outcore.checkpoint.nested import nested_modules
-from outcore.engine import install
+from outcore.engine import binding, engine
 from outcore.loading import opened
 from outcore.loading.preparation import prepare
 from outcore.modules.code_planes import BITS, high_plane, joined, joining_source, low_plane
@@ -323,7 +323,7 @@ def test_a_draft_whose_files_are_others_is_not_given_up(
         assert session.drafting.name == "self:2" and same(model, wanted)
 
 
-@pytest.mark.parametrize("where", ["FileReader", "Ring", "_forget", "_make_resident"])
+@pytest.mark.parametrize("where", ["FileReader", "Ring", "forget", "make_resident"])
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_what_breaks_off_giving_up_changes_no_answer(
     where: str, error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -337,7 +337,7 @@ def test_what_breaks_off_giving_up_changes_no_answer(
 
     with model.outcore as session:
         with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(install, where, broken)
+            patch.setattr(binding if where == "FileReader" else engine, where, broken)
             session.residency.layers.give_up_draft()
         assert session.drafting.name == "ngram" and same(model, wanted)
         assert session.residency.layers.regrow(1) == 1 and same(model, wanted) and same(model, wanted)
