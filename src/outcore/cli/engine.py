@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +13,10 @@ from ..engine.session import Session
 from ..machine.memory import peak_rss
 from ..monitoring import publish
 from ..sizes import format_size
-from ..text import counted, printable
+from ..text import counted
 from .arguments import model_name
 from .console import PlainConsole
+from .output import tell
 
 ONCE = ", once"
 """In what the loader says of what it does the first time only."""
@@ -43,7 +43,7 @@ class ProgressBar:
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
         if not self.console.is_terminal and ONCE in what:
-            warn(f"{what} ({format_size(total)})")
+            tell(f"{what} ({format_size(total)})")
         self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
 
     def count(self, what: str, done: int, total: int, more: str = "") -> None:
@@ -87,7 +87,7 @@ def measuring(bar: ProgressBar) -> Callable[..., None]:
     def count(what: str, done: int, total: int, more: str = "") -> None:
         nonlocal told
         if not told:
-            warn("measuring this machine, for up to a minute; what is found is kept")
+            tell("measuring this machine, for up to a minute; what is found is kept")
             told = True
         bar.count(what, done, total, more)
 
@@ -125,7 +125,7 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
     session: Session = model.outcore
     forecast = session.transport.forecast
     if forecast is not None and session.transport.chooses:
-        warn(forecast.line)
+        tell(forecast.line)
     return session
 
 
@@ -215,8 +215,3 @@ def _experts(session: Session) -> str:
     there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)
     found = f", {100 * max(0, there) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
     return f"{sum(counts.values())} of {of} in memory{found}"
-
-
-def warn(text: str) -> None:
-    """One line on standard error."""
-    print(printable(text), file=sys.stderr)

@@ -28,7 +28,8 @@ from ..text import counted
 from .arguments import engine_options
 from .console import console
 from .draft_table import choice_records, drafts_table, why_drafted
-from .engine import measuring, progress_bar, warn
+from .engine import measuring, progress_bar
+from .output import tell
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
 """For those whose budget is too small for what these flags say."""
@@ -97,7 +98,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
 
     def note(line: str) -> None:
         notes.append(line)
-        warn(line)
+        tell(line)
 
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)

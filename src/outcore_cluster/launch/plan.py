@@ -14,8 +14,9 @@ from rich.table import Table
 from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.hub_cache import name_of
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import measuring, progress_bar, warn
+from outcore.cli.engine import measuring, progress_bar
 from outcore.cli.model_folder import model_folder
+from outcore.cli.output import tell
 from outcore.cli.plan import FEWER_TOKENS, plan_options
 from outcore.errors import BudgetError
 from outcore.loading.preparation import Preparation, prepare
@@ -74,7 +75,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=warn)
+            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=tell)
     try:
         return prepare(folder, **options)
     except BudgetError as e:
