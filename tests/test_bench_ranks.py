@@ -16,7 +16,7 @@ import zoo
 from link_ranks import in_threads, linked
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
-from outcore_bench.jobs import BenchSettings, make_jobs
+from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import measure
 from outcore_bench.processes import KILLED
 from outcore_bench.ranked_runner import _first
@@ -52,7 +52,7 @@ def test_rows_are_measured_by_all_machines(tmp_path: Path) -> None:
     """And those that cannot be are told with whose fault that is."""
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     output = tmp_path / "out.json"
-    asked = BenchSettings(modes=("outcore",), resident=("0",), tokens=4, prompt_tokens=20, repeats=1, warmup=0)
+    asked = BenchSettings(("outcore",), (), ("0",), run=RunSettings(tokens=4, prompt_tokens=20, repeats=1, warmup=0))
     vocabulary = int(zoo.CONFIGS["llama"]["vocab_size"])
     alone = measure(make_jobs(asked, str(folder), 4, fits=False, vocabulary=vocabulary)[0])
     found = bench(folder, "--resident", "0,100%", "--memory", "1MB", "--output", str(output))
@@ -71,7 +71,7 @@ def test_rows_are_measured_by_all_machines(tmp_path: Path) -> None:
 
 def test_packed_copies_are_measured_too(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    asked = BenchSettings(modes=("outcore",), resident=("0",), tokens=2, prompt_tokens=8, repeats=1, warmup=0)
+    asked = BenchSettings(("outcore",), (), ("0",), run=RunSettings(tokens=2, prompt_tokens=8, repeats=1, warmup=0))
     original, packed = (
         measure(make_jobs(asked, str(f), 4, fits=False)[0])
         for f in (folder, pack_model(folder, tmp_path / "whole").folder)
