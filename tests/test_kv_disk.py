@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
@@ -29,7 +30,9 @@ from mlx_lm.models.cache import (
 
 import outcore
 import zoo
-from outcore.decode.generate_step import generate_step
+from outcore.decode.kv_slices import KvBits
+from outcore.decode.model_runner import MLX_LM_STEP
+from outcore.decode.one_text import generate_step
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
@@ -76,11 +79,9 @@ def ids(tokens: int, begin: int = 0) -> mx.array:
 
 
 def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 5, **options: Any) -> Answer:
-    session = model.outcore
     steps = generate_step(
         prompt,
         model,
-        lambda: session.streaming,
         max_tokens=tokens,
         prefill_step_size=options.pop("prefill_step_size", 64),
         prompt_cache=cache,
@@ -710,14 +711,15 @@ def test_a_model_without_such_caches_says_so(tmp_path: Path) -> None:
 def test_quantized_caches_on_disk_are_mlx_lms_own_class(full: Path) -> None:
     with opened(full) as model:
         cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS), kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+        answer(model, cache, ids(TOKENS), kv=KvBits(8, 32, 0, MLX_LM_STEP))
         assert on_disk(cache) == len(cache)
         assert all(isinstance(c, QuantizedKVCache) and type(c).__name__ == "QuantizedKVCache" for c in cache)
         assert not any(hasattr(c, "to_quantized") for c in cache)
         copies = copy.deepcopy(cache)
         assert all(type(c) is QuantizedKVCache for c in copies)
-        expected = answer(model, copies, ids(3, 9), kv_bits=8, kv_group_size=32)
-        assert equal(expected, answer(model, cache, ids(3, 9), kv_bits=8, kv_group_size=32))
+        bits = KvBits(8, 32, DEFAULT_QUANTIZED_KV_START, MLX_LM_STEP)
+        expected = answer(model, copies, ids(3, 9), kv=bits)
+        assert equal(expected, answer(model, cache, ids(3, 9), kv=bits))
 
 
 def test_room_for_what_is_drafted_is_no_reason_to_read_keys_and_values(demo_model: Path) -> None:

@@ -23,8 +23,8 @@ from mlx_lm import load as mlx_load
 
 import outcore
 import zoo
+from outcore.calibration.calibrate import calibrate_mirrors
 from outcore.calibration.calibration_file import load_calibration, store_calibration
-from outcore.calibration.mirrors import calibrate_mirrors
 from outcore.checkpoint import mirror as mirror_files
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror

@@ -81,8 +81,8 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
 ) -> None:
     looks = iter(range(100))
 
-    def few(pid: int | None) -> list[dict[str, Any]]:
-        return files.read_all(pid) if next(looks) < 4 else []
+    def few() -> list[dict[str, Any]]:
+        return files.read_all() if next(looks) < 4 else []
 
     monkeypatch.setattr(monitor, "read_all", few)
     assert main(["monitor", "--json"]) == 0

@@ -119,16 +119,11 @@ def test_it_is_gone_within_drain_whatever_does_not_end(answering: bool, monkeypa
 
 WRONG = {
     "no model": ([], "give a model: --model NAME"),
-    "quantized caches": (
-        ["--model", "m", "--kv-bits", "4"],
-        "--kv-bits: not with outcore serve: requests share sweeps",
-    ),
-    "pipelines": (["--model", "m", "--pipeline"], "--pipeline: not with outcore serve: outcore launch shares"),
     "no share": (["--model", "m", "--top-p", "2"], "--top-p: 2.0 is out of range; from 0 to 1"),
     "no temperature": (["--model", "m", "--temp", "-1"], "--temp: -1.0 is out of range; at least 0"),
     "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: ask for at least one token"),
     "no JSON": (["--model", "m", "--chat-template-config", "{"], "--chat-template-config: not JSON"),
-    "no object": (["--model", "m", "--chat-template-config", "[]"], "--chat-template-config: not a JSON object"),
+    "no object": (["--model", "m", "--chat-template-config", "[]"], "--chat-template-config: give a JSON object"),
     "ours": (
         ["--model", "m", "--chat-template-config", '{"tools": 1}'],
         "--chat-template-config.tools: cannot be given",

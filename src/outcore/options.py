@@ -1,12 +1,7 @@
-"""What a user asks for: how a model is to be held in memory, and the rule by which numbers and words are checked.
-
-What is no count, or no known word, is refused by its name: an argument's in Python, a flag's on the command line.
-"""
+"""What a user asks for: how a model is to be held in memory."""
 
 from __future__ import annotations
 
-import math
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,85 +9,10 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+from .checks import choice, shown_value, whole
 from .errors import BudgetError, OutcoreError, UsageError
 from .sizes import MOST_BYTES, parse_size
 from .text import refuse_unknown, shortened
-
-COUNT = 2**31 - 1
-"""The most that is counted to: MLX's shapes and indices are 32 bits."""
-
-LEAST_TEMPERATURE = 1e-30
-"""The least temperature but 0: log-probabilities divided by less leave float32."""
-
-
-def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
-    """A whole number: an int, of NumPy too, or a float that is one; ``True`` is none.
-
-    Args:
-        name: the flag or argument, named in the error.
-
-    Raises:
-        UsageError: another kind of value, or out of range.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{_shown(name, value)}: a whole number is needed") from None
-    if not least <= number <= most:
-        bounds = f"at least {least}" if number < least else f"at most {most}"
-        raise UsageError(f"{_shown(name, value)}: {bounds}")
-    return number
-
-
-def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number.
-
-    Raises:
-        UsageError: another kind of value, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise UsageError(f"{_shown(name, value)}: a number is needed")
-    if not least <= value <= most or value in (math.inf, -math.inf):
-        if math.isfinite(least) and math.isfinite(most):
-            raise UsageError(f"{_shown(name, value)}: from {least:g} to {most:g}")
-        bounds = f"at least {least:g}" if value < least else "a finite number is needed"
-        raise UsageError(f"{_shown(name, value)}: {bounds}")
-    return float(value)
-
-
-def choice(name: str, value: Any, known: Iterable[str]) -> str:
-    """One of these words.
-
-    Raises:
-        UsageError: another one.
-    """
-    words = tuple(known)
-    if not isinstance(value, str) or value not in words:
-        raise UsageError(f"{_shown(name, value)}: choose one of {', '.join(words)}")
-    return value
-
-
-def not_endless(name: str, path: Path) -> Path:
-    """A file to read whole, if it has an end: devices such as /dev/zero have none.
-
-    Raises:
-        UsageError: it is a device.
-    """
-    try:
-        endless = path.is_char_device()
-    except OSError:
-        endless = False  # whoever opens it tells why it cannot be
-    if endless:
-        raise UsageError(f"{_shown(name, path)}: a device; give a file, or a pipe")
-    return path
-
-
-def _shown(name: str, value: Any) -> str:
-    """As it was given: a flag with its value, or an argument."""
-    return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"
-
 
 FEW_BYTES = 1_000_000
 """A number of bytes below which some other unit was meant."""
@@ -317,7 +237,7 @@ class LoadOptions:
         if not hasattr(self.sequences, "most"):
             object.__setattr__(self, "sequences", whole(self.name("sequences"), self.sequences))
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
-            raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+            raise UsageError(f"{shown_value(self.name('kv_dir'), self.kv_dir)}: a folder")
         self._check_mirrors()
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
@@ -341,12 +261,12 @@ class LoadOptions:
         elif said["words"]:
             choice(name, value, said["words"])
         elif str(each.type).startswith("bool") and not isinstance(value, bool):
-            raise UsageError(f"{_shown(name, value)}: True or False")
+            raise UsageError(f"{shown_value(name, value)}: True or False")
 
     def _prefix_bytes(self) -> int:
         name, size = self.name("prefix_cache"), self.prefix_cache
         if isinstance(size, str) and not any(c.isdigit() for c in size):
-            raise UsageError(f"{_shown(name, size)}: on, off or a size such as 5GB")
+            raise UsageError(f"{shown_value(name, size)}: on, off or a size such as 5GB")
         return parse_size(size, flag=name) if isinstance(size, str) else whole(name, size)
 
     def name(self, argument: str) -> str:
@@ -377,7 +297,7 @@ class LoadOptions:
         given: Any = self.mirror
         mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
         if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
-            raise UsageError(f"{_shown(self.name('mirror'), given)}: a folder, or several")
+            raise UsageError(f"{shown_value(self.name('mirror'), given)}: a folder, or several")
         if len({str(Path(m)) for m in mirrors}) < len(mirrors):
             raise UsageError(f"{self.name('mirror')}: one folder is there twice")
         object.__setattr__(self, "mirror", tuple(mirrors) or None)
@@ -393,7 +313,7 @@ class LoadOptions:
         if share is None:
             parse_size(memory, flag=name)
         elif not 0 < float(share[1]) <= 100:
-            raise UsageError(f"{_shown(name, memory.strip())}: from 1% to 100% of what may be used now")
+            raise UsageError(f"{shown_value(name, memory.strip())}: from 1% to 100% of what may be used now")
 
 
 def told(name: str) -> str:

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
+from outcore.checks import not_endless
 from outcore.errors import BudgetError, UsageError
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.options import not_endless
 from outcore.sizes import format_size
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -18,7 +18,7 @@ from outcore.engine.vocabulary import Table
 from outcore.errors import UsageError
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
-from outcore.plan.context_bytes import held_bytes
+from outcore.plan.cache_size import held_bytes
 from outcore.plan.model_size import ModelSize
 
 from .cuts import Cuts, find_cuts

@@ -18,11 +18,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.lazy_model import config_of
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.sampling import SAMPLING, check_sampling, make_sampler
 from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..errors import UsageError
-from ..options import whole
 from ..serve.parsing import Stopper
 from .model_folder import model_folder
 

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..checks import choice, whole
 from ..errors import UsageError
-from ..options import AUTO, KV_EVICTIONS, LEAST_HALVED, choice, whole
+from ..options import AUTO, KV_EVICTIONS, LEAST_HALVED
 from ..text import half_character, one_line
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"

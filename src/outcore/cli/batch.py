@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
 from ..decode.batch_file import (
@@ -37,7 +38,6 @@ from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
-from ..options import whole
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
 from ..sizes import format_size

@@ -16,13 +16,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..checks import whole
 from ..decode.conversation import ChatTemplate
 from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
-from ..options import AUTO, whole
+from ..options import AUTO
 from ..text import counted, shortened
 from .answering import draft_tokens, generation_options, opened
 from .answers import Chat
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
             if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 chat.greet()
             with session_file(args.session) as path:
-                if path is not None and chat.resume(path) and args.system_prompt:
+                if path is not None and chat.kept.resume(path) and args.system_prompt:
                     tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
                     with closing(heard(transport_of(model))) as messages:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
                                 break
                             chat.hear(line)
                 finally:
-                    chat.leave()
+                    chat.kept.leave()
             answers, tokens = counted(len(chat.turns), "answer"), counted(len(chat.tokens), "token")
             print_summary([f"Conversation: {answers}, {tokens}"], model.outcore)
             args.result.record = chat.record() | engine_record(model.outcore)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ..checkpoint.demo_model import demo_model
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.prompt import encode
 from ..engine.session import Session
@@ -22,7 +23,6 @@ from ..errors import OutcoreError, UsageError
 from ..loading.loader import load
 from ..machine.allocator import reset_peak
 from ..machine.memory import asked_budget
-from ..options import whole
 from ..sizes import format_size
 from .arguments import text_of
 from .console import PlainConsole

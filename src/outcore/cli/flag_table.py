@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..options import LoadOptions
-from .parser import ArgumentParser
+from .parser import LOG_LEVELS, ArgumentParser
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 SETTLED = " Default: OUTCORE_MODEL, or the configuration file's."
 MODEL = "A local folder, or a model of the Hugging Face Hub."
 

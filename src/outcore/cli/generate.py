@@ -14,13 +14,14 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.prompt_cache import open_prompt_cache
+from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.prompt import cached_tokens
 from ..errors import UsageError
 from ..loading.loader import load_model
 from ..machine.settings import setting
 from ..modules.cache_form import check_cache
-from ..options import AUTO, whole
+from ..options import AUTO
 from ..text import counted, one_line
 from .answering import (
     AnswerOutput,

@@ -14,10 +14,10 @@ from typing import Any
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
 from rich.table import Table
 
+from ..checks import whole
 from ..errors import OutcoreError
 from ..loading.preparation import prepare
 from ..machine.memory import asked_budget
-from ..options import whole
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import one_line, shortened

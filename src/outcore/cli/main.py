@@ -44,6 +44,12 @@ RANK = "MLX_RANK"
 WIDEST = 110
 """Characters of a line of help at most."""
 
+FOR_ALL = (
+    "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off: nobody "
+    "can watch with outcore monitor), or memory, model, cache and monitor in outcore/config.toml of your folder for "
+    "such files (~/.config), or the file that OUTCORE_CONFIG names."
+)
+
 
 def usage() -> str:
     """The text of ``outcore --help``."""
@@ -55,24 +61,9 @@ def usage() -> str:
         textwrap.fill(command.help, columns, initial_indent=f"  {name:{width}}  ", subsequent_indent=below)
         for name, command in all_commands.items()
     ]
-    for_all = (
-        "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off: "
-        "nobody can watch with outcore monitor), or memory, model, cache and monitor in outcore/config.toml of your "
-        "folder for such files (~/.config), or the file that OUTCORE_CONFIG names."
-    )
-    return "\n".join(
-        [
-            "usage: outcore COMMAND [OPTIONS]",
-            "",
-            "Run language models larger than memory, on MLX.",
-            "",
-            *lines,
-            "",
-            "outcore help COMMAND shows the options of one.",
-            "",
-            textwrap.fill(for_all, columns),
-        ]
-    )
+    head = ["usage: outcore COMMAND [OPTIONS]", "", "Run language models larger than memory, on MLX.", ""]
+    tail = ["", "outcore help COMMAND shows the options of one.", "", textwrap.fill(FOR_ALL, columns)]
+    return "\n".join([*head, *lines, *tail])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

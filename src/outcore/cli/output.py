@@ -21,10 +21,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..checks import choice
 from ..errors import OutcoreError, UsageError, no_mlx
-from ..options import choice
 from ..text import one_line, printable, unmoved
-from .flag_table import LOG_LEVELS
+from .parser import LOG_LEVELS
 
 DEBUG = "OUTCORE_DEBUG"
 

@@ -7,12 +7,17 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UsageError
-from ..machine.settings import Setting
 from ..text import meant, shortened
 from .preset import Preset
+
+if TYPE_CHECKING:
+    from ..machine.settings import Setting
+
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _HelpAll(argparse._HelpAction):

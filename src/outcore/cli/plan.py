@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import calibrated
-from ..calibration.mirrors import calibrate_mirrors
+from ..calibration.calibrate import calibrate_mirrors, calibrated
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.hub_cache import name_of
 from ..errors import BudgetError

@@ -17,20 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import COUNT, real, whole
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
-from ..options import AUTO, COUNT, LoadOptions, real, whole
+from ..options import AUTO, LoadOptions
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
-from ..serve.deadline import Deadline
 from ..serve.events import ModelCard, Sampling
 from ..serve.limits import ClientLimits
-from ..serve.server import Server, connections_within, listen, url
+from ..serve.server import Deadline, Server, connections_within, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
 from .arguments import check_max_tokens, loading_options, template_options, text_of
@@ -277,6 +277,6 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     )
 
 
-def listed(text: str) -> list[str]:
+def listed(text: str | None) -> list[str]:
     """Names separated by commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return [word.strip() for word in (text or "").split(",") if word.strip()]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..plan.context_bytes import held_bytes
+from ..plan.cache_size import held_bytes
 from ..plan.draft_cost import Draft
 from ..plan.model_size import ModelSize
 from .model_profile import ModelProfile

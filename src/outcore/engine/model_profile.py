@@ -24,10 +24,9 @@ from ..modules.module_tree import named_parameters
 from ..modules.nested_linear import NestedLinear
 from ..modules.switches import Switch, find_switch
 from ..modules.trace import Trace, rehearse
+from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.context import planned_context
 from ..plan.model_size import (
-    COPIED,
-    COPIED_ELSEWHERE,
     METAL_REUSE_BYTES,
     REST_BYTES,
     REUSE_BYTES,

@@ -18,12 +18,12 @@ from mlx_lm.perplexity import eval_ppl
 
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.checks import whole
 from outcore.cli.arguments import engine_options, model_name
 from outcore.cli.engine import engine_record, peak_memory_bytes, print_summary, progress_bar, watched
 from outcore.cli.model_folder import model_folder
 from outcore.engine.session import Session
 from outcore.errors import UsageError
-from outcore.options import whole
 from outcore.text import printable
 
 from .. import fingerprint
