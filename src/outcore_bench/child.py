@@ -13,10 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outcore.errors import LinkError, OutcoreError
-from outcore.text import one_line
-from outcore_cluster.group import RankGroup
-from outcore_cluster.link.environment import from_environment
+from outcore.errors import OutcoreError
 
 from .disk import disk_rate
 from .measure import measure
@@ -24,17 +21,7 @@ from .modes import BenchJob
 
 
 def _row(arguments: dict[str, Any]) -> dict[str, Any]:
-    link = from_environment()
-    if link is None:
-        return asdict(measure(BenchJob(**arguments)))
-    try:
-        return asdict(measure(BenchJob(**arguments), ranks=RankGroup(link, host=link.host)))
-    except BaseException as e:
-        if not isinstance(e, LinkError):
-            link.fail(one_line(e))
-        raise
-    finally:
-        link.close()
+    return asdict(measure(BenchJob(**arguments)))
 
 
 def _disk(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,10 @@ from mlx_lm.generate import generation_stream
 
 from outcore.disk.metrics import Event, Metrics
 from outcore.machine.memory import peak_rss
-from outcore_cluster.group import RankGroup
 
 from .counters import Energy, Reads, process_reads
 from .document import BenchRow, Stat, TimelineBar
-from .modes import MODES, BenchJob, Loop, open_on_ranks
+from .modes import MODES, BenchJob, Loop
 from .page_cache import drop_page_cache, warm_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "none": None}
@@ -31,18 +30,15 @@ def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
-def measure(job: BenchJob, clock: Clock = time.perf_counter, ranks: RankGroup | None = None) -> BenchRow:
+def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
     """Load the model, warm up, repeat; everything that can be said of this row without the others.
-
-    Args:
-        ranks: that share the model; all of them measure at the same time.
 
     Raises:
         OutcoreError: the model cannot be loaded that way.
     """
     files = weight_files(Path(job.folder))
     energy = Energy.here()
-    loop = MODES[job.mode].open(job) if ranks is None else open_on_ranks(job, ranks)
+    loop = MODES[job.mode].open(job)
     try:
         bench = _Bench(job, loop, files, energy, clock)
         for _ in range(job.warmup):
@@ -182,11 +178,6 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
     row.planned_peak_bytes = plan.peak_bytes
     if plan.calibrated and job.batch == 1:
         row.predicted_tps, row.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
-    if (forecast := session.transport.forecast) is not None:
-        row.ranks = forecast.record()["ranks"]
-        foreseen = forecast if forecast.calibrated else None
-        row.predicted_tps = None if foreseen is None else 1 / foreseen.token_s
-        row.predicted_ttft_s = None if foreseen is None else foreseen.ttft_s
     row.parts = {
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,

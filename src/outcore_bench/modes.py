@@ -20,7 +20,6 @@ from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
-from outcore_cluster.group import RankGroup
 
 from .plain_way import PlainWay
 from .words import AUTO, WAYS
@@ -192,7 +191,7 @@ def _open_plain(job: BenchJob) -> Loop:
 
 
 def _open_outcore(job: BenchJob) -> Loop:
-    model = _loaded(job, None)
+    model = _loaded(job)
     session: Session = model.outcore
     steps = mlx_lm_steps(model, session.plan.prefill_step)
     if session.streaming is not None and job.batch == 1:
@@ -200,14 +199,7 @@ def _open_outcore(job: BenchJob) -> Loop:
     return Loop(model, steps, session.io, session, session.close)
 
 
-def open_on_ranks(job: BenchJob, ranks: RankGroup) -> Loop:
-    """Outcore's loop on a model that ranks share, which all open at the same time."""
-    model = _loaded(job, ranks)
-    session: Session = model.outcore
-    return Loop(model, _outcore_steps(model, session, job.prefill_step_size), session.io, session, session.close)
-
-
-def _loaded(job: BenchJob, ranks: RankGroup | None) -> Any:
+def _loaded(job: BenchJob) -> Any:
     options = LoadOptions(
         memory=None if job.memory == AUTO else job.memory,
         resident=job.resident,
@@ -222,15 +214,14 @@ def _loaded(job: BenchJob, ranks: RankGroup | None) -> Any:
         cpu_streams=job.cpu_streams,
         threads=job.threads,
         draft="none",
-        ranks=ranks,
     )
     return load_model(job.folder, options)[0]
 
 
-def _outcore_steps(model: Any, session: Session, asked: int | None = None) -> Steps:
+def _outcore_steps(model: Any, session: Session) -> Steps:
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
-        step = session.transport.chunk(session.plan.prefill_step, asked=asked is not None)
+        step = session.plan.prefill_step
         with wired_limit(model, [generation_stream]):
             for token, *_ in generate_step(prompt, model, max_tokens=tokens, prefill_step_size=step):
                 yield [token]
