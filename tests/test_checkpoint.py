@@ -517,7 +517,7 @@ def test_a_file_that_changes_while_the_model_is_opened(
 ) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     (file,) = folder.glob("*.safetensors")
-    whole, install = file.read_bytes(), loader.install
+    whole, session = file.read_bytes(), loader.Session
 
     def late(*args: Any, **kwargs: Any) -> Any:
         changed = whole[:-64] + bytes(64)
@@ -526,12 +526,12 @@ def test_a_file_that_changes_while_the_model_is_opened(
         else:
             (tmp_path / "new").write_bytes(changed)
             (tmp_path / "new").replace(file)
-        return install(*args, **kwargs)
+        return session(*args, **kwargs)
 
-    monkeypatch.setattr(loader, "install", late)
+    monkeypatch.setattr(loader, "Session", late)
     with pytest.raises(CheckpointError, match="was written to while the model was opened"):
         loader.load_model(folder, memory="1GB", context=32, resident=resident)
-    monkeypatch.setattr(loader, "install", install)
+    monkeypatch.setattr(loader, "Session", session)
     model, _ = loader.load_model(folder, memory="1GB", context=32, resident=resident)
     model.outcore.close()
 

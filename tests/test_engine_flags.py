@@ -19,8 +19,8 @@ from outcore.options import LoadOptions
 from outcore_bench import modes
 from outcore_bench.commands.bench import settings
 from outcore_bench.commands.matrix import each_run
-from outcore_bench.flags.bench import setup_arg_parser as bench_parser
-from outcore_bench.flags.matrix import setup_arg_parser as matrix_parser
+from outcore_bench.flags import bench as bench_parser
+from outcore_bench.flags import matrix as matrix_parser
 from outcore_bench.jobs import make_jobs
 from outcore_bench.matrix import GridPoint, job_of
 
@@ -146,7 +146,11 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
     asked_for = [({"resident": "5"}, "resident", 5), ({"memory": "123MB"}, "memory", "123MB")]
     for more, name, value in asked_for:
         args = bench_parser().parse_args(["m", "--modes", "outcore", *_flags(**RUN_FLAGS, **more)])
-        (job,) = [j for j in make_jobs(settings(args), "m", 16, fits=False) if getattr(j, name) == value]
+        (job,) = [
+            j
+            for j in make_jobs(settings(args), "m", 16, fits=False)
+            if getattr(j.run if hasattr(j.run, name) else j, name) == value
+        ]
         with pytest.raises(Asked):
             modes._open_outcore(job)
         assert {n: calls[-1][n] for n in (*RUN_FLAGS, name)} == RUN_FLAGS | {name: value}

@@ -508,7 +508,7 @@ def answer(folder: Path, *mirrors: Path, before: Callable[[Any, int], object] = 
         for n, r in enumerate(outcore.stream_generate(model, tokenizer, "one two three", max_tokens=8)):
             tokens.append(r.token)
             before(session, n)
-        return tokens, session.notes, session.replicas.all
+        return tokens, session.notes, session.reading.replicas.all
 
 
 @pytest.mark.parametrize("io", ["auto", "cached"])
@@ -582,7 +582,7 @@ def test_experts_that_are_read_one_by_one_come_from_mirrors_too(demo_model: Path
             outputs.append(logits)
             assert session.metrics.experts_read
             if mirror is not None:
-                assert session.replicas.all[1].nbytes
+                assert session.reading.replicas.all[1].nbytes
     assert all(mx.array_equal(a, b).item() for a, b in zip(*outputs, strict=True))
 
 

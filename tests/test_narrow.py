@@ -16,8 +16,9 @@ from outcore.cli.draft_table import drafts_table
 from outcore.cli.main import usage
 from outcore.cli.plan import _curve_table
 from outcore.loading.preparation import prepare
-from outcore_bench.document import Stat
-from outcore_bench.table import table
+from outcore_bench.document import BenchRow, Stat
+from outcore_bench.report.tables import main_table
+from outcore_bench.table import rich_table
 from outcore_cluster.launch.alone import SingleMachine
 from outcore_cluster.launch.plan import ranks_table
 from outcore_cluster.ranks_plan import RanksPlan
@@ -76,24 +77,13 @@ def test_the_table_of_ranks_is_whole() -> None:
 
 
 def test_the_table_of_measurements_is_whole() -> None:
-    row: Any = SimpleNamespace(
-        label="outcore, 1.66GB",
-        error=None,
-        memory="1.66GB",
-        budget_bytes=1_660_000_000,
-        resident_units=12,
-        streamed_units=116,
-        decode_tps=Stat(12.3, 10.4, 15.6, 3),
-        ttft_s=Stat(123.4, 1.0, 200.0, 3),
-        engine_bytes_per_token=12_340_000_000,
-        read_gbps=12.34,
-        disk_share=0.98,
-        stall_share=0.25,
-        efficiency=0.87,
-        peak_memory_bytes=1_650_000_000,
-    )
-    document: Any = SimpleNamespace(rows=[row])
-    for width in (80, 100, 120):
-        shown = printed(table(document, width), width)
+    row = {"mode": "outcore", "label": "outcore, 1.66GB", "command": "", "memory": "1.66GB", "resident_units": 12}
+    row |= {"streamed_units": 116, "decode_tps": Stat(12.34, 10.0, 16.0, 3), "ttft_s": Stat(1.5, 1.5, 1.5, 1)}
+    row |= {"read_gbps": 12.34, "disk_share": 0.98, "stall_share": 0.25, "efficiency": 0.87, "ceiling_s": 0.07}
+    document: Any = SimpleNamespace(rows=[BenchRow.of(row | {"peak_memory_bytes": 1_650_000_000})])
+    table = main_table([document])
+    assert table is not None
+    for width in (80, 120):
+        shown = printed(rich_table(table, width), width)
         assert "…" not in shown and max(map(len, shown.splitlines())) <= min(width, 100)
-        assert all(word in shown for word in ("25%", "87%", "1.65 GB", "12.34 98%", "eff.³", "(10-16)", "12.34"))
+        assert all(word in shown for word in ("25 %", "87 %", "1.65 GB", "(98 %)", "(10.0–16.0)", "12.3"))

@@ -18,8 +18,7 @@ from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
 from outcore.loading.preparation import prepare
-from outcore.plan.curve import computing_from, knee, speed_curve
-from outcore.plan.joint_plan import Planning
+from outcore.plan.joint_plan import Planning, computing_from, knee, speed_curve
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize

@@ -16,12 +16,12 @@ from typing import Any
 from outcore.errors import OutcoreError
 
 from .disk import disk_rate
+from .jobs import BenchJob
 from .measure import measure
-from .modes import BenchJob
 
 
 def _row(arguments: dict[str, Any]) -> dict[str, Any]:
-    return asdict(measure(BenchJob(**arguments)))
+    return measure(BenchJob.of(arguments)).record()
 
 
 def _disk(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def engine_record(session: Session) -> dict[str, Any]:
 
 def _mirrors(session: Session) -> list[dict[str, Any]]:
     """What was read from the model's folder and each of its mirrors; nothing where there are none."""
-    replicas = session.replicas
+    replicas = session.reading.replicas
     if replicas is None or not replicas.mirrors:
         return []
     return [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in replicas.all]

@@ -17,9 +17,8 @@ from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
-from ..plan.curve import computing_from, knee, speed_curve
 from ..plan.draft_cost import NONE
-from ..plan.joint_plan import Planned
+from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..engine.engine import State
 from ..engine.kept_tokens import in_memory
 from ..engine.session import Session
 from ..errors import ClosedError
@@ -341,6 +342,6 @@ def drafting_of(session: Session, model: nn.Module | None = None, asked: int | N
 def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
     """Room for a context of that many tokens, a prompt, and bytes of caches to go back to. Returns tokens of the prompt
     to compute at a time."""
-    if session.residency is None or session.closed:  # what it holds then stays as it is
+    if session.state is State.CLOSED:  # what it holds then stays as it is
         return step or session.plan.prefill_step
     return session.residency.reserve(tokens, prompt, step, kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
@@ -17,7 +18,7 @@ from outcore.loading.preparation import prepare
 from outcore.machine.memory import given_budget
 from outcore.sizes import format_size
 
-from ..devices import ComparedRow, Device, device, mean_error, published_comparison
+from ..devices import Device, PublishedRow, device, published_rows
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,7 +41,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
         if getattr(args, name) != defaults.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
-    rows = [r for r in published_comparison() if r.device == where.name]
+    rows = published_rows(where)
     args.result.record = {"device": where.name}
     if args.model is not None:
         folder, options = resolve_model(args.model, args.revision), plan.plan_options(args)
@@ -54,33 +55,17 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
         rows = [r for r in rows if r.model.lower().replace("_", "-") in asked]
     if rows:
         _show(where, rows)
-    args.result.record["published"] = [{**vars(r), "predicted": True} for r in rows]
+    args.result.record["published"] = [asdict(r) for r in rows]
 
 
-def _show(where: Device, rows: Sequence[ComparedRow]) -> None:
-    title = f"The published system on {where.name}: predicted, not measured, from two rows of each table"
+def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
+    title = f"The published system on {where.name}, with its own layer streaming"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("table", "model", "resident", "published tok/s", "predicted", "error", ""):
+    for name in ("table", "model", "resident", "tokens/s", ""):
         table.add_column(name, justify="left" if name in ("model", "") else "right", no_wrap=True)
     for r in rows:
-        notes = {
-            "calibration": r.used_for_calibration,
-            "thrashes": r.thrashing_published,
-            "above the cliff": r.above_cliff_predicted,
-        }
-        beyond = r.thrashing_published or r.above_cliff_predicted
-        table.add_row(
-            str(r.table),
-            r.model,
-            f"{r.resident} of {r.resident + r.streamed}",
-            f"{r.published_tps:.2f}",
-            "-" if beyond else f"{r.predicted_tps:.2f}",
-            f"{100 * r.error:+.0f} %" if r.judged else "-",
-            ", ".join(note for note, holds in notes.items() if holds),
-        )
+        resident = f"{r.resident} of {r.layers}"
+        table.add_row(str(r.table), r.model, resident, f"{r.tps:.2f}", "thrashes" if r.thrashing else "")
     console = plan_console()
     console.print(table)
-    error = mean_error(rows)
-    if error is not None:
-        console.print(f"Mean error of the rows that were not used: {100 * error:.1f} %.")
     console.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).")
