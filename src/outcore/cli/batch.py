@@ -43,9 +43,9 @@ from ..plan.workload import Workload
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import loading_options
-from .engine import ProgressBar, engine_record, print_summary, progress_bar, warn, watched
+from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
 from .model_folder import model_folder
-from .output import Result
+from .output import Result, tell
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
                         _answer(model, tokenizer, tasks, output, args.model, done, bar)
                 except KeyboardInterrupt:
                     bar.clear()
-                    warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
+                    tell(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
                     raise
             bar.clear()
             _report(lines, output, done, time.perf_counter() - began, resumed, model, args.result)
