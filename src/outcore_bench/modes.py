@@ -48,8 +48,6 @@ class Loop:
 def open_loop(job: BenchJob) -> Loop:
     """Load the job's model in its way.
 
-    Args:
-
     Raises:
         OutcoreError: the model cannot be loaded that way.
     """
