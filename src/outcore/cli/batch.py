@@ -34,7 +34,7 @@ from ..decode.batch_file import (
 )
 from ..engine.session import Session
 from ..engine.transport import Agreement, Solo
-from ..errors import BudgetError, RequestError
+from ..errors import BudgetError, RequestError, UsageError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..plan.planner import smallest_budget
@@ -64,6 +64,8 @@ class Task:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.resume and args.force:
+        raise UsageError("--resume and --overwrite: give one of them")
     for flag in ("max_tokens", "decode_concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
