@@ -34,20 +34,19 @@ from ..decode.batch_file import (
 )
 from ..engine.session import Session
 from ..engine.transport import Agreement, Solo
-from ..errors import BudgetError, RequestError
+from ..errors import BudgetError, RequestError, UsageError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
-from ..serve.batch import read_line
-from ..serve.choice import processors_of, sampler_of
+from ..serve.batch_lines import line_request
 from ..serve.prompting import Prompter
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import loading_options
-from .engine import ProgressBar, engine_record, print_summary, progress_bar, warn, watched
+from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
 from .model_folder import model_folder
-from .output import Result
+from .output import Result, tell
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ class Task:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.resume and args.force:
+        raise UsageError("--resume and --overwrite: give one of them")
     for flag in ("max_tokens", "decode_concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
                         _answer(model, tokenizer, tasks, output, args.model, done, bar)
                 except KeyboardInterrupt:
                     bar.clear()
-                    warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
+                    tell(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
                     raise
             bar.clear()
             _report(lines, output, done, time.perf_counter() - began, resumed, model, args.result)
@@ -128,8 +129,8 @@ def read_tasks(
         try:
             if line.error is not None:
                 raise line.error
-            ask, made = read_line(line.body, line.url, prompter)
-            prompt, limit = array("i", made.tokens), ask.max_tokens or max_tokens
+            request = line_request(n, line, prompter, max_tokens)
+            prompt, limit = array("i", request.tokens), request.max_tokens
             if longest is not None and len(prompt) > longest:
                 raise RequestError(
                     f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
@@ -137,8 +138,7 @@ def read_tasks(
                 )
             # The last token is not computed.
             limit = limit if longest is None else min(limit, longest - len(prompt) + 1)
-            request = Request(n, prompt, limit, sampler_of(ask.sampling), tuple(processors_of(ask.sampling)), ask.stop)
-            tasks.append(Task(line, request))
+            tasks.append(Task(line, replace(request, tokens=prompt, max_tokens=limit)))
         except Exception as e:  # tokenizers and templates raise what they like
             errors.append((line, e))
     return tasks, errors
