@@ -561,15 +561,7 @@ def _truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def _change_weights(folder: Path) -> None:
-    file = next(folder.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1000:] = bytes(b ^ 1 for b in data[-1000:])
-    file.write_bytes(data)
-
-
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "weights": _change_weights,
     "configuration": lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text() + "\n"),
     "tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
     "template": lambda folder: (folder / "chat_template.jinja").write_text("x"),

@@ -1,7 +1,6 @@
 """Whether all hosts have the same model: ``python -m outcore_cluster.launch.facts MODEL [REVISION]`` on each.
 
-Digests leave out times, which copies of a folder do not share. They are over the whole of small files (configuration,
-tokenizer, templates), over headers, and over a block of each tensor.
+Digests are over small files (configuration, tokenizer, templates). Weights are compared when ranks meet (``folders``).
 """
 
 from __future__ import annotations
@@ -28,68 +27,42 @@ def model_facts(name: str, revision: str | None) -> dict[str, Any]:
     """What this host has of a model: ``digests``; or ``absent``, of one that the Hub has; or ``error``."""
     try:
         folder = Path(name).expanduser()
-        if not folder.is_dir():
-            if (found := _cached(name, revision)) is None:
-                return {"absent": True}
-            folder = found
-            if not _whole(folder):
-                return {"absent": True}  # each rank fetches what it needs
-        return dict(digests(folder))
+        if folder.is_dir():
+            return dict(digests(folder))
+        found = _cached(name, revision)
+        try:
+            return {"absent": True} if found is None else dict(digests(found))
+        except MissingFileError:
+            return {"absent": True}  # each rank fetches what it needs
     except (OutcoreError, OSError, ValueError) as e:
         return {"error": one_line(e)}
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """16 hex digits over files beside a model's weights, as ``digest``, and over its configuration and weights, under
-    the name of what it is: ``original`` or ``packed``.
+    """16 hex digits over files beside a model's weights, as ``digest``, and over its configuration, under the name of
+    what it is: ``original`` or ``packed``.
 
     Raises:
         OutcoreError: it is no model's, or not whole. OSError: a file cannot be read.
     """
+    from outcore.checkpoint.checkpoint import open_checkpoint
     from outcore.checkpoint.manifest import is_packed
 
+    if not (packed := is_packed(folder)):
+        open_checkpoint(folder)
     paths = sorted({path for pattern in SMALL for path in folder.glob(pattern) if path.is_file()})
     # ``pack`` notes in its manifest when and from what it was made.
     paths = [path for path in paths if not path.name.startswith("manifest")]
     own = [path for path in paths if path.name == "config.json" or path.name.endswith(".safetensors.index.json")]
-    packed = is_packed(folder)
-    return {
-        "digest": _over([path for path in paths if path not in own], ""),
-        PACKED if packed else ORIGINAL: _over(own, "" if packed else _weights(folder)),
-    }
+    beside = [path for path in paths if path not in own]
+    return {"digest": _over(beside), PACKED if packed else ORIGINAL: _over(own)}
 
 
-def _over(paths: Sequence[Path], more: str) -> str:
+def _over(paths: Sequence[Path]) -> str:
     found = hashlib.sha256()
     for path in paths:
         found.update(f"{path.name}\n".encode() + hashlib.sha256(read_small(path, TOKENIZER_BYTES)).digest())
-    found.update(more.encode())
     return found.hexdigest()[:16]
-
-
-def _weights(folder: Path) -> str:
-    from outcore.checkpoint.checkpoint import open_checkpoint
-    from outcore.checkpoint.identity import identity
-
-    checkpoint = open_checkpoint(folder)
-    tensors = {file: [t for t in checkpoint.tensors.values() if t.file == file] for file in checkpoint.files}
-    stamps = {
-        file: repr((file.name, file.stat().st_size, sorted((t.name, t.dtype, t.shape, t.offset) for t in found)))
-        for file, found in tensors.items()
-    }
-    places = {file: [(t.offset, t.nbytes) for t in found] for file, found in tensors.items()}
-    return identity(b"", [(file, stamps[file].encode(), places[file]) for file in checkpoint.files])
-
-
-def _whole(folder: Path) -> bool:
-    """Whether the Hub's cache has all shards."""
-    from outcore.checkpoint.checkpoint import open_checkpoint
-
-    try:
-        open_checkpoint(folder)
-    except MissingFileError:
-        return False
-    return True
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
