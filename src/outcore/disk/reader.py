@@ -183,15 +183,14 @@ class FileReader:
 
     def begin(self, read: Read, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         """As ``submit``, and ``read`` is told what becomes of it."""
-        if any(e.at + e.nbytes > len(target) for e in extents) or any(
-            c.at + len(c.source) > len(target) for c in copies
-        ):
-            raise ValueError(f"{read.name} does not fit in a buffer of {len(target)} bytes")
-        # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
-        aligned = any(e.in_place for e in extents) and address_of(target) % BLOCK == 0
+        room, address = len(target), address_of(target)
+        ends = [e.at + e.nbytes for e in extents] + [c.at + len(c.source) for c in copies]
+        if ends and max(ends) > room:
+            raise ValueError(f"{read.name} does not fit in a buffer of {room} bytes")
         for extent in extents:
             file = self._files[extent.file]
-            whole = extent.in_place and aligned and (extent.at - extent.offset) % BLOCK == 0
+            # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
+            whole = extent.in_place and address % BLOCK == 0 and (extent.at - extent.offset) % BLOCK == 0
             for offset, nbytes in pieces(extent, self._chunk):
                 read.add()
                 at = extent.at + offset - extent.offset
