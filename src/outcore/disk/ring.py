@@ -162,7 +162,8 @@ class Ring:
         Raises:
             ClosedError: the ring was closed.
         """
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if self._is_held(self._turn % len(self.slots)):
             raise RuntimeError("every slot of the ring is held; release one first")
         if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):

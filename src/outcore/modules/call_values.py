@@ -48,7 +48,10 @@ def own_memory(caches: Sequence[Any]) -> None:
 
 def handles(*values: Any) -> list[mx.array]:
     """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
-    return [a.astype(a.dtype) for a in arrays_in(*values)]  # ``hooks.handle``
+    found = arrays_in(*values)
+    for i, a in enumerate(found):
+        found[i] = a.astype(a.dtype)  # as ``hooks.handle``
+    return found
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:

@@ -59,41 +59,39 @@ class Rows:
         return mx.concatenate(found, axis=axis)
 
 
-def _linear(module: nn.Module, x: mx.array) -> mx.array:
-    weight, bias = module["weight"], module.get("bias")
+def _product(module: nn.Module, x: mx.array) -> mx.array:
+    """What a linear layer, or an embedding as one, multiplies with, row by row; quantized or not."""
+    weight, bias, scales, biases = module["weight"], module.get("bias"), module.get("scales"), module.get("biases")
+    if scales is not None:
+        how = {"transpose": True, "group_size": module.group_size, "bits": module.bits, "mode": module.mode}
     found = []
     for s, stream in module.__dict__["_outcore_rows"].parts[weight.shape[0]]:
         with mx.stream(stream) if stream is not None else contextlib.nullcontext():
-            found.append(x @ weight[s].T if bias is None else mx.addmm(bias[s], x, weight[s].T))
-    return mx.concatenate(found, axis=-1)
-
-
-def _quantized(module: nn.Module, x: mx.array) -> mx.array:
-    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
-    how = {"transpose": True, "group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    found = []
-    for s, stream in module.__dict__["_outcore_rows"].parts[weight.shape[0]]:
-        with mx.stream(stream) if stream is not None else contextlib.nullcontext():
-            zero = None if biases is None else biases[s]
-            found.append(mx.quantized_matmul(x, weight[s], scales=scales[s], biases=zero, **how))
+            if scales is not None:
+                zeros = None if biases is None else biases[s]
+                found.append(mx.quantized_matmul(x, weight[s], scales=scales[s], biases=zeros, **how))
+            elif bias is None:
+                found.append(x @ weight[s].T)
+            else:
+                found.append(mx.addmm(bias[s], x, weight[s].T))
     out = mx.concatenate(found, axis=-1)
-    return out + module["bias"] if "bias" in module else out
+    return out if bias is None or scales is None else out + bias
 
 
 class RowsLinear(nn.Linear):
-    __call__ = _linear
+    __call__ = _product
 
 
 class RowsQuantizedLinear(nn.QuantizedLinear):
-    __call__ = _quantized
+    __call__ = _product
 
 
 class RowsEmbedding(nn.Embedding):
-    as_linear = _linear
+    as_linear = _product
 
 
 class RowsQuantizedEmbedding(nn.QuantizedEmbedding):
-    as_linear = _quantized
+    as_linear = _product
 
 
 SPLIT: dict[type[nn.Module], type[nn.Module]] = {
