@@ -438,7 +438,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
         ((source, tmp_path, "--resume"), "is there and no file"),
         ((source, tmp_path / "text", "--resume"), "line 1 is none of a batch's output"),
         ((source, output, "--max-tokens", "0"), "--max-tokens 0: at least 1"),
-        ((source, output, "--concurrency", "0"), "--concurrency 0: at least 1"),
+        ((source, output, "--concurrency", "0"), "--decode-concurrency 0: at least 1"),
     ):
         status, out, err = run(capsys, model, *args)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1
@@ -477,4 +477,4 @@ def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
 
 def test_flags_are_the_engines() -> None:
     args = setup_arg_parser().parse_args(["--model", "m", "-i", "a", "-o", "b"])
-    assert (args.max_tokens, args.concurrency, args.memory, args.io) == (512, 32, None, "auto")
+    assert (args.max_tokens, args.decode_concurrency, args.memory, args.io) == (512, 32, None, "auto")

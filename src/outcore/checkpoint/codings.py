@@ -23,8 +23,7 @@ from ..modules.layers import Layer
 from . import stored_planes
 from .manifest import PLANES, SPLIT, Coded
 from .nested import cut_modules
-from .packed_bytes import Encoding, Pieces, Plain, piece_bytes
-from .packed_store import Spec
+from .packed_bytes import Encoding, Pieces, Plain, Spec, piece_bytes
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-import mlx.core as mx
 import numpy as np
 
 from ..errors import StoreError
 from ..modules.split_exponents import SplitDecoder, could_be_split
 from .checkpoint import TensorInfo
+from .lazy_model import Decoder
 from .manifest import AGAIN, SPLIT, Coded
 from .stored_planes import Planes, could_be_cut
-
-
-class Decoder(Protocol):
-    """What knows how one tensor is put together."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds in memory."""
-
-    def decode(self, stored: mx.array) -> mx.array:
-        """The tensor, not evaluated."""
 
 
 @dataclass(frozen=True)

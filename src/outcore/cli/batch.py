@@ -35,7 +35,7 @@ from ..decode.batch_file import (
 from ..decode.openai_request import parse_body
 from ..engine.session import Session
 from ..engine.transport import Agreement, Solo
-from ..errors import BudgetError, RequestError
+from ..errors import BudgetError, RequestError, UsageError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..plan.planner import smallest_budget
@@ -43,9 +43,9 @@ from ..plan.workload import Workload
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import loading_options
-from .engine import ProgressBar, engine_record, print_summary, progress_bar, warn, watched
+from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
 from .model_folder import model_folder
-from .output import Result
+from .output import Result, tell
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Task:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.resume and args.force:
+        raise UsageError("--resume and --overwrite: give one of them")
     for flag in ("max_tokens", "decode_concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
                         _answer(model, tokenizer, tasks, output, args.model, done, bar)
                 except KeyboardInterrupt:
                     bar.clear()
-                    warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
+                    tell(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
                     raise
             bar.clear()
             _report(lines, output, done, time.perf_counter() - began, resumed, model, args.result)

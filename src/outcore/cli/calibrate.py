@@ -20,7 +20,8 @@ from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
 from .console import PlainConsole
-from .engine import measuring, progress_bar, warn
+from .engine import measuring, progress_bar
+from .output import tell
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
     def note(line: str) -> None:
         notes.append(line)
-        warn(line)
+        tell(line)
 
     with progress_bar() as bar:
         told = measuring(bar)

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint.decoders import Decoder
-from ..checkpoint.lazy_model import DTYPES
+from ..checkpoint.lazy_model import DTYPES, Decoder
 from ..checkpoint.nested import JoinedCodes
 from ..disk.layout import COPY_ROWS, Unit
 from ..disk.ring import Ring

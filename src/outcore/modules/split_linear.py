@@ -43,16 +43,15 @@ class Rows:
         return mx.concatenate(parts, axis=axis)
 
 
-def _linear(rows: Rows, module: nn.Module, x: mx.array) -> mx.array:
-    weight = module["weight"]
-    if "bias" in module:
-        bias = module["bias"]
+def _product(module: nn.Module, x: mx.array) -> mx.array:
+    """What a linear layer, or an embedding as one, multiplies with, row by row; quantized or not."""
+    rows: Rows = module.__dict__["_outcore_rows"]
+    weight, bias = module["weight"], module.get("bias")
+    if "scales" not in module:
+        if bias is None:
+            return rows.product(weight.shape[0], lambda s: x @ weight[s].T)
         return rows.product(weight.shape[0], lambda s: mx.addmm(bias[s], x, weight[s].T))
-    return rows.product(weight.shape[0], lambda s: x @ weight[s].T)
-
-
-def _quantized(rows: Rows, module: nn.Module, x: mx.array) -> mx.array:
-    weight, scales, biases = module["weight"], module["scales"], module.get("biases")
+    scales, biases = module["scales"], module.get("biases")
 
     def part(s: slice) -> mx.array:
         return mx.quantized_matmul(
@@ -66,28 +65,24 @@ def _quantized(rows: Rows, module: nn.Module, x: mx.array) -> mx.array:
             mode=module.mode,
         )
 
-    return rows.product(weight.shape[0], part)
+    out = rows.product(weight.shape[0], part)
+    return out if bias is None else out + bias
 
 
 class RowsLinear(nn.Linear):
-    def __call__(self, x: mx.array) -> mx.array:
-        return _linear(self.__dict__["_outcore_rows"], self, x)
+    __call__ = _product
 
 
 class RowsQuantizedLinear(nn.QuantizedLinear):
-    def __call__(self, x: mx.array) -> mx.array:
-        out = _quantized(self.__dict__["_outcore_rows"], self, x)
-        return out + self["bias"] if "bias" in self else out
+    __call__ = _product
 
 
 class RowsEmbedding(nn.Embedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _linear(self.__dict__["_outcore_rows"], self, x)
+    as_linear = _product
 
 
 class RowsQuantizedEmbedding(nn.QuantizedEmbedding):
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _quantized(self.__dict__["_outcore_rows"], self, x)
+    as_linear = _product
 
 
 SPLIT: dict[type[nn.Module], type[nn.Module]] = {
