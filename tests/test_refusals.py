@@ -281,13 +281,6 @@ def test_info_of_a_budget_that_is_too_small_says_what_the_model_weighs_and_fails
     assert err.endswith(f"outcore info: {record['error']}\n") and "too small for this model" in err
 
 
-def test_a_name_without_an_owner_gets_one(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    status, _, err = run(capsys, "info", "llama3")
-    assert status == 1 and "mlx-community/llama3" in err and err.count("\n") == 1
-
-
 # Python
 
 

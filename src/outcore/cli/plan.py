@@ -25,7 +25,7 @@ from ..sizes import format_size
 from ..text import counted
 from .arguments import engine_options
 from .console import console
-from .draft_table import choice_records, drafts_table, why_drafted
+from .draft_choices import choice_records, draft_lines
 from .engine import measuring, progress_bar
 from .output import tell
 
@@ -246,8 +246,7 @@ def _print(compared: Compared, record: dict[str, Any]) -> None:
     else:
         out.print("None of these budgets fits into what is free now.")
     if record["drafts"] and compared.device is None:
-        out.print(drafts_table(record["drafts"]))
-        out.print(why_drafted(record["drafts"]))
+        out.print("\n".join(draft_lines(record["drafts"])))
     for note in record["notes"]:
         out.print(f"Note: {note}")
 
