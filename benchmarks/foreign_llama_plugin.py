@@ -94,13 +94,22 @@ def flags_of(wanted: Any) -> list[str]:
     flags += ["--modelfile", str(modelfile(wanted)), "--decode-concurrency", str(wanted.n_slots or 4)]
     context = (wanted.n_ctx or 4096) // (1 if wanted.kv_unified else wanted.n_slots or 1)
     flags += ["--max-context", str(context)]
-    for flag, value in (("--api-key", wanted.api_key), ("--allowed-origins", origins(wanted))):
+    for flag, value in (("--api-key-file", key_file(wanted)), ("--allowed-origins", origins(wanted))):
         flags += [flag, value] if value else []
     template = wanted.chat_template and TEMPLATES.get(wanted.chat_template, wanted.chat_template)
     file = wanted.chat_template_file or (TAKES_TOOLS if wanted.jinja and not template else None)
     if file:
         template = (Path(SETTINGS["tests"]) / file).read_text(encoding="utf-8")
     return flags + (["--chat-template", template] if template else [])
+
+
+def key_file(wanted: Any) -> str | None:
+    """A file of ours alone with the key that clients must carry."""
+    if not wanted.api_key:
+        return None
+    with tempfile.NamedTemporaryFile("w", delete=False) as file:
+        file.write(wanted.api_key)
+    return file.name
 
 
 def origins(wanted: Any) -> str | None:

@@ -24,8 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 from outcore import load_model
-from outcore.decode.generate_step import generate_step
-from outcore.decode.one_text import make_room
+from outcore.decode.one_text import generate_step, make_room
 from outcore.errors import UsageError
 from result_file import write_result
 
@@ -52,7 +51,6 @@ def told(model: Any, tokens: int, **options: Any) -> dict[str, Any]:
     for token, logprobs, _ in generate_step(
         ids,
         model,
-        lambda: session.streaming,
         max_tokens=ANSWER,
         prefill_step_size=step,
         prompt_cache=make_prompt_cache(model),

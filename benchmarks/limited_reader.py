@@ -9,7 +9,7 @@ from typing import Any
 
 from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.reader import FileReader, Read
-from outcore.engine import install
+from outcore.engine import binding
 
 
 class LimitedRead(Read):
@@ -54,4 +54,4 @@ class LimitedReader(FileReader):
 def limit_reads(rate: float) -> None:
     """Let every model that is loaded from now on read at most ``rate`` bytes a second."""
     LimitedReader.rate = rate
-    vars(install)["FileReader"] = LimitedReader
+    vars(binding)["FileReader"] = LimitedReader

@@ -23,7 +23,7 @@ import outcore
 from limited_reader import limit_reads
 from outcore.checkpoint.find_model import resolve_model
 from outcore.disk.reader import FileReader
-from outcore.engine import install
+from outcore.engine import binding
 from outcore.loading.preparation import prepare
 from outcore.plan.planner import resident_budget
 from outcore.sizes import parse_size
@@ -68,7 +68,7 @@ def first_token(model: Any, prompt: list[int], rate: str, resident: bool) -> Run
 
 def measured(folder: Path, rate: str, prompt: list[int], repeats: int, options: dict[str, Any]) -> Measured:
     """Both models on a disk of that rate, in turn."""
-    vars(install)["FileReader"] = FileReader
+    vars(binding)["FileReader"] = FileReader
     if rate != "none":
         limit_reads(parse_size(rate))
     resident, _ = outcore.load_model(folder, **options)

@@ -43,8 +43,8 @@ from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.allocator import clear_cache
 from outcore.plan.planner import resident_budget
 from outcore.sizes import parse_size
+from outcore_bench.jobs import BenchJob, RunSettings
 from outcore_bench.measure import measure
-from outcore_bench.modes import BenchJob
 from result_file import write_result
 from slow_disk import slow_disk
 
@@ -91,10 +91,10 @@ def options(job: BenchJob) -> dict[str, Any]:
     return {
         "memory": job.memory,
         "context": job.context,
-        "prompt": job.prompt_tokens,
-        "dtype": job.dtype,
+        "prompt": job.run.prompt_tokens,
+        "dtype": job.run.dtype,
         "io": job.io,
-        "cpu_streams": job.cpu_streams,
+        "cpu_streams": job.run.cpu_streams,
     }
 
 
@@ -106,10 +106,11 @@ def point(job: BenchJob, name: str) -> Point:
     del prepared
     clear_cache()
     row = measure(job)
-    assert row.s_per_token is not None and row.ttft_s is not None and row.peak_memory_bytes is not None
+    token, first, peak = row.speed.s_per_token, row.speed.ttft_s, row.use.peak_memory_bytes
+    assert token is not None and first is not None and peak is not None
     return Point(
         model=name,
-        dtype=job.dtype,
+        dtype=job.run.dtype,
         budget=plan.budget_bytes,
         resident=len(plan.resident),
         streamed=len(plan.streamed),
@@ -119,32 +120,19 @@ def point(job: BenchJob, name: str) -> Point:
         predicted_s=plan.token_s,
         low_s=low_s,
         high_s=high_s,
-        measured_s=row.s_per_token.median,
+        measured_s=token.median,
         predicted_ttft_s=plan.ttft_s,
-        measured_ttft_s=row.ttft_s.median,
+        measured_ttft_s=first.median,
         planned_peak=plan.peak_bytes,
-        measured_peak=row.peak_memory_bytes,
-        stall_share=row.stall_share,
+        measured_peak=peak,
+        stall_share=row.reading.stall_share,
     )
 
 
 def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[BenchJob]:
     """One for each budget."""
-    job = BenchJob(
-        mode="outcore",
-        folder=str(folder),
-        label="",
-        tokens=args.tokens,
-        prompt_tokens=args.prompt_tokens,
-        repeats=args.repeats,
-        warmup=1,
-        batch=1,
-        cache="cold",
-        context=args.prompt_tokens + args.tokens + 1,
-        vocabulary=128,
-        dtype=dtype,
-        io=args.io,
-    )
+    run = RunSettings(tokens=args.tokens, prompt_tokens=args.prompt_tokens, repeats=args.repeats, dtype=dtype)
+    job = BenchJob("outcore", str(folder), "", run, run.context, 128, io=args.io)
     try:
         prepared = prepare(folder, **(options(job) | {"memory": "1MB"}))
         least = prepared.plan.smallest_budget_bytes
@@ -259,7 +247,7 @@ def child(args: argparse.Namespace) -> None:
     if kind == "jobs":
         found: Any = [asdict(job) for job in jobs_of(Path(what), name or None, args)]
     else:
-        found = asdict(point(BenchJob(**json.loads(what)), name))
+        found = asdict(point(BenchJob.of(json.loads(what)), name))
     print(json.dumps(found))
 
 

@@ -33,7 +33,7 @@ def launched(ranks: int, disk: str, words: list[str], scratch: Path, cores: bool
             f'#!/bin/sh\nif [ "$2" = outcore ]; then shift 2; exec {run} "$@"; fi\nexec {sys.executable} "$@"\n'
         )
         enter.chmod(0o700)
-        hosts = ["--hosts", ",".join(["local"] * ranks), "--python", str(enter), "--no-check"]
+        hosts = ["--hosts", ",".join(["local"] * ranks), "--python", str(enter)]
         command = [sys.executable, "-m", "outcore", "launch", *hosts, "--", *words]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -218,7 +218,7 @@ def on_hosts(
         hostfile = scratch / "hosts.json"
         hostfile.write_text(json.dumps([{"ssh": host.name, "ips": [host.address]} for host in hosts]))
         launch = ["launch", "--hostfile", str(hostfile), "--python", str(enter)]
-        launch += ["--ssh", f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}", "--no-check"]
+        launch += ["--ssh", f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}"]
         launch += [a for name, value in environment.items() for a in ("--env", f"{name}={value}")]
         start = [sys.executable, "-m", "outcore", *launch, "--"]
         if args.calibrated:

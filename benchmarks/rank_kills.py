@@ -70,7 +70,7 @@ class Trials:
     def start(self, mark: str) -> Output:
         """The launcher."""
         ssh = f"{sys.executable} {ROOT / 'benchmarks' / 'namespaces.py'}"
-        words = ["--hostfile", str(self.hostfile), "--ssh", ssh, "--no-check", *self.command]
+        words = ["--hostfile", str(self.hostfile), "--ssh", ssh, *self.command]
         enter = ["nsenter", f"--net=/run/netns/{self.hosts[0].name}"] if self.local else []
         return Output(
             subprocess.Popen(
@@ -205,24 +205,22 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--give-up", type=float, default=GIVE_UP_S, help="Seconds after which a trial is over.")
     flags.add_argument("--phase", help="The only one in which something happens.")
     flags.add_argument("--seconds", type=float, default=float("inf"), help="Begin no trial after that.")
-    flags.add_argument("--program", action="store_true", help="The command is a program of its own.")
     return flags
 
 
 def main() -> int:
     """Run trials; 1 if one went wrong."""
-    own, command = sys.argv[1:], ["--program", "--", sys.executable, str(TOY), "1000000"]
+    own, command = sys.argv[1:], ["--", sys.executable, str(TOY), "1000000"]
     if given := "--" in own:
         at = own.index("--")
         own, command = own[:at], own[at:]
     args = parser().parse_args(own)
-    command = [*["--program"] * args.program, *command]
     kinds, rng, trials = args.kinds.split(","), random.Random(args.seed), []
     end = time.monotonic() + args.seconds
     try:
         with namespaces(args.ranks) as hosts, tempfile.TemporaryDirectory() as folder:
             work = Trials(hosts, Path(folder), command, rng, args.give_up, args.local)
-            if given and not args.program:
+            if given and "/" not in command[1]:
                 work.rehearse()
             work.phases = tuple(phase for phase in work.phases if args.phase in (None, phase.name))
             for number in range(args.trials):

@@ -60,7 +60,6 @@ def server(rates: Sequence[float], words: Sequence[str], scratch: Path, folder: 
                 hosts,
                 "--python",
                 str(enter),
-                "--no-check",
             ]
             command += ["--", *serve]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

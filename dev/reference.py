@@ -31,12 +31,12 @@ def page() -> str:
     os.environ["COLUMNS"], os.environ["NO_COLOR"] = str(WIDTH), "1"
     # Else this folder's numbers.py is found for the standard library's.
     sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
-    from outcore.cli.commands import commands
+    from outcore.cli.commands import commands, parser_of
 
     parts = [HEAD, "- ", "\n- ".join(f"[`outcore {name}`](#outcore-{name})" for name in sorted(commands())), "\n\n"]
     parts.append(f"```text\n{_help([])}```\n")
     for name in sorted(commands()):
-        parts.append(f"\n## outcore {name}\n\n```text\n{_help([name])}```\n")
+        parts.append(f"\n## outcore {name}\n\n```text\n{_tidy(parser_of(name).format_help(everything=True))}```\n")
     return "".join(parts)
 
 
@@ -48,7 +48,11 @@ def _help(command: Sequence[str]) -> str:
         status = outcore([*command, "--help"])
     if status:
         raise SystemExit(f"outcore {' '.join(command)} --help: exit status {status}")
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().strip("\n").splitlines())
+    return _tidy(out.getvalue())
+
+
+def _tidy(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

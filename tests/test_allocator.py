@@ -219,9 +219,9 @@ def test_an_exception_while_loading_leaves_the_limits(
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    for resident, broken in ((0, "Ring"), (None, "_make_resident")):
+    for resident, broken in ((0, "Ring"), (None, "make_resident")):
         with monkeypatch.context() as patched:
-            patched.setattr(f"outcore.engine.install.{broken}", fails)
+            patched.setattr(f"outcore.engine.engine.{broken}", fails)
             with pytest.raises(KeyboardInterrupt):
                 outcore.load_model(folder, memory="100MB", context=64, resident=resident)
         assert now() == before and not process.held
@@ -301,7 +301,7 @@ def test_an_overlay_is_packed_under_no_models_limits(
     folder: Path, before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("outcore.engine.install.pack_overlay", lambda *_: seen.append(now()))
+    monkeypatch.setattr("outcore.engine.engine.pack_overlay", lambda *_: seen.append(now()))
     model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0)
     assert seen == [before] and now() != before
     model.outcore.close()

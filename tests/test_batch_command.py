@@ -19,10 +19,8 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
-from outcore.cli.batch import Pace
-from outcore.cli.flags.batch import setup_arg_parser
 from outcore.cli.main import main
-from outcore.decode.batch import Progress
+from outcore.cli.parsers import batch as setup_arg_parser
 from outcore.decode.batch_file import NO_MEMORY, Output, read_lines
 from outcore.decode.openai_request import CHAT, COMPLETION, Body, parse_body
 from outcore.loading.preparation import prepare
@@ -183,23 +181,17 @@ def test_room_for_no_line_at_all_fails_and_names_the_smallest_budget(
     assert records(output)[0]["error"] is None
 
 
-@pytest.mark.parametrize(("priority", "answered"), [("speed", ["r0", "r1"]), ("context", ["long"])])
-def test_what_fits_depends_on_what_the_priority_reserves(
-    priority: str, answered: list[str], capsys: pytest.CaptureFixture[str], quick_model: Path, tmp_path: Path
+def test_what_has_room_is_answered_and_what_needs_least_is_named(
+    capsys: pytest.CaptureFixture[str], quick_model: Path, tmp_path: Path
 ) -> None:
     lines = [line(f"r{n}", {"prompt": "def f(x):\n", "stop": " ", "max_tokens": 2000}) for n in range(2)]
     lines.append(line("long", {"prompt": "word " * 600, "max_tokens": 1}))
     source, output = write(tmp_path / "in", lines), tmp_path / "out"
-    # 512 tokens are reserved for all, or as many as each may need.
-    memory = "9MB" if priority == "speed" else "13MB"
-    assert run(capsys, quick_model, source, output, "--memory", memory, "--priority", priority)[0] == 0
-    assert sorted(r["custom_id"] for r in records(output) if r["error"] is None) == answered
+    assert run(capsys, quick_model, source, output, "--memory", "13MB")[0] == 0
+    assert [r["custom_id"] for r in records(output) if r["error"] is None] == ["long"]
     assert all(r["error"]["code"] == NO_MEMORY for r in records(output) if r["error"])
-    source = write(tmp_path / "none", lines)
-    status, _, err = run(capsys, quick_model, source, tmp_path / "no", "--memory", "6MB", "--priority", priority)
+    status, _, err = run(capsys, quick_model, source, tmp_path / "no", "--memory", "6MB")
     assert status == 1 and "room for none of 3 requests" in err
-    prompt = int(err.partition("needs least, ")[2].split()[0])
-    assert (prompt < 50) == (priority == "speed")
 
 
 def test_bad_lines_are_reported_and_harm_nobody(
@@ -481,19 +473,6 @@ def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
     first, second, again = read_lines(source)
     assert (first.custom_id, second.custom_id, again.custom_id) == ("r0", "r1", "r0")
     assert again.id == f"{first.id}-2" and again.number == 4 and again.error is not None and first.error is None
-
-
-def test_pace_tells_what_is_left() -> None:
-    now = [0.0]
-    done = Progress(running=3)
-    pace = Pace(done, 10, clock=lambda: now[0])
-    assert pace.seconds_left is None
-    now[0], done.generation_tokens = 20.0, 40
-    pace.answered(10)
-    # 10 answers of 10 tokens at 2 a second, 40 of which are there.
-    assert pace.seconds_left == 30 and pace.text() == "3 at a time, 2.0 tok/s, 0:00:30 left"
-    done.generation_tokens = 100
-    assert pace.seconds_left is not None and pace.seconds_left > 0
 
 
 def test_flags_are_the_engines() -> None:

@@ -6,9 +6,7 @@ import itertools
 import json
 import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from outcore_bench.cgroup import Cgroup, CgroupError
 from outcore_bench.commands import bench as bench_command
 from outcore_bench.disk import disk_rate
 from outcore_bench.document import BenchRow, Document, DocumentError, Stat
-from outcore_bench.jobs import BenchSettings, make_jobs
-from outcore_bench.modes import BenchJob, Loop, Mode
+from outcore_bench.jobs import BenchJob, BenchSettings, RunSettings, make_jobs
+from outcore_bench.modes import Loop
 from outcore_bench.page_cache import warm_page_cache
 from zoo import save_checkpoint
 
@@ -34,20 +32,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
-    base = BenchJob(
-        mode=mode,
-        folder=str(folder),
-        label=mode,
-        tokens=3,
-        prompt_tokens=5,
-        repeats=2,
-        warmup=1,
-        batch=1,
-        cache="cold",
-        context=16,
-        vocabulary=128,
-    )
-    return replace(base, **changes)
+    own = {name: changes.pop(name) for name in list(changes) if name in RunSettings.__dataclass_fields__}
+    run = RunSettings(**{"tokens": 3, "prompt_tokens": 5, "repeats": 2} | own)
+    return replace(BenchJob(mode, str(folder), mode, run, 16, 128), **changes)
 
 
 # Settings and jobs
@@ -70,10 +57,6 @@ def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
         (["--batch", "two"], "--batch two: give whole numbers, separated by commas"),
         (["--limit", "much"], "--limit much: not a size"),
         (["--output", "nowhere/out.json"], "--output nowhere/out.json: no such folder"),
-        (["--pipeline"], "--pipeline: is for several machines, and outcore bench measures one; leave it out"),
-        (["-g", "1"], "--generation-tokens 1: at least 2, as decoding is timed from the second one on"),
-        (["-g", "4", "--tokens", "4"], "--tokens: not allowed with argument --generation-tokens"),
-        (["--delay", "-1"], "--delay -1: at least 0"),
         (["--prefill-step-size", "0"], "--prefill-step-size 0: at least 1"),
     ],
 )
@@ -92,24 +75,19 @@ def test_missing_model_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.C
 
 
 def test_flags_of_mlx_lms_benchmark_mean_the_same(tiny: Path) -> None:
-    flags = "-p 5 -g 8 -b 4 -n 2 --prefill-step-size 3 --delay 1 -qa --trust-remote-code"
+    flags = "-p 5 -b 4 -n 2 --prefill-step-size 3 -qa --trust-remote-code"
     chosen = bench_command.settings(parser_of("bench").parse_args(["m", *flags.split()]))
-    # Of 8 tokens the first one comes with the prompt: 7 are decoded.
-    assert (chosen.prompt_tokens, chosen.tokens, chosen.batch, chosen.repeats, chosen.context) == (5, 7, (4,), 2, 13)
-    long = "--prompt-tokens 5 --generation-tokens 8 --batch-size 4 --num-trials 2 --prefill-step-size 3 --delay 1"
-    given = [*long.split(), "--quantize-activations", "--trust-remote-code"]
-    assert bench_command.settings(parser_of("bench").parse_args(["m", *given])) == chosen
+    assert (chosen.run.prompt_tokens, chosen.batch, chosen.run.repeats) == (5, (4,), 2)
     for one in make_jobs(chosen, "m", 8, fits=True):
-        assert (one.delay, one.model_config) == (1, {"quantize_activations": True}) and one.trust_remote_code
-        assert "--delay 1 --prefill-step-size 3 " in one.command("m")
-        assert one.command("m").endswith(" --quantize-activations --trust-remote-code")
+        assert one.run.model_config == {"quantize_activations": True} and one.run.trust_remote_code
+        assert "--prefill-step-size 3 --quantize-activations --trust-remote-code " in one.command("m")
 
 
 def test_every_mode_computes_prompts_in_the_steps_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     monkeypatch.setattr(modes, "mlx_lm_steps", lambda model, step: steps.append(step))
-    for mode in modes.MODES:
-        modes.MODES[mode].open(job(tiny, mode, prefill_step_size=3, resident=4)).close()
+    for mode in modes.LOOPS:
+        modes.open_loop(job(tiny, mode, prefill_step_size=3, resident=4)).close()
     assert steps == [3, 3, 3]
 
 
@@ -155,13 +133,12 @@ def test_every_batch_and_way_of_reading_is_a_row() -> None:
     assert found == [f"outcore, 2GB, {io}, batch {n}" for n in (1, 4) for io in ("direct", "cached")]
 
 
-def test_a_limit_is_for_the_modes_named_and_never_for_the_row_that_gives_compute_time() -> None:
-    jobs = make_jobs(BenchSettings(limit=10**9, limit_modes=("outcore",)), "m", 8, fits=True)
-    limits = {j.label: j.limit for j in jobs}
-    assert limits == {
+def test_a_limit_is_never_for_the_row_that_gives_compute_time() -> None:
+    jobs = make_jobs(BenchSettings(limit=10**9), "m", 8, fits=True)
+    assert {j.label: j.limit for j in jobs} == {
         "outcore, all resident, no limit": None,
-        "mlx-lm": None,
-        "plain": None,
+        "mlx-lm": 10**9,
+        "plain": 10**9,
         "outcore, budget of its own choice": 10**9,
     }
 
@@ -169,8 +146,8 @@ def test_a_limit_is_for_the_modes_named_and_never_for_the_row_that_gives_compute
 def test_a_rows_command_measures_that_row_alone(tiny: Path) -> None:
     command = job(tiny, "outcore", memory="2GB", slots=2, threads=8, timeline=True).command("tiny")
     assert command == (
-        "outcore bench tiny --modes outcore --memory 2GB --io auto --cache cold --batch 1 --tokens 3"
-        " --prompt-tokens 5 --repeats 2 --warmup 1 --slots 2 --threads 8 --timeline"
+        "outcore bench tiny --modes outcore --memory 2GB --io auto --cache cold --tokens 3 --prompt-tokens 5"
+        " --repeats 2 --warmup 1 --slots 2 --threads 8 --timeline --batch 1"
     )
     assert "--resident 3" in job(tiny, "outcore", resident=3).command("tiny")
 
@@ -207,9 +184,8 @@ def scripted(clock: Ticks, seconds: Sequence[float], at_once: int = 1) -> Callab
 
 
 @pytest.fixture
-def other_mode() -> Iterator[Callable[[Callable[[BenchJob], Loop]], None]]:
-    yield lambda opens: modes.register(Mode("other", "", opens, streams=False, budgeted=False))
-    modes.MODES.pop("other", None)
+def other_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[BenchJob], Loop]], None]:
+    return lambda opens: monkeypatch.setitem(modes.LOOPS, "other", opens)
 
 
 def test_speeds_come_from_the_times_between_tokens(tiny: Path, other_mode: Any) -> None:
@@ -217,38 +193,23 @@ def test_speeds_come_from_the_times_between_tokens(tiny: Path, other_mode: Any) 
     warmup, first, second = [9.0, 9.0], [2.0, 0.1, 0.2, 0.3], [4.0, 0.2, 0.4, 0.6]
     other_mode(scripted(clock, [*warmup, *first, *second]))
     row = measure.measure(job(tiny, "other"), clock)
-    assert row.ttft_s == Stat(3.0, 2.0, 4.0, 2)
-    assert row.s_per_token is not None and row.decode_tps is not None and row.prompt_tps is not None
-    assert row.s_per_token.least == pytest.approx(0.2) and row.s_per_token.most == pytest.approx(0.4)
-    assert row.decode_tps.most == pytest.approx(5) and row.prompt_tps.most == pytest.approx(5 / 2)
-    assert row.seconds == pytest.approx([0.1, 0.2, 0.3, 0.2, 0.4, 0.6])
+    assert row.speed.ttft_s == Stat(3.0, 2.0, 4.0, 2)
+    assert row.speed.s_per_token is not None and row.speed.decode_tps is not None and row.speed.prompt_tps is not None
+    assert row.speed.s_per_token.least == pytest.approx(0.2) and row.speed.s_per_token.most == pytest.approx(0.4)
+    assert row.speed.decode_tps.most == pytest.approx(5) and row.speed.prompt_tps.most == pytest.approx(5 / 2)
+    assert row.speed.seconds == pytest.approx([0.1, 0.2, 0.3, 0.2, 0.4, 0.6])
     assert row.tokens == [7, 8, 9, 10]
-    assert (row.cache, row.tokens_per_sweep, row.read_gbps) == (None, None, None)
-
-
-def test_a_delay_stands_before_each_repeat_and_in_no_time(
-    tiny: Path, other_mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, waits = Ticks(), list[float]()
-
-    def sleep(seconds: float) -> None:
-        waits.append(seconds)
-        clock.now += seconds
-
-    monkeypatch.setattr(measure.time, "sleep", sleep)
-    other_mode(scripted(clock, [9.0, 9.0, 2.0, 0.1, 0.2, 0.3, 2.0, 0.1, 0.2, 0.3]))
-    row = measure.measure(job(tiny, "other", delay=7), clock)
-    assert waits == [7, 7]
-    assert row.ttft_s is not None and row.ttft_s.most == pytest.approx(2.0)
-    assert row.seconds == pytest.approx([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
+    assert (row.setting.cache, row.speed.tokens_per_sweep, row.reading.read_gbps) == (None, None, None)
 
 
 def test_a_batch_counts_the_tokens_of_all_its_sequences(tiny: Path, other_mode: Any) -> None:
     clock = Ticks()
     other_mode(scripted(clock, [2.0, 0.5, 0.5, 0.5]))
     row = measure.measure(job(tiny, "other", batch=4, warmup=0, repeats=1), clock)
-    assert row.decode_tps is not None and row.prompt_tps is not None
-    assert row.decode_tps.median == pytest.approx(4 / 0.5) and row.prompt_tps.median == pytest.approx(20 / 2)
+    assert row.speed.decode_tps is not None and row.speed.prompt_tps is not None
+    assert row.speed.decode_tps.median == pytest.approx(4 / 0.5) and row.speed.prompt_tps.median == pytest.approx(
+        20 / 2
+    )
     assert row.tokens == [7, 8, 9, 10]
 
 
@@ -256,7 +217,7 @@ def test_a_loop_may_give_several_tokens_at_a_step(tiny: Path, other_mode: Any) -
     clock = Ticks()
     other_mode(scripted(clock, [1.0, 0.5], at_once=2))
     row = measure.measure(job(tiny, "other", warmup=0, repeats=1), clock)
-    assert row.decode_tps is not None and row.decode_tps.median == pytest.approx(4)
+    assert row.speed.decode_tps is not None and row.speed.decode_tps.median == pytest.approx(4)
     assert row.tokens == [7, 7, 8, 8]
 
 
@@ -266,16 +227,16 @@ def test_modes_give_mlx_lms_tokens_and_count_what_they_read(tiny: Path) -> None:
     ours = measure.measure(job(tiny, "outcore", resident=1, timeline=True))
     assert theirs.tokens == plain.tokens == ours.tokens
     assert len(ours.tokens or []) == 4
-    assert (theirs.io, plain.io, plain.cache) == ("none", "cached", "cold")
-    assert (ours.resident_units, ours.streamed_units, ours.tokens_per_sweep) == (1, 3, 1)
-    assert ours.cache == {"direct": "bypassed", "cached": "cold"}[str(ours.io)]
-    assert ours.engine_bytes_per_token is not None and ours.engine_bytes_per_token > 3 * 50_000
-    assert ours.stall_share is not None and 0 <= ours.stall_share <= 1
-    assert ours.io_share is not None and 0 < ours.io_share <= 1
-    assert ours.parts is not None and ours.planned_peak_bytes is not None
-    assert sum(ours.parts.values()) == ours.planned_peak_bytes
-    if ours.cached_bytes_per_token is not None and plain.device_bytes_per_token is not None:
-        nbytes = plain.device_bytes_per_token + (plain.cached_bytes_per_token or 0)
+    assert (theirs.setting.io, plain.setting.io, plain.setting.cache) == ("none", "cached", "cold")
+    assert (ours.setting.resident_units, ours.setting.streamed_units, ours.speed.tokens_per_sweep) == (1, 3, 1)
+    assert ours.setting.cache == {"direct": "bypassed", "cached": "cold"}[str(ours.setting.io)]
+    assert ours.reading.engine_bytes_per_token is not None and ours.reading.engine_bytes_per_token > 3 * 50_000
+    assert ours.reading.stall_share is not None and 0 <= ours.reading.stall_share <= 1
+    assert ours.reading.io_share is not None and 0 < ours.reading.io_share <= 1
+    assert ours.use.parts is not None and ours.use.planned_peak_bytes is not None
+    assert sum(ours.use.parts.values()) == ours.use.planned_peak_bytes
+    if ours.reading.cached_bytes_per_token is not None and plain.reading.device_bytes_per_token is not None:
+        nbytes = plain.reading.device_bytes_per_token + (plain.reading.cached_bytes_per_token or 0)
         assert nbytes > 4 * 50_000  # all four layers
     bars = ours.timeline or []
     assert {bar.kind for bar in bars} == {"read", "compute"}
@@ -288,7 +249,7 @@ def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_sweep_a_step(tiny: Path)
     theirs = measure.measure(job(tiny, "mlx-lm", **options))
     ours = measure.measure(job(tiny, "outcore", resident=0, **options))
     assert ours.tokens == theirs.tokens
-    assert ours.tokens_per_sweep == 3
+    assert ours.speed.tokens_per_sweep == 3
 
 
 def test_cold_drops_the_files_before_every_token_and_warm_reads_them_once(
@@ -300,9 +261,9 @@ def test_cold_drops_the_files_before_every_token_and_warm_reads_them_once(
     monkeypatch.setattr(measure, "warm_page_cache", lambda files: warmed.append({f.name for f in files}))
     options: dict[str, Any] = {"resident": 0, "io": "cached", "repeats": 1, "warmup": 0}
     cold = measure.measure(job(tiny, "outcore", **options))
-    assert (cold.io, cold.cache, dropped, warmed) == ("cached", "cold", [{"model.safetensors"}] * 4, [])
+    assert (cold.setting.io, cold.setting.cache, dropped, warmed) == ("cached", "cold", [{"model.safetensors"}] * 4, [])
     warm = measure.measure(job(tiny, "outcore", cache="warm", **options))
-    assert (warm.cache, len(dropped), warmed) == ("warm", 4, [{"model.safetensors"}])
+    assert (warm.setting.cache, len(dropped), warmed) == ("warm", 4, [{"model.safetensors"}])
 
 
 # What the system counts
@@ -325,26 +286,13 @@ def test_energy_of_packages_is_added_up_over_the_counters_end(tmp_path: Path) ->
         (folder / "name").write_text(f"{name}\n")
         (folder / "energy_uj").write_text(f"{energy}\n")
         (folder / "max_energy_range_uj").write_text("1000000\n")
-    rapl = counters.Rapl.find(tmp_path)
+    rapl = counters.rapl(tmp_path)
     assert rapl is not None
     (tmp_path / "intel-rapl:0/energy_uj").write_text("400000\n")
-    assert rapl.joules() == pytest.approx(0.5)
+    assert rapl() == pytest.approx(0.5)
     (tmp_path / "intel-rapl:0/energy_uj").write_text("600000\n")
-    assert rapl.joules() == pytest.approx(0.7)
-    assert counters.Rapl.find(tmp_path / "none") is None
-    assert counters.Energy([]).joules() is None
-
-
-def test_power_that_nvidia_smi_prints_becomes_energy() -> None:
-    clock = Ticks()
-    script = "import time\nfor w in (100, 'N/A', 300): print(w, flush=True)\ntime.sleep(60)"
-    log = counters.PowerLog([sys.executable, "-c", script], clock)
-    deadline = time.monotonic() + 10
-    while log._watts != 300 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    clock.now += 2
-    assert log.joules() == pytest.approx(600)
-    log.close()
+    assert rapl() == pytest.approx(0.7)
+    assert counters.rapl(tmp_path / "none") is None
 
 
 def test_disk_rate_reads_a_part_of_a_large_model(tmp_path: Path) -> None:
@@ -374,6 +322,11 @@ def stat(value: float) -> Stat:
     return Stat(value, value, value, 1)
 
 
+def row(mode: str, io: str, s_per_token: Stat, **more: Any) -> BenchRow:
+    values = {"mode": mode, "label": mode, "command": "", "io": io, "s_per_token": s_per_token}
+    return BenchRow.of(values | more)
+
+
 def document(*rows: BenchRow) -> Document:
     found = Document.__new__(Document)
     found.rows = list(rows)
@@ -382,35 +335,26 @@ def document(*rows: BenchRow) -> Document:
 
 
 def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() -> None:
-    resident = BenchRow("outcore", "all", "", io="none", s_per_token=Stat(0.5, 0.4, 0.6, 3), tokens=[1, 2])
-    streamed = BenchRow(
-        "outcore",
-        "0 %",
-        "",
-        io="direct",
-        s_per_token=stat(0.5),
-        engine_bytes_per_token=8e8,
-        read_gbps=1.5,
-        disk_gbps=2.0,
-        tokens=[1, 2],
-    )
-    slow_disk = replace(streamed, disk_gbps=1.0, s_per_token=stat(1.0), tokens=[1, 3])
-    theirs = BenchRow("mlx-lm", "mlx-lm", "", io="none", s_per_token=stat(0.9), tokens=[1, 2])
+    resident = row("outcore", "none", Stat(0.5, 0.4, 0.6, 3), tokens=[1, 2])
+    read = {"engine_bytes_per_token": 8e8, "read_gbps": 1.5}
+    streamed = row("outcore", "direct", stat(0.5), **read, disk_gbps=2.0, tokens=[1, 2])
+    slow_disk = row("outcore", "direct", stat(1.0), **read, disk_gbps=1.0, tokens=[1, 3])
+    theirs = row("mlx-lm", "none", stat(0.9), tokens=[1, 2])
     runner.compare(document(theirs, resident, streamed, slow_disk))
-    assert (streamed.disk_s, streamed.compute_s, streamed.ceiling_s) == (0.4, 0.4, 0.4)
-    assert streamed.efficiency == pytest.approx(0.8)
-    assert streamed.disk_share == pytest.approx(0.75)
-    assert slow_disk.ceiling_s == slow_disk.efficiency == pytest.approx(0.8)
-    assert slow_disk.compute_share == pytest.approx(0.4)
+    assert (streamed.ceiling.disk_s, streamed.ceiling.compute_s, streamed.ceiling.ceiling_s) == (0.4, 0.4, 0.4)
+    assert streamed.ceiling.efficiency == pytest.approx(0.8)
+    assert streamed.reading.disk_share == pytest.approx(0.75)
+    assert slow_disk.ceiling.ceiling_s == slow_disk.ceiling.efficiency == pytest.approx(0.8)
+    assert slow_disk.ceiling.compute_share == pytest.approx(0.4)
     assert (streamed.same_tokens, slow_disk.same_tokens, theirs.same_tokens) == (True, False, None)
-    assert theirs.efficiency is None and resident.efficiency is None
+    assert theirs.ceiling.efficiency is None and resident.ceiling.efficiency is None
 
 
 def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
-    plain = BenchRow("plain", "plain", "", io="cached", s_per_token=stat(2.0), disk_gbps=1.0)
+    plain = row("plain", "cached", stat(2.0), disk_gbps=1.0)
     for _ in range(2):
         runner.compare(document(plain))
-    assert (plain.ceiling_s, plain.compute_share, plain.same_tokens) == (0.8, None, None)
+    assert (plain.ceiling.ceiling_s, plain.ceiling.compute_share, plain.same_tokens) == (0.8, None, None)
     assert plain.notes == ["ceiling is disk time alone: nothing was measured with everything resident"]
 
 
@@ -418,7 +362,7 @@ def test_a_child_killed_for_memory_is_a_row_without_numbers(tiny: Path, monkeypa
     bench = runner.Runner(tiny, "tiny", BenchSettings(modes=("mlx-lm",)), "outcore bench tiny")
     monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
     (row,) = bench.run().rows
-    assert (row.error, row.decode_tps) == ("killed for memory", None)
+    assert (row.error, row.speed.decode_tps) == ("killed for memory", None)
 
 
 def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,8 +405,12 @@ def test_command_prints_a_table_and_ends_with_the_document(
     assert read.command == f"outcore bench tiny-llama {flags} --output result.json"
     assert (read.model.name, read.model.layers, read.model.model_type) == ("tiny-llama", 4, "llama")
     resident, streamed = read.rows
-    assert (resident.streamed_units, streamed.streamed_units) == (0, 4)
-    assert streamed.disk_gbps is not None and streamed.efficiency is not None and streamed.compute_s is not None
+    assert (resident.setting.streamed_units, streamed.setting.streamed_units) == (0, 4)
+    assert (
+        streamed.reading.disk_gbps is not None
+        and streamed.ceiling.efficiency is not None
+        and streamed.ceiling.compute_s is not None
+    )
     assert streamed.tokens == resident.tokens and streamed.timeline
     assert read.disk["gbps"] > 0 and len(read.disk["measurements"]) == 2
 

@@ -16,12 +16,10 @@ import zoo
 from link_ranks import in_threads, linked
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
-from outcore_bench.jobs import BenchSettings, make_jobs
+from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import measure
-from outcore_bench.page_cache import weight_files
 from outcore_bench.processes import KILLED
 from outcore_bench.ranked_runner import _first
-from outcore_cluster.folders import RankShares, pack_ranks
 from outcore_cluster.link import environment as names
 from outcore_cluster.link.beside import run_beside
 from outcore_cluster.link.environment import from_environment
@@ -54,7 +52,7 @@ def test_rows_are_measured_by_all_machines(tmp_path: Path) -> None:
     """And those that cannot be are told with whose fault that is."""
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     output = tmp_path / "out.json"
-    asked = BenchSettings(modes=("outcore",), resident=("0",), tokens=4, prompt_tokens=20, repeats=1, warmup=0)
+    asked = BenchSettings(("outcore",), (), ("0",), run=RunSettings(tokens=4, prompt_tokens=20, repeats=1, warmup=0))
     vocabulary = int(zoo.CONFIGS["llama"]["vocab_size"])
     alone = measure(make_jobs(asked, str(folder), 4, fits=False, vocabulary=vocabulary)[0])
     found = bench(folder, "--resident", "0,100%", "--memory", "1MB", "--output", str(output))
@@ -72,17 +70,13 @@ def test_rows_are_measured_by_all_machines(tmp_path: Path) -> None:
 
 
 def test_packed_copies_are_measured_too(tmp_path: Path) -> None:
-    """Whole ones, and of each rank its own."""
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    asked = BenchSettings(modes=("outcore",), resident=("0",), tokens=2, prompt_tokens=8, repeats=1, warmup=0)
+    asked = BenchSettings(("outcore",), (), ("0",), run=RunSettings(tokens=2, prompt_tokens=8, repeats=1, warmup=0))
     original, packed = (
         measure(make_jobs(asked, str(f), 4, fits=False)[0])
         for f in (folder, pack_model(folder, tmp_path / "whole").folder)
     )
     assert packed.tokens == original.tokens
-    first = next(pack_ranks(folder, tmp_path / "ranks", RankShares((1.0, 1.0))))
-    files = weight_files(first.folder)
-    assert files == first.files and 0 < len(files) < 5 and all(file.exists() for file in files)
 
 
 @pytest.mark.parametrize("words", [["--modes", "outcore,plain"], ["--modes", "mlx-lm"], ["--batch", "1,4"]])

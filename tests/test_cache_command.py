@@ -184,7 +184,7 @@ def test_clear_asks_and_where_nobody_can_be_asked_it_wants_a_yes(
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2 and copy.exists()
-    assert "--yes" in capsys.readouterr().err
+    assert "--force" in capsys.readouterr().err
     for answer, status in (("\n", 1), ("no\n", 1), ("y\n", 0)):
         assert copy.exists()
         monkeypatch.setattr(sys, "stdin", Typed(answer))

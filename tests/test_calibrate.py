@@ -187,11 +187,11 @@ def test_the_disk_is_measured_without_reading_anything_twice(tmp_path: Path, mon
         best = best_setting(bench)
         asked.sort()
         assert len(asked) > 20 and all(a <= b for (_, a), (b, _) in pairwise(asked))
-    assert best.gbps > 0 and 0 < best.latency_s < 1
-    assert {(p.chunk, p.in_flight, p.direct) for p in best.points} == {
+    assert best.read_gbps > 0 and 0 < best.read_latency_s < 1
+    assert {(p.chunk, p.in_flight, p.direct) for p in best.disk_points} == {
         (s.chunk, s.threads, s.direct) for s in bench.settings
     }
-    assert all(p.gbps > 0 for p in best.points)
+    assert all(p.gbps > 0 for p in best.disk_points)
 
 
 def test_other_settings_than_the_default_must_be_clearly_faster() -> None:

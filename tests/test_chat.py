@@ -31,8 +31,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import zoo
 from interrupts import heard
 from outcore.cli import answers
+from outcore.cli.answering import interruptible
 from outcore.cli.chat import session_file
-from outcore.cli.ctrl_c import interruptible
+from outcore.cli.kept_chat import KeptChat
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.conversation import ChatTemplate
@@ -278,7 +279,6 @@ def test_templates_that_cannot_be_used(tokenizer: TokenizerWrapper, monkeypatch:
         (["-m", "0"], "at least one token"),
         (["--chat-template-config", "{"], "not JSON"),
         (["--chat-template-config", "[]"], "JSON object"),
-        (["--draft", "ngram", "--draft-model", "x"], "give one"),
     ],
 )
 def test_bad_arguments_give_one_line(quick: Path, capsys: Any, args: list[str], says: str) -> None:
@@ -582,7 +582,7 @@ def test_a_session_that_is_killed_has_its_last_answer(
     short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(answers.Chat, "leave", lambda _: None)
+        patch.setattr(KeptChat, "leave", lambda _: None)
         session_of(capsys, monkeypatch, short_model, MESSAGES[0])
     said = json.loads((cache_dir() / "sessions" / "work.json").read_text())
     assert [turn["message"] for turn in said["turns"]] == MESSAGES[:1]

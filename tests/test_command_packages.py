@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from outcore.cli.commands import GROUP, command_of, commands, packages, parser_of
+from outcore.cli.commands import GROUP, _entry_points, command_of, commands, packages, parser_of
 from outcore.cli.main import main
 
 COMMANDS = """
@@ -43,8 +43,11 @@ def paint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in {"commands": COMMANDS, "work": WORK, "stone": "import chisel_of_nobody"}.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    points = [EntryPoint("paint", "outcore_paint.commands", GROUP), EntryPoint("gone", "outcore_gone.commands", GROUP)]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
+    installed = tmp_path / "outcore_paint-1.dist-info"
+    installed.mkdir()
+    points = f"[{GROUP}]\npaint = outcore_paint.commands\ngone = outcore_gone.commands\n\n[other]\nno = no\n"
+    (installed / "entry_points.txt").write_text(points)
+    assert {p.name: p.value for p in entry_points(group=GROUP)}.items() >= _entry_points().items()
     packages.cache_clear()
     yield
     packages.cache_clear()

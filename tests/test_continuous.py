@@ -19,14 +19,14 @@ import outcore
 import zoo
 from outcore import BudgetError
 from outcore.decode import one_text
-from outcore.decode.alone import Alone
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
+from outcore.decode.one_text import Alone
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
 from outcore.modules.hooks import arrays_in
-from outcore.plan.context_bytes import SHARED_STEP
+from outcore.plan.cache_size import SHARED_STEP
 from test_batch import assert_same
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [20], [30 + i for i in range(14)], [50, 51, 52], [60 + i for i in range(6)]]

@@ -26,7 +26,7 @@ from outcore.loading.draft_experience import Counts, file_of, key_of, known_draf
 from outcore.loading.preparation import prepare
 from outcore.machine.cache_folder import keep_document
 from outcore.machine.hardware import cores
-from outcore.plan.draft_choice import REPEATED, Choice, SeenDrafts, chance_of, expected, fastest
+from outcore.plan.draft_choice import REPEATED, Choice, SeenDrafts, expected, fastest
 from outcore.plan.draft_cost import MOST, NGRAM, SELF, Draft
 from outcore.plan.joint_plan import Planned, Planning
 from outcore.plan.machine_profile import Calibration
@@ -85,15 +85,6 @@ def test_repetitions_give_what_they_gave() -> None:
     ngram = planned(Draft(NGRAM, NGRAM))
     assert expected(ngram, SLOW, NGRAM, True).tokens == REPEATED
     assert expected(ngram, SLOW, NGRAM, True, SeenDrafts(tokens=2.5)).tokens == 2.5
-
-
-def test_layers_that_are_whole_make_a_nested_draft_better() -> None:
-    draft = Draft(SELF, "self:2", bits=2)
-    chances = [chance_of(draft, planned(draft, joined=1, resident=n), SeenDrafts()) for n in (0, 4, 7)]
-    assert chances == sorted(chances) and chances[0] < chances[1] < chances[2] < 1
-    copy = [chance_of(draft, planned(draft, resident=n), SeenDrafts()) for n in (0, 7)]
-    assert copy[0] == copy[1] == chances[0]
-    assert chance_of(draft, planned(draft), SeenDrafts(chance=1.0)) < 1
 
 
 def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> None:

@@ -18,10 +18,10 @@ import outcore
 import zoo
 from outcore import BudgetError
 from outcore.decode import one_text, sequence_room
-from outcore.decode.alone import Alone
 from outcore.decode.batch_engine import BatchDecoder, Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder
+from outcore.decode.one_text import Alone
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare

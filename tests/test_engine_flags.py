@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from outcore.options import LoadOptions
 from outcore_bench import modes
 from outcore_bench.commands.bench import settings
 from outcore_bench.commands.matrix import each_run
-from outcore_bench.flags.bench import setup_arg_parser as bench_parser
-from outcore_bench.flags.matrix import setup_arg_parser as matrix_parser
+from outcore_bench.flags import bench as bench_parser
+from outcore_bench.flags import matrix as matrix_parser
 from outcore_bench.jobs import make_jobs
 from outcore_bench.matrix import GridPoint, job_of
 
@@ -30,11 +30,7 @@ VALUES = {
     "experts": 5,
     "io": "cached",
     "slots": 2,
-    "priority": "balanced",
-    "profile": "safety",
-    "placement": "last",
     "kv_disk": "off",
-    "kv_dir": "kv",
     "mirror": ("copies",),
     "dtype": "float32",
     "cpu_streams": 1,
@@ -61,6 +57,10 @@ def given(flag: str) -> str:
     return GIVEN.get(flag, str(VALUES[flag]))
 
 
+def _flags(**values: Any) -> list[str]:
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
 class Asked(OutcoreError):
     """Ends a command as soon as a plan is asked for."""
 
@@ -71,13 +71,15 @@ def engine_flags(command: str) -> list[argparse.Action]:
     return [action for group in groups for action in group._group_actions]
 
 
-CASES = [(command, flag) for command in commands() for flag in engine_flags(command)]
+COMMANDS = [command for command in commands() if engine_flags(command)]
 
 
 def test_every_command_with_engine_flags_is_looked_at() -> None:
-    assert {command for command, _ in CASES} == NEEDED.keys()
-    assert {flag.dest for _, flag in CASES} == VALUES.keys()
-    assert all(VALUES[flag.dest] != flag.default for _, flag in CASES)
+    assert set(COMMANDS) == NEEDED.keys()
+    for command in COMMANDS:
+        flags = engine_flags(command)
+        assert {flag.dest for flag in flags} == VALUES.keys()
+        assert all(VALUES[flag.dest] != flag.default for flag in flags)
 
 
 @pytest.fixture
@@ -91,41 +93,36 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     real = outcore.loading.preparation.prepare
     for command in NEEDED:
-        importlib.import_module(f"outcore.cli.{command.replace('-', '_')}")
+        pkgutil.resolve_name(parser_of(command).run)
     for name, module in sys.modules.items():
         if name.startswith("outcore.") and getattr(module, "prepare", None) is real:
             monkeypatch.setattr(module, "prepare", prepare)
     return calls
 
 
-@pytest.mark.parametrize(("command", "flag"), CASES, ids=[f"{c}-{f.dest}" for c, f in CASES])
-def test_an_engine_flag_reaches_the_plan(
-    command: str, flag: argparse.Action, asked: list[dict[str, Any]], demo_model: Path, tmp_path: Path
+@pytest.mark.parametrize("left_out", ["resident", "experts"])  # which exclude each other
+@pytest.mark.parametrize("command", COMMANDS)
+def test_engine_flags_reach_the_plan(
+    command: str, left_out: str, asked: list[dict[str, Any]], demo_model: Path, tmp_path: Path
 ) -> None:
     text, requests = tmp_path / "text.txt", tmp_path / "requests.jsonl"
     text.write_text("one two three four five six seven eight nine ten " * 20)
     body = {"prompt": "x", "max_tokens": 2}
     requests.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}))
-    places = {
-        "cache": tmp_path / "cache",
-        "model": demo_model,
-        "requests": requests,
-        "answers": tmp_path / "answers.jsonl",
-        "text": text,
-    }
-    needed = [word.format(**places) for word in NEEDED[command]]
-    assert main([command, *needed, flag.option_strings[0], given(flag.dest)]) == 1
+    places = {"cache": tmp_path / "cache", "model": demo_model, "requests": requests, "text": text}
+    needed = [word.format(**places, answers=tmp_path / "answers.jsonl") for word in NEEDED[command]]
+    wanted = {name: value for name, value in VALUES.items() if name != left_out}
+    assert main([command, *needed, *_flags(**{name: given(name) for name in wanted})]) == 1
     (options,) = asked
-    defaults = {other.dest: other.default for other in engine_flags(command)}
-    if command in ("serve", "cache-prompt"):
-        # Texts share sweeps, or are written to a file: auto is off, on is refused.
-        defaults["kv_disk"] = "off"
-    # Without --memory none is given: a budget that a command made up would put --profile out of use.
-    assert {name: options[name] for name in defaults} == defaults | {flag.dest: VALUES[flag.dest]}
+    assert {name: options[name] for name in VALUES} == wanted | {left_out: None}
     assert options["flags"], "errors name flags"
+    asked.clear()
+    assert main([command, *needed]) == 1
+    # Without --memory none is given: a budget that a command made up would be taken for the user's.
+    assert asked[0]["memory"] is None
 
 
-@pytest.mark.parametrize("flag", ["profile", "io", "cpu_streams", "mirror"])
+@pytest.mark.parametrize("flag", ["io", "cpu_streams", "mirror"])
 def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
     flag: str, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,10 +133,6 @@ def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
 
 
 RUN_FLAGS = {"dtype": "float32", "cpu_streams": 1, "slots": 2, "threads": 3, "io": "cached"}
-
-
-def _flags(**values: Any) -> list[str]:
-    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +146,11 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
     asked_for = [({"resident": "5"}, "resident", 5), ({"memory": "123MB"}, "memory", "123MB")]
     for more, name, value in asked_for:
         args = bench_parser().parse_args(["m", "--modes", "outcore", *_flags(**RUN_FLAGS, **more)])
-        (job,) = [j for j in make_jobs(settings(args), "m", 16, fits=False) if getattr(j, name) == value]
+        (job,) = [
+            j
+            for j in make_jobs(settings(args), "m", 16, fits=False)
+            if getattr(j.run if hasattr(j.run, name) else j, name) == value
+        ]
         with pytest.raises(Asked):
             modes._open_outcore(job)
         assert {n: calls[-1][n] for n in (*RUN_FLAGS, name)} == RUN_FLAGS | {name: value}

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import pytest
 
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.commands import commands, parser_of
+from outcore.cli.console import spinner
 from outcore.cli.main import main
 from outcore.cli.output import Result
-from outcore.cli.spinner import spinner
 from outcore.errors import UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore.machine.settings import setting
@@ -103,9 +104,20 @@ def test_help_names_every_default_and_an_example_that_can_be_run(command: str) -
     for action in parser._actions:
         if action.option_strings and action.nargs != 0 and not action.required:
             assert "Default" in (action.help or ""), action.option_strings
+    assert f"outcore {command}" in parser.format_help(everything=True)
     assert parser.example is not None and parser.format_help().endswith(f"example:\n  {parser.example}\n")
     program, name, *words = shlex.split(parser.example.partition(" > ")[0])
     assert (program, name) == ("outcore", command) and parser.parse_args(words)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_help_shows_what_people_use_and_help_all_the_rest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        assert main([command, flag]) == 0
+        shown.append(set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)))
+    few, all_of_them = shown
+    assert len(few - {"--help", "--help-all"}) == 15 and few < all_of_them and "--io" in all_of_them - few
 
 
 def test_a_word_that_is_close_to_a_known_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +142,7 @@ def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo
 def test_a_shell_completes_commands_flags_and_their_words(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(word in script for word in (*commands(), "--placement", "interleaved"))
+    assert all(word in script for word in (*commands(), "--kv-eviction", "halve"))
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "bsh: choose one of bash" in refused(capsys, "completion", "bsh")
@@ -224,7 +236,8 @@ def test_a_terminal_shows_that_something_happens(monkeypatch: pytest.MonkeyPatch
         while more := os.read(master, 4096):
             shown += more.decode()
     os.close(master)
-    assert "starting" in shown and shown.endswith("\r\x1b[2K")
+    # Shown, taken away, and the cursor is back.
+    assert "starting" in shown and "starting" not in shown.rpartition("\x1b[2K")[2] and "\x1b[?25h" in shown
 
 
 # What is settled
@@ -360,15 +373,14 @@ def test_commands_of_other_programs_and_a_prompt_without_its_flag_are_told_what_
     assert "a prompt goes after --prompt" in refused(capsys, "generate", "m", "Why is the sky blue?")
 
 
-@pytest.mark.parametrize("flag", ["--json", "--js"])
-@pytest.mark.parametrize("command", commands())
-def test_what_is_wrong_is_strict_json_too_of_every_command(
-    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["info", "bench"])
+def test_what_is_wrong_is_strict_json_where_its_flag_is_shortened(
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def none(word: str) -> None:
         pytest.fail(f"{word} is no JSON")
 
-    assert main([command, flag, "--nonsense"]) == 2
+    assert main([command, "--js", "--nonsense"]) == 2
     out, err = capsys.readouterr()
     record = json.loads(out, parse_constant=none)
     assert out.count("\n") == 1 and record["exit_status"] == 2 and record["error"] in err

@@ -83,24 +83,24 @@ def rounds(launcher: subprocess.Popen[str], least: int) -> None:
 
 
 def test_ranks_of_this_host_run_together() -> None:
-    done = launch("--hosts", "local,local,local", "--program", "--", *TOY, "3")
+    done = launch("--hosts", "local,local,local", "--", *TOY, "3")
     assert (done.returncode, done.stdout, done.stderr) == (0, "round 0\nround 1\nround 2\n", "")
 
 
 def test_ranks_of_other_hosts_run_together(elsewhere: list[str]) -> None:
-    done = launch(*elsewhere, "--program", "--", *TOY, "3")
+    done = launch(*elsewhere, "--", *TOY, "3")
     assert (done.returncode, done.stdout, done.stderr) == (0, "round 0\nround 1\nround 2\n", "")
 
 
 def test_json_tells_how_each_ended() -> None:
-    done = launch(*LOCAL, "--json", "--program", "--", *TOY, "1")
+    done = launch(*LOCAL, "--json", "--", *TOY, "1")
     ranks = [{"rank": rank, "host": "local", "exit_status": 0} for rank in range(2)]
     assert json.loads(done.stdout) == {"launch": {"ranks": ranks, "failed": None}}
     assert done.stderr == "round 0\n"
 
 
 def test_a_folder_that_a_host_lacks_is_told(elsewhere: list[str]) -> None:
-    done = launch(*elsewhere, "--cwd", "/no/such", "--program", "--", *TOY, "1")
+    done = launch(*elsewhere, "--cwd", "/no/such", "--", *TOY, "1")
     says = "outcore launch: rank N (H): --cwd /no/such: there is no such folder on this host\n"
     expected = [says.replace("N", str(n)).replace("H", host) for n, host in enumerate("abc")]
     assert done.returncode == 1 and done.stderr in expected
@@ -117,7 +117,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_the_first_rank_has_the_launchers_streams(where: str, elsewhere: list[str], tmp_path: Path) -> None:
     hosts = elsewhere if where == "elsewhere" else LOCAL
-    given = ["--env", "WORD=a 'word'", "--cwd", str(tmp_path), "--program", "--", sys.executable, "-c", ECHO]
+    given = ["--env", "WORD=a 'word'", "--cwd", str(tmp_path), "--", sys.executable, "-c", ECHO]
     done = launch(*hosts, *given, stdin="one\ntwo\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"0 a 'word' {tmp_path}\nheard one\nheard two\n"
@@ -132,14 +132,14 @@ with open(f"{os.environ['WHERE']}/{os.environ['MLX_RANK']}", "w") as file:
 
 def test_each_rank_of_a_host_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     given = ["--env", f"WHERE={tmp_path}", "--env", "CUDA_VISIBLE_DEVICES=2, 5"]
-    done = launch("--hosts", "local,localhost,local", *given, "--program", "--", sys.executable, "-c", GPU)
+    done = launch("--hosts", "local,localhost,local", *given, "--", sys.executable, "-c", GPU)
     assert (done.returncode, done.stderr) == (0, "")
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["2", "5", "2"]
 
 
 def test_a_launcher_hides_no_gpu_from_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    done = launch("--hosts", "local,local", "--env", f"WHERE={tmp_path}", "--program", "--", sys.executable, "-c", GPU)
+    done = launch("--hosts", "local,local", "--env", f"WHERE={tmp_path}", "--", sys.executable, "-c", GPU)
     assert (done.returncode, done.stderr) == (0, "")
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "5"]
 
@@ -156,7 +156,7 @@ def test_ranks_of_one_host_divide_its_memory(tmp_path: Path) -> None:
     """Where no budget is given."""
     found = {}
     for count in (1, 2):
-        hosts = ["--hosts", ",".join(["local"] * count), "--env", f"WHERE={tmp_path}", "--program", "--"]
+        hosts = ["--hosts", ",".join(["local"] * count), "--env", f"WHERE={tmp_path}", "--"]
         assert launch(*hosts, sys.executable, "-c", BUDGET).returncode == 0
         found[count] = [int((tmp_path / str(rank)).read_text()) for rank in range(count)]
     assert all(0.3 < each / found[1][0] < 0.6 for each in found[2]), "others use memory, too"
@@ -208,7 +208,7 @@ time.sleep(60)
 )
 def test_a_rank_that_fails_is_named_with_its_last_words(how: str, says: str, elsewhere: list[str]) -> None:
     began = time.monotonic()
-    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", FAILS.replace("HOW", how))
+    done = launch(*elsewhere, "--", sys.executable, "-c", FAILS.replace("HOW", how))
     assert done.returncode == 1 and time.monotonic() - began < ENDS_S
     assert done.stderr == f"rank 1 (b): no luck\noutcore launch: rank 1 (b) {says}\n"
 
@@ -270,21 +270,21 @@ def test_a_rank_that_was_stopped_when_it_began_is_not_waited_for_longer(
 ) -> None:
     began = time.monotonic()
     code = STOPPED.replace("sleep(2)", "sleep(30)")
-    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", code)
+    done = launch(*elsewhere, "--", sys.executable, "-c", code)
     assert done.returncode == 1 and "rank 1 (b): is stopped, for 5 s" in done.stderr
     assert time.monotonic() - began < 2 * ENDS_S
 
 
 def test_nobody_waits_for_a_stopped_rank_to_end_by_itself(elsewhere: list[str]) -> None:
     # Its guard tells that it is; others that are left have a second and a half, and half a one to hear SIGTERM.
-    done = launch(*elsewhere, "--program", "--", sys.executable, "-c", STOPPED)
+    done = launch(*elsewhere, "--", sys.executable, "-c", STOPPED)
     ended = time.time() - max(map(float, done.stdout.split()))
     assert done.returncode == 1 and ended < 1.2, (ended, done.stderr)
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_nothing_outlives_a_launcher_that_is_killed(where: str, elsewhere: list[str]) -> None:
-    launcher = started(*(elsewhere if where == "elsewhere" else LOCAL), "--program", "--", *TOY, "1000000")
+    launcher = started(*(elsewhere if where == "elsewhere" else LOCAL), "--", *TOY, "1000000")
     rounds(launcher, 5)
     processes = below(launcher, 4)
     launcher.kill()
@@ -294,7 +294,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(where: str, elsewhere: list[
 
 
 def test_nothing_outlives_a_launcher_that_is_stopped(elsewhere: list[str]) -> None:
-    launcher = started(*elsewhere, "--program", "--", *TOY, "1000000")
+    launcher = started(*elsewhere, "--", *TOY, "1000000")
     rounds(launcher, 5)
     processes = below(launcher, 6)
     launcher.send_signal(signal.SIGSTOP)
@@ -319,7 +319,7 @@ time.sleep(99)
 
 
 def test_what_a_rank_has_started_ends_with_it(elsewhere: list[str]) -> None:
-    launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", STARTS)
+    launcher = started(*elsewhere, "--", sys.executable, "-c", STARTS)
     assert launcher.stdout is not None
     sleeping = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
     end = time.monotonic() + 10
@@ -352,7 +352,7 @@ time.sleep(60)
 def test_ctrl_c_ends_all_with_130(where: str, elsewhere: list[str]) -> None:
     code = INTERRUPTED
     hosts = elsewhere if where == "elsewhere" else LOCAL
-    launcher = started(*hosts, "--program", "--", sys.executable, "-c", code)
+    launcher = started(*hosts, "--", sys.executable, "-c", code)
     rounds(launcher, 0)
     processes = below(launcher, 4)
     launcher.send_signal(signal.SIGINT)
@@ -363,7 +363,7 @@ def test_ctrl_c_ends_all_with_130(where: str, elsewhere: list[str]) -> None:
 
 def test_ctrl_c_before_there_are_ranks_ends_all(tmp_path: Path) -> None:
     """A guard on its way, which answers nothing."""
-    run = started(*behind(tmp_path, "ab", "exec sleep 15"), "--program", "--", *TOY)
+    run = started(*behind(tmp_path, "ab", "exec sleep 15"), "--", *TOY)
     processes = below(run, 2)
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=ENDS_S)
@@ -383,7 +383,7 @@ def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("outcore_cluster.launch.launch.subprocess.Popen", Interrupted)
-    assert main(["launch", *behind(tmp_path, "abc", "exec sleep 30"), "--program", "--", *TOY]) == 130
+    assert main(["launch", *behind(tmp_path, "abc", "exec sleep 30"), "--", *TOY]) == 130
     ended = [guard.poll() is not None for guard in made]
     for guard in made:
         guard.kill()
@@ -396,7 +396,7 @@ def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_second_ctrl_c_ends_what_does_not_hear_the_first(elsewhere: list[str]) -> None:
     code = DEAF
-    launcher = started(*elsewhere, "--program", "--", sys.executable, "-c", code)
+    launcher = started(*elsewhere, "--", sys.executable, "-c", code)
     rounds(launcher, 0)
     processes = below(launcher, 6)
     launcher.send_signal(signal.SIGINT)
@@ -415,7 +415,7 @@ def test_whose_fault_it_is_may_end_after_who_has_heard_of_it(elsewhere: list[str
     )
     for where in (LOCAL, elsewhere):
         name = "local" if where is LOCAL else "b"
-        launcher = started(*where, "--program", "--", sys.executable, "-c", code, name)
+        launcher = started(*where, "--", sys.executable, "-c", code, name)
         _, errors = launcher.communicate(timeout=ENDS_S)
         assert launcher.returncode == 1
         lines = errors.splitlines()
@@ -426,10 +426,10 @@ def test_whose_fault_it_is_may_end_after_who_has_heard_of_it(elsewhere: list[str
 
 def test_the_key_stands_in_no_list_of_processes() -> None:
     code = (
-        "import os\nfrom outcore.link import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"
+        "import os\nfrom outcore_cluster.link import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"
         "print(me.decode(), flush=True)\nimport time; time.sleep(60)"
     )
-    launcher = started(*LOCAL, "--program", "--", sys.executable, "-c", code)
+    launcher = started(*LOCAL, "--", sys.executable, "-c", code)
     assert launcher.stdout is not None
     key = launcher.stdout.readline().strip()
     assert len(key) == 64
@@ -506,19 +506,19 @@ def test_ssh_is_given_one_word_that_a_shell_takes_apart_again(tmp_path: Path) ->
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     where = behind(tmp_path, ["local", "b"], "echo 'ssh: no route' >&2\nexit 255")
-    done = launch(*where, "--program", "--", "true")
+    done = launch(*where, "--", "/bin/true")
     assert (done.returncode, done.stderr) == (1, "outcore launch: rank 1 (b): ssh: no route\n")
 
 
 def test_what_is_stopped_before_it_has_answered_is_not_waited_for_as_long_as_what_is_slow(tmp_path: Path) -> None:
     where, began = behind(tmp_path, ["local", "b"], "kill -STOP $$"), time.monotonic()
-    done = launch(*where, "--program", "--", "true")
+    done = launch(*where, "--", "/bin/true")
     says = "outcore launch: rank 1 (b): what should start it is stopped, for 5 s\n"
     assert (done.returncode, done.stderr) == (1, says) and time.monotonic() - began < ENDS_S
 
 
 def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path: Path) -> None:
-    done = launch(*behind(tmp_path, ["local", "b"], "exec no-such-python"), "--program", "--", "true")
+    done = launch(*behind(tmp_path, ["local", "b"], "exec no-such-python"), "--", "/bin/true")
     assert done.returncode == 1 and "rank 1 (b): " in done.stderr and "; --python PATH says" in done.stderr
 
 
@@ -590,9 +590,9 @@ def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Pa
 def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     _truncate(folder)
-    assert "error" in model_facts(str(folder), 0, None)
-    assert model_facts(str(tmp_path / "none"), 0, None) == {"error": "no such folder"}
-    assert model_facts("nobody/nothing-of-this-name", 0, None) == {"absent": True}
+    assert "error" in model_facts(str(folder), None)
+    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
+    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
 
 
 AT_A_TERMINAL = """
@@ -621,7 +621,7 @@ os.execv(sys.executable, sys.argv[1:])
 def test_the_first_rank_has_the_terminal_and_its_ctrl_c() -> None:
     terminal, end_of_it = pty.openpty()
     launcher = subprocess.Popen(
-        [sys.executable, "-c", OWN_TERMINAL, *command(*LOCAL, "--program", "--", sys.executable, "-c", AT_A_TERMINAL)],
+        [sys.executable, "-c", OWN_TERMINAL, *command(*LOCAL, "--", sys.executable, "-c", AT_A_TERMINAL)],
         stdin=end_of_it,
         stdout=end_of_it,
         stderr=end_of_it,

@@ -130,7 +130,7 @@ sys.exit(main(sys.argv[1:]))
 def test_what_ends_one_rank_is_told_by_all(spoken: Path) -> None:
     words = ["generate", "--model", str(spoken), *ASK, "-m", "1000"]
     began = time.monotonic()
-    done = outcore("launch", "--hosts", "local,local", "--program", "--", sys.executable, "-c", RUN, *words)
+    done = outcore("launch", "--hosts", "local,local", "--", sys.executable, "-c", RUN, *words)
     assert done.returncode == 1 and time.monotonic() - began < 20
     assert "rank 1 (local): layer 3: the disk is gone" in done.stderr
     assert "rank 1 (local): outcore generate: layer 3: the disk is gone" in done.stderr
@@ -271,7 +271,7 @@ sys.exit(main(words))
 def chat_on_two(spoken: Path, how: str, said: str, *more: str) -> subprocess.CompletedProcess[str]:
     words = ["chat", "--model", str(spoken), "--memory", "60MB", "--max-tokens", "40", "--json", *more]
     script = [sys.executable, "-c", CHAT, how, *words]
-    launch = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--program", "--", *script]
+    launch = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *script]
     return subprocess.run(launch, input=said, capture_output=True, text=True, timeout=240)
 
 

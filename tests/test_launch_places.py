@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from outcore.checkpoint.find_model import of_rank
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
-from outcore.errors import MissingFileError, UsageError
-from outcore_cluster.folders import RankShares, pack_ranks
+from outcore.errors import UsageError
 from outcore_cluster.launch.as_rank import RANK, RANK_MODEL, find_own_model
 from outcore_cluster.launch.facts import model_facts
 from outcore_cluster.launch.hosts import Host, find_hosts
@@ -57,13 +55,6 @@ def expected(model: Path) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("packed")
-    list(pack_ranks(model, output, RankShares((1.0, 1.0))))
-    return output
-
-
 def test_each_host_may_have_the_model_at_a_place_of_its_own(model: Path, expected: list[int], tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "there", copy_function=shutil.copyfile)
     own = ["--model-of", f"local={model}", "--model-of", f"localhost={tmp_path / 'there'}"]
@@ -73,38 +64,12 @@ def test_each_host_may_have_the_model_at_a_place_of_its_own(model: Path, expecte
     assert missing.stderr.startswith(f"outcore launch: rank 1 (localhost): {tmp_path / 'none'}: no such folder; copy")
 
 
-def test_ranks_find_their_own_in_a_folder_that_has_all_of_them(packed: Path, expected: list[int]) -> None:
-    assert tokens(generated(*HOSTS, model=packed)) == expected
-
-
-def test_a_host_without_its_ranks_folder_is_named(packed: Path, tmp_path: Path) -> None:
-    shutil.copytree(packed / "rank-0", tmp_path / "rank-0")
-    done = generated(*HOSTS, model=tmp_path)
-    assert done.returncode == 1
-    assert f"rank 1 (localhost): {tmp_path}: has no folder rank-1; copy it there" in done.stderr
-
-
-@pytest.mark.parametrize("whole", ["original", "packed"])
-def test_who_has_all_of_it_runs_beside_a_ranks_folder(
-    whole: str, model: Path, packed: Path, expected: list[int], tmp_path: Path
-) -> None:
-    first = model if whole == "original" else pack_model(model, tmp_path / "whole").folder
-    assert tokens(generated(*HOSTS, "--model-of", f"localhost={packed / 'rank-1'}", model=first)) == expected
-
-
-def test_a_packed_copy_is_compared_with_packed_ones_alone_before_ranks_meet(model: Path, packed: Path) -> None:
+def test_a_packed_copy_is_compared_with_packed_ones_alone_before_ranks_meet(model: Path, tmp_path: Path) -> None:
     """Its configuration is written anew; tokenizers are the same."""
-    original, whole = model_facts(str(model), 0, None), model_facts(str(packed), 1, None)
+    original = model_facts(str(model), None)
+    whole = model_facts(str(pack_model(model, tmp_path / "whole").folder), None)
     assert original.keys() == {"digest", "original"} and whole.keys() == {"digest", "packed"}
     assert original["digest"] == whole["digest"]
-
-
-def test_a_folder_for_each_rank_is_found_by_its_number(packed: Path, model: Path, tmp_path: Path) -> None:
-    assert of_rank(str(packed), 1) == str(packed / "rank-1")
-    for name in (str(model), "owner/name", str(tmp_path), "x" * 5000, ""):
-        assert of_rank(name, 1) == name
-    with pytest.raises(MissingFileError, match="has no folder rank-2"):
-        of_rank(str(packed), 2)
 
 
 @pytest.mark.parametrize(
@@ -152,4 +117,4 @@ def test_a_place_of_no_host_is_refused(given: list[str], says: str, capsys: pyte
 
 def test_a_place_may_begin_at_the_home_of_its_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(model.parent))
-    assert "original" in model_facts(f"~{os.sep}{model.name}", 1, None)
+    assert "original" in model_facts(f"~{os.sep}{model.name}", None)

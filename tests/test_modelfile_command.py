@@ -20,10 +20,10 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_logits_processors
 
 from outcore.cli import serve
+from outcore.cli.answering import until_stop
 from outcore.cli.arguments import engine_options
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
-from outcore.cli.stop_strings import until_stop
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError
 from outcore.serve.events import GenerationRequest, Sampling, TextPart
@@ -92,7 +92,7 @@ def test_flags_go_before_a_modelfile(file: Callable[..., str]) -> None:
                 "PARAMETER num_predict 7", "PARAMETER temperature 0.5", "PARAMETER draft_num_predict 2")  # fmt: skip
     words = ["other", "--system-prompt", "", "--draft-model", "mine", "--memory", "1GB", "-m", "100", "--temp", "0.0"]
     args, filled = settled("generate", "--modelfile", path, *words, "--num-draft", "5")
-    assert (args.model, args.system_prompt, args.draft, args.draft_model) == ("other", "", None, "mine")
+    assert (args.model, args.system_prompt, args.draft) == ("other", "", "mine")
     assert (args.memory, args.max_tokens, args.temp, args.num_draft_tokens) == ("1GB", 100, 0.0, 5)
     assert filled == {}
 

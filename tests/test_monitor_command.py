@@ -81,8 +81,8 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
 ) -> None:
     looks = iter(range(100))
 
-    def few(pid: int | None) -> list[dict[str, Any]]:
-        return files.read_all(pid) if next(looks) < 4 else []
+    def few() -> list[dict[str, Any]]:
+        return files.read_all() if next(looks) < 4 else []
 
     monkeypatch.setattr(monitor, "read_all", few)
     assert main(["monitor", "--json"]) == 0
@@ -95,7 +95,7 @@ def test_once_shows_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["monitor", "--once"]) == 0
     out = capsys.readouterr().out
     assert "126 of 200 right" in out and f"process {os.getpid()}" in out
-    assert main(["monitor", "--once", "--json", "--pid", str(os.getpid())]) == 0
+    assert main(["monitor", "--once", "--json"]) == 0
     (process,) = json.loads(capsys.readouterr().out)["processes"]
     assert process["command"] == "chat" and process["models"][0]["name"] == "tiny [b]model[/b]"
 
@@ -116,8 +116,6 @@ def test_what_cannot_be_shown_is_told_in_one_line(capsys: pytest.CaptureFixture[
     with own_folder() as folder:
         assert main(["monitor", "--once"]) == 1
         assert "no Outcore process of yours runs" in capsys.readouterr().err
-        assert main(["monitor", "--json", "--pid", "3"]) == 1
-        assert "no Outcore process of yours has number 3" in json.loads(capsys.readouterr().out)["error"]
         assert main(["monitor"]) == 2
         assert "outcore monitor: standard output is no terminal" in capsys.readouterr().err
         assert "No Outcore process of yours runs" in drawn(LiveView().look())

@@ -19,7 +19,7 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
-from outcore.decode import generate_step, one_text
+from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.hidden_states import WINDOW
@@ -97,7 +97,7 @@ def test_a_head_gives_the_text_of_plain_decoding(
 ) -> None:
     """With passes of their own for drafted tokens, as on processors, and all in one; streamed and resident."""
     always_draft(monkeypatch)
-    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
+    monkeypatch.setattr(one_text, "on_cpu", lambda: not in_blocks)
     folder, draft = folders(model_type, tmp_path)
     texts = []
     for what, resident in (("none", None), (draft, 0), (draft, None)):

@@ -18,7 +18,7 @@ import outcore
 import zoo
 from adapters import DORA, LORA, save_adapter
 from outcore.checkpoint.nested import nested_modules
-from outcore.engine import install
+from outcore.engine import binding, engine
 from outcore.loading import opened
 from outcore.loading.preparation import prepare
 from outcore.modules.code_planes import BITS, high_plane, joined, joining_source, low_plane
@@ -397,7 +397,7 @@ def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
         assert all(a.resident + biases // 4 == b.resident for a, b in layers)
 
 
-@pytest.mark.parametrize("where", ["FileReader", "Ring", "_forget", "_make_resident"])
+@pytest.mark.parametrize("where", ["FileReader", "Ring", "forget", "make_resident"])
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_what_breaks_off_giving_up_changes_no_answer(
     where: str, error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -411,7 +411,7 @@ def test_what_breaks_off_giving_up_changes_no_answer(
 
     with model.outcore as session:
         with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(install, where, broken)
+            patch.setattr(binding if where == "FileReader" else engine, where, broken)
             session.residency.layers.give_up_draft()
         assert session.drafting.name == "ngram" and same(model, wanted)
         assert session.residency.layers.regrow(1) == 1 and same(model, wanted) and same(model, wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outcore import RequestError
-from outcore.options import COUNT
+from outcore.checks import COUNT
 from outcore.serve.api import Defaults
 from outcore.serve.apis import OPENAI as API
 from outcore.serve.events import Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
@@ -257,7 +257,6 @@ def test_unknown_fields_have_no_effect_and_are_named() -> None:
             "response_format.json_schema.schema",
         ),
         ({"grammar": 7}, "grammar"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"functions": [{}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {}}, "audio"),
@@ -295,16 +294,10 @@ def test_reasons_of_an_end_are_openais() -> None:
     assert asked(API, PATH, {"messages": HI}).answering.whole([Ended(0, "stop", 0)])["choices"][0]["finish_reason"]
 
 
-def test_one_token_has_no_rate_and_no_answer_begins_without_its_beginning() -> None:
+def test_one_token_has_no_rate() -> None:
     """The first token comes with the prompt: N of them have N - 1 times between them."""
 
     def rate(tokens: int, choices: int) -> Any:
         return timings(Finished(5, tokens, generation_s=2.0, choices=choices))["predicted_per_second"]
 
     assert [rate(1, 1), rate(7, 1), rate(12, 2), rate(0, 1)] == [0, 3, 5, 0]
-    user, begun = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-    with pytest.raises(RequestError, match="add_generation_prompt: an answer needs its beginning") as told:
-        asked(API, PATH, {"messages": [user], "add_generation_prompt": False})
-    assert told.value.param == "add_generation_prompt"
-    assert asked(API, PATH, {"messages": [user, begun], "add_generation_prompt": False}).asks[0].continued
-    assert not asked(API, PATH, {"messages": [user], "add_generation_prompt": True}).asks[0].continued

@@ -66,8 +66,6 @@ def test_what_was_thought_comes_back(field: str) -> None:
 
 def test_an_answer_at_the_end_is_gone_on_with() -> None:
     assert continued(USER, ANSWER) and not continued(USER) and not continued(USER, ANSWER, USER)
-    assert not continued(USER, ANSWER, add_generation_prompt=True)
-    assert not continued(USER, ANSWER, continue_final_message=False)
     assert not continued(USER, {"role": "assistant", "tool_calls": [call()]})
     assert not continued(USER, {"role": "assistant", "content": "", "reasoning": "hm"})
     assert chat_messages([USER, {"role": "assistant", "content": ""}]) == (USER,)

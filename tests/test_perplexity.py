@@ -20,7 +20,7 @@ import outcore
 from outcore import BudgetError, UsageError
 from outcore.cli.main import main
 from outcore.machine import memory
-from outcore_bench.flags.perplexity import setup_arg_parser
+from outcore_bench.flags import perplexity as setup_arg_parser
 from outcore_bench.perplexity import cut, default_text, load_for_batches, read_data
 
 MLX_LM_FLAGS = {

@@ -288,7 +288,6 @@ def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--coding", "planes:1", "--force"], "such as planes:2"),
         (["--coding", "planes:7", "--force"], "such as planes:2"),
         (["--coding", "planes:2", "--draft", "self:3"], "other bits"),
-        (["--coding", "planes:2", "--ranks", "2"], "not with --ranks"),
         (["--coding", "plain"], "packed with --coding planes:2"),
     ):
         assert main(["pack", str(original), "-o", str(out), *words]) in (1, 2)

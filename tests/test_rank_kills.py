@@ -43,6 +43,6 @@ def test_a_run_that_nobody_ends_is_found_out(tmp_path: Path) -> None:
     # Ranks that have no link: what happens to the cable is nothing to them.
     sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
     words = ["1", "--kinds", "cut link", "--give-up", "4", "--json", str(tmp_path / "r.json")]
-    status, (trial,) = run(*words, "--program", "--", *sleep)
+    status, (trial,) = run(*words, "--", *sleep)
     assert status == 1
     assert str(trial["wrong"]).startswith("left: ")

@@ -205,7 +205,6 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
     ("more", "why"),
     [
         (["--model", "another"], "one model over several machines"),
-        (["--models-folder", "models"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "--prefix-cache: not over several machines"),
         (["--draft", "mtp"], "--draft mtp: not over several machines"),
     ],

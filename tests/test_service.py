@@ -49,7 +49,7 @@ def together(service: ModelService, asks: Sequence[GenerationRequest]) -> list[l
 
     async def ask_all() -> list[list[Event]]:
         go = threading.Event()
-        service.engine.call(go.wait, lambda _: None)
+        service.engine.call(go.wait)
         tasks = [asyncio.create_task(heard(service, ask)) for ask in asks]
         while service.engine.waiting < len(asks):
             await asyncio.sleep(0.001)
@@ -156,7 +156,7 @@ def test_too_many_are_sent_away_and_too_long_ones_told(demo_model: Path) -> None
 
         async def three() -> list[Any]:
             go = threading.Event()
-            service.engine.call(go.wait, lambda _: None)
+            service.engine.call(go.wait)
             tasks = [asyncio.create_task(heard(service, GenerationRequest(prompt="a", max_tokens=2))) for _ in range(3)]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             go.set()

@@ -146,7 +146,7 @@ def test_bodies_and_headers_that_are_too_large_are_refused() -> None:
         async with running(limits=ClientLimits(body_bytes=10_000)) as server:
             large = posted("/v1/say", {"prompt": "x" * 10_000})
             declared = await exchange(server.port, large.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
-            assert declared.startswith(b"HTTP/1.1 413 ") and b"--max-body" in declared
+            assert declared.startswith(b"HTTP/1.1 413 ")
             chunk = b"2710\r\n" + b"x" * 10_000 + b"\r\n"
             head = b"POST /v1/say HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
             late = asyncio.create_task(exchange(server.port, head + chunk + chunk[:100]))

@@ -169,7 +169,7 @@ def test_every_template_shows_what_conversations_share(name: str, demo_model: Pa
     assert (shared > 100) == bool(system)
 
 
-def test_keys_of_servers_keep_prompts_apart(spoken_to: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_servers_keep_prompts_apart(spoken_to: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nobody finds, or times, what was asked of a server with another key, or by chat; the key itself lies nowhere."""
     ask = GenerationRequest(messages=({"role": "user", "content": SYSTEM},), max_tokens=2)
 
@@ -180,20 +180,24 @@ def test_keys_of_servers_keep_prompts_apart(spoken_to: Path, monkeypatch: pytest
         (finished,) = [e for e in events if isinstance(e, Finished)]
         return finished.cached_tokens
 
-    def flag(key: str | None) -> argparse.Namespace:
-        given = [] if key is None else ["--api-key", key]
+    def file(key: str | None) -> argparse.Namespace:
+        given = []
+        if key is not None:
+            given = ["--api-key-file", str(tmp_path / "key")]
+            (tmp_path / "key").write_text(key)
+            (tmp_path / "key").chmod(0o600)
         line = [str(spoken_to), "--memory", "60MB", "--context", "400", *given]
         args: argparse.Namespace = parser_of("serve").parse_args(line)
         return args
 
     def variable(key: str | None) -> argparse.Namespace:
         monkeypatch.setenv("OUTCORE_API_KEY", key or "")
-        return flag(None)
+        return file(None)
 
-    counts = [found("secret-of-one", flag), found("secret-of-two", flag), found(None, flag)]
+    counts = [found("secret-of-one", file), found("secret-of-two", file), found(None, file)]
     assert counts == [0, 0, 0]
-    whole = found("secret-of-one", flag)
-    assert whole > 50 and found("secret-of-two", variable) == found(None, flag) == whole
+    whole = found("secret-of-one", file)
+    assert whole > 50 and found("secret-of-two", variable) == found(None, file) == whole
     folder = Path(os.environ["OUTCORE_CACHE"])
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert any(path.suffix == ".end" for path in files)

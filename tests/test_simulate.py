@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from outcore.plan.simulate import Stage, simulate
+from outcore.plan.prediction import Stage, simulate
 
 
 def layers(n: int, compute: float, read: float, resident: Collection[int] = ()) -> list[Stage]:

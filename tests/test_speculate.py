@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 import outcore
 import zoo
 from outcore.cli.main import main
-from outcore.decode import generate_step, one_text
+from outcore.decode import one_text
 from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
@@ -63,7 +63,7 @@ def test_any_cache_goes_back(model_type: str, in_blocks: bool, tmp_path: Path, m
     model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="none", govern=False)
     with model.outcore:
         plain = tokens(model, prompt, 24)
-    monkeypatch.setattr(generate_step, "on_cpu", lambda: not in_blocks)
+    monkeypatch.setattr(one_text, "on_cpu", lambda: not in_blocks)
     for wrong in (3,) if in_blocks else (3, 1000):
         with_oracle(monkeypatch, Oracle([*prompt, *plain], wrong))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)

@@ -15,7 +15,7 @@ import zoo
 from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.packed_store import open_model
 from outcore.disk.row_reader import RowReader
-from outcore.engine import install
+from outcore.engine import engine
 from outcore.engine.model_profile import profile_of
 from outcore.engine.vocabulary import SLICE_STEP, Lookup, Table, slices_of
 from outcore.errors import ReadError
@@ -108,7 +108,7 @@ def test_a_load_that_is_broken_off_leaves_no_file_open(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    monkeypatch.setattr(install, "_make_resident", interrupted)
+    monkeypatch.setattr(engine, "make_resident", interrupted)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(KeyboardInterrupt):
         outcore.load_model(folder, memory="1GB", resident=0, context=16)

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from outcore.decode.generate_step import generate_step
+from outcore.decode.one_text import generate_step
 from outcore.disk.reader import THREADS, FileReader, Read
 from outcore.disk.ring import Slot
 from outcore.loading.loader import load_model
@@ -61,7 +61,7 @@ def pairs(folder: str, resident: int, rounds: int, dtype: str | None) -> dict[st
         nbytes = session.plan.bytes_per_token
         prompt = mx.array(prompt_ids(8), dtype=mx.int32)
         step = session.plan.prefill_step
-        run = generate_step(prompt, model, session.streaming, max_tokens=500, prefill_step_size=step)
+        run = generate_step(prompt, model, max_tokens=500, prefill_step_size=step)
         next(run)
         next(run)
         readers, tokens = [plain(model, slots)], []

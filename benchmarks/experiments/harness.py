@@ -90,7 +90,7 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
     import mlx.core as mx
 
     from outcore import load_model
-    from outcore.decode.generate_step import generate_step
+    from outcore.decode.one_text import generate_step
 
     warm = options.pop("warm", False)
     with engine(options) as rest:
@@ -111,7 +111,6 @@ def measure(folder: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]
             for token, *_ in generate_step(
                 prompt,
                 model,
-                lambda: session.streaming,
                 max_tokens=tokens + 2,
                 prefill_step_size=session.plan.prefill_step,
             ):

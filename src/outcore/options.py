@@ -1,98 +1,18 @@
-"""What a user asks for: how a model is to be held in memory, and the rule by which numbers and words are checked.
-
-What is no count, or no known word, is refused by its name: an argument's in Python, a flag's on the command line.
-"""
+"""What a user asks for: how a model is to be held in memory."""
 
 from __future__ import annotations
 
-import math
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+from .checks import choice, shown_value, whole
 from .errors import BudgetError, OutcoreError, UsageError
 from .sizes import MOST_BYTES, parse_size
 from .text import refuse_unknown, shortened
-
-COUNT = 2**31 - 1
-"""The most that is counted to: MLX's shapes and indices are 32 bits."""
-
-LEAST_TEMPERATURE = 1e-30
-"""The least temperature but 0: log-probabilities divided by less leave float32."""
-
-
-def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
-    """A whole number: an int, of NumPy too, or a float that is one; ``True`` is none.
-
-    Args:
-        name: the flag or argument, named in the error.
-
-    Raises:
-        UsageError: another kind of value, or out of range.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{_shown(name, value)}: a whole number is needed") from None
-    if not least <= number <= most:
-        bounds = f"at least {least}" if number < least else f"at most {most}"
-        raise UsageError(f"{_shown(name, value)}: {bounds}")
-    return number
-
-
-def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number.
-
-    Raises:
-        UsageError: another kind of value, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise UsageError(f"{_shown(name, value)}: a number is needed")
-    if not least <= value <= most or value in (math.inf, -math.inf):
-        if math.isfinite(least) and math.isfinite(most):
-            raise UsageError(f"{_shown(name, value)}: from {least:g} to {most:g}")
-        bounds = f"at least {least:g}" if value < least else "a finite number is needed"
-        raise UsageError(f"{_shown(name, value)}: {bounds}")
-    return float(value)
-
-
-def choice(name: str, value: Any, known: Iterable[str]) -> str:
-    """One of these words.
-
-    Raises:
-        UsageError: another one.
-    """
-    words = tuple(known)
-    if not isinstance(value, str) or value not in words:
-        raise UsageError(f"{_shown(name, value)}: choose one of {', '.join(words)}")
-    return value
-
-
-def not_endless(name: str, path: Path) -> Path:
-    """A file to read whole, if it has an end: devices such as /dev/zero have none.
-
-    Raises:
-        UsageError: it is a device.
-    """
-    try:
-        endless = path.is_char_device()
-    except OSError:
-        endless = False  # whoever opens it tells why it cannot be
-    if endless:
-        raise UsageError(f"{_shown(name, path)}: a device; give a file, or a pipe")
-    return path
-
-
-def _shown(name: str, value: Any) -> str:
-    """As it was given: a flag with its value, or an argument."""
-    return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"
-
 
 FEW_BYTES = 1_000_000
 """A number of bytes below which some other unit was meant."""
@@ -168,137 +88,186 @@ class LoadArguments(MemoryArguments, total=False):
     lazy: bool
 
 
+def _option(
+    default: Any, help: str, least: int | None = None, words: Iterable[str] = (), metavar: str | None = None
+) -> Any:
+    """A field of ``LoadOptions``, told once for Python and for the command line.
+
+    Args:
+        default: of the argument; a flag may have another one for a command.
+        help: what it decides; ends with the default where that is None.
+        least: the smallest number, of those that are counts.
+        words: what it may be, where these are all.
+        metavar: what the help of a command calls its value.
+    """
+    return field(default=default, metadata={"help": help, "least": least, "words": tuple(words), "metavar": metavar})
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """How a model is opened and held in memory. Checked when it is made, before a model is opened.
-
-    Attributes:
-        memory: bytes, a size such as ``"4GB"``, or ``"50%"`` of what may be used now, that weights, slots, caches,
-            activations and MLX's own cache may use together. None or ``"auto"``: from what is free.
-        resident: keep exactly so many layers in memory; None: as many as fit.
-        slots: slots of the ring, at least 2; None: 3 where they fit.
-        priority: ``speed``, ``balanced`` or ``context``: reserve memory for 512, 1024, or all of the tokens of
-            ``context``; room for more is made while running.
-        profile: ``safety``, ``balanced`` or ``performance``: how much of what is free is used without ``memory``.
-        placement: where resident layers lie: ``even``, ``interleaved``, ``first`` or ``last``.
-        io: ``auto``, ``direct`` (around the page cache) or ``cached``.
-        context: tokens of prompt and answer that memory is reserved for; None: 2048, or the model's own maximum.
-        prompt: tokens of the longest prompt, if known: less memory is set aside for computing it.
-        prefill_step_size: prompt tokens computed at a time; None: 2048 as in mlx-lm, or less where memory is short.
-        dtype: ``float32``, ``bfloat16`` or ``float16`` to compute in; None: as the checkpoint says.
-        cpu_streams: streams that linear layers are split over on the CPU device; None: one per core.
-        head_resident: whether the head stays in memory; None: it does, unless layers would fit in parts alone beside
-            it, and it is faster to stream it too.
-        experts: routed experts of each layer that have a place in memory, where they are read one by one; 0: layers are
-            streamed whole; None: what is fastest.
-        sequences: that share each sweep (``batch_generate``), each with that context, without drafts; a ``Workload``:
-            as many as answer it soonest.
-        batch: sequences of ``context`` tokens that are evaluated in one call, without caches and with the logits of
-            every token (mlx-lm's ``eval_ppl``); None: memory for such calls is not set aside.
-        threads: reads in flight at once; None: 4, or 8 where there are as many cores.
-        govern: watch memory while the model runs, and stream resident layers where it gets short.
-        resumable: one prompt cache will serve several texts: set memory aside for taking it back where a sweep fails.
-            Otherwise that is found when such a cache is used, in place of resident layers.
-        prefix_cache: ``on``: keep what was computed of prompts on disk, for who begins in the same way, after a restart
-            too; a size (``"5GB"``, or bytes): let it take so much; ``off``. Prompts are computed 512 tokens at a time.
-        kv_disk: whether keys and values of streamed layers may lie on disk: ``auto``: where a context does not fit
-            otherwise; ``on``, ``off``. Each token reads them all. Of one text at a time, and not with a draft of the
-            model itself, whose every guess would read them, too.
-        kv_dir: the folder for them, made if it alone is missing; None: the cache folder. What lies there has no name
-            and goes with the process.
-        mirror: a folder on another disk with a copy of the model's files, or several: what is streamed is read from all
-            of them at once, and from the others where one fails. The model's folder may also lie in it under its name.
-        draft: what drafts tokens, so that a sweep over the weights makes several: ``none``, ``ngram`` (the text's own
-            repetitions), ``self`` or ``self:BITS`` (a low-bit copy of the model, in memory; of a quantized one the high
-            bits of its codes, of which only the low ones are read then), ``mtp`` or ``mtp:FOLDER`` (a multi-token-
-            prediction head, of the model's own folder or the original's), or a model with the same tokenizer, in
-            memory; ``auto``: what is predicted to be fastest, where something is streamed.
-        model_config, trust_remote_code, adapter_path: as in ``mlx_lm.load``.
-        lazy: as in ``mlx_lm.load``: where nothing is streamed, weights are read by the model's first call. It refuses
-            files that were written to since; whoever evaluates parameters before is not told.
-        flags: the values came from a command line: errors name its flags.
-        ranks: other machines that have layers of the model (``loading.preparation.Ranks``); None: it is all here.
 
     Raises:
         UsageError: a value is of another kind, or out of range.
     """
 
-    memory: int | float | str | None = None
-    resident: int | None = None
-    slots: int | None = None
-    priority: str = "context"
-    profile: str = "balanced"
-    placement: str = "even"
-    io: str = AUTO
-    context: int | None = None
-    prompt: int | None = None
-    prefill_step_size: int | None = None
-    dtype: str | None = None
-    cpu_streams: int | None = None
-    head_resident: bool | None = None
-    experts: int | None = None
-    sequences: int | SequenceCount = 1
-    batch: int | None = None
-    threads: int | None = None
-    govern: bool = True
-    resumable: bool = False
-    prefix_cache: int | str = "off"
-    kv_disk: str = AUTO
-    kv_dir: str | Path | None = None
-    mirror: str | Path | Sequence[str | Path] | None = None
-    draft: str = AUTO
-    model_config: dict[str, Any] | None = None
-    trust_remote_code: bool = False
-    adapter_path: str | None = None
-    lazy: bool = False
+    memory: int | float | str | None = _option(
+        None,
+        "Memory for weights, slots, caches, activations and MLX's own cache together: 4GB, 1.5GiB, 50% of what may be "
+        "used now, or auto. Default: OUTCORE_MEMORY, the configuration file's, or auto, from what is free.",
+        metavar="SIZE",
+    )
+    resident: int | None = _option(
+        None, "Keep exactly N layers in memory. Default: as many as fit.", least=0, metavar="N"
+    )
+    slots: int | None = _option(
+        None, "Slots of the ring that layers are streamed through. Default: 3, or 2.", least=2, metavar="N"
+    )
+    priority: str = _option(
+        "context",
+        "Reserve memory for 512, 1024 or all tokens of the context (speed, balanced, context); room for more is made "
+        "as they come, by streaming layers that were resident.",
+    )
+    profile: str = _option("balanced", "How much of what is free to use without a budget.", words=PROFILES)
+    placement: str = _option("even", "Where resident layers lie; even is the fastest.", words=PLACEMENTS)
+    io: str = _option(
+        AUTO, "How to read weights, around (direct) or through the page cache.", words=IO_MODES, metavar="HOW"
+    )
+    context: int | None = _option(
+        None,
+        "Tokens of prompt and answer to reserve memory for. Default: 2048, or the model's own maximum.",
+        least=1,
+        metavar="N",
+    )
+    prompt: int | None = _option(
+        None,
+        "Tokens of the longest prompt, if known: less memory is set aside for computing it. Default: all of the "
+        "context.",
+        least=1,
+        metavar="N",
+    )
+    prefill_step_size: int | None = _option(
+        None, "Prompt tokens computed at a time. Default: 2048, or what fits.", least=1, metavar="N"
+    )
+    dtype: str | None = _option(None, "Type to compute in. Default: as the checkpoint says.", words=DTYPES)
+    cpu_streams: int | None = _option(
+        None, "CPU device: cores that a linear layer uses. Default: all.", least=1, metavar="N"
+    )
+    head_resident: bool | None = _option(
+        None,
+        "Whether the head stays in memory. Default: it does, unless layers would fit in parts alone beside it, and it "
+        "is faster to stream it too.",
+    )
+    experts: int | None = _option(
+        None,
+        "Mixture of experts: keep all but the experts in memory, and N of those of each layer; others are read when a "
+        "token needs them. 0: stream layers whole. Default: what is fastest.",
+        least=0,
+        metavar="N",
+    )
+    sequences: int | SequenceCount = _option(
+        1,
+        "Sequences that share each sweep, each with its own context, without drafts; or a Workload: as many as answer "
+        "it soonest.",
+    )
+    batch: int | None = _option(
+        None,
+        "Sequences of context tokens that are evaluated in one call, without caches and with the logits of every token "
+        "(mlx-lm's eval_ppl). Default: memory for such calls is not set aside.",
+        least=1,
+    )
+    threads: int | None = _option(None, "Reads in flight at once. Default: 4, or 8 where there are as many cores.", 1)
+    govern: bool = _option(True, "Watch memory while the model runs, and stream resident layers where it gets short.")
+    resumable: bool = _option(
+        False,
+        "One prompt cache will serve several texts: set memory aside for taking it back where a sweep fails. Otherwise "
+        "that is found when such a cache is used, in place of resident layers.",
+    )
+    prefix_cache: int | str = _option(
+        "off",
+        "Keep what was computed of prompts on disk, for those that begin in the same way, after a restart too. on: up "
+        "to 20 GB, or a tenth of what is free, and nothing below 10 GB free; a size: up to that.",
+        metavar="on|off|SIZE",
+    )
+    kv_disk: str = _option(
+        AUTO,
+        "Keys and values of streamed layers on disk, which every token reads; auto: where the context does not fit "
+        "otherwise. Of one text at a time, and not with a draft of the model itself.",
+        words=KV_DISK,
+        metavar="WHEN",
+    )
+    kv_dir: str | Path | None = _option(
+        None,
+        "Folder for them, made if it alone is missing; files there have no name and go with the process. Default: the "
+        "cache folder.",
+    )
+    mirror: str | Path | Sequence[str | Path] | None = _option(
+        None,
+        "A copy of the model's folder on another disk, or a folder that has one, or several: what is streamed is read "
+        "from all at once, and from the others where one fails. Default: none.",
+        metavar="DIR",
+    )
+    draft: str = _option(
+        AUTO,
+        "What drafts tokens, so that a sweep over the weights makes several: ngram (the text's own repetitions), self "
+        "or self:BITS (a low-bit copy of the model, in memory, made once; of a quantized model the high bits of its "
+        "weights, of which only the low ones are read then), mtp or mtp:FOLDER (the multi-token-prediction head of the "
+        "original model, there), none, a model with the same tokenizer, or auto: what is predicted to be fastest. "
+        "Default: auto.",
+        metavar="WHAT",
+    )
+    model_config: dict[str, Any] | None = _option(None, "As in mlx_lm.load. Default: none.")
+    trust_remote_code: bool = _option(False, "Run code that comes with the model or its tokenizer.")
+    adapter_path: str | None = _option(
+        None, "Folder of trained adapter weights and their config. Default: none.", metavar="DIR"
+    )
+    lazy: bool = _option(
+        False,
+        "As in mlx_lm.load: where nothing is streamed, weights are read by the model's first call. It refuses files "
+        "that were written to since; whoever evaluates parameters before is not told.",
+    )
     flags: bool = field(default=False, repr=False, compare=False)
+    """The values came from a command line: errors name its flags."""
     ranks: Any = field(default=None, repr=False, compare=False)
+    """Other machines that have layers of the model (``loading.preparation.Ranks``); None: it is all here."""
 
     def __post_init__(self) -> None:
-        counts = {
-            "resident": 0,
-            "slots": 2,
-            "context": 1,
-            "prompt": 1,
-            "prefill_step_size": 1,
-            "cpu_streams": 1,
-            "experts": 0,
-        }
-        for name, least in (counts | {"batch": 1, "threads": 1}).items():
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole(self.name(name), value, least))
+        for each in fields(self):
+            self._check_field(each)
         if not hasattr(self.sequences, "most"):
             object.__setattr__(self, "sequences", whole(self.name("sequences"), self.sequences))
-        if self.dtype is not None:
-            choice(self.name("dtype"), self.dtype, DTYPES)
-        choice(self.name("io"), self.io, IO_MODES)
-        choice(self.name("kv_disk"), self.kv_disk, KV_DISK)
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
-            raise UsageError(f"{_shown(self.name('kv_dir'), self.kv_dir)}: a folder")
+            raise UsageError(f"{shown_value(self.name('kv_dir'), self.kv_dir)}: a folder")
         self._check_mirrors()
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
-        choice(self.name("profile"), self.profile, PROFILES)
-        choice(self.name("placement"), self.placement, PLACEMENTS)
         reserved_tokens(self.priority, self.name("priority"))
-        for name in ("govern", "resumable", "trust_remote_code", "lazy"):
-            _truth(self.name(name), getattr(self, name))
         if self.experts and self.resident is not None:
             raise UsageError(
                 f"{self.name('experts')} {self.experts} and {self.name('resident')} {self.resident}: give one or the "
                 "other; where experts are read one by one, all other layers stay in memory"
             )
-        if self.head_resident is not None:
-            _truth(self.name("head_resident"), self.head_resident)
         if self.prefix_cache not in ("on", "off"):
-            name = self.name("prefix_cache")
-            if isinstance(self.prefix_cache, str) and not any(c.isdigit() for c in self.prefix_cache):
-                raise UsageError(f"{_shown(name, self.prefix_cache)}: on, off or a size such as 5GB")
-            size = self.prefix_cache
-            object.__setattr__(
-                self, "prefix_cache", parse_size(size, flag=name) if isinstance(size, str) else whole(name, size)
-            )
+            object.__setattr__(self, "prefix_cache", self._prefix_bytes())
         self._check_memory()
+
+    def _check_field(self, each: Field[Any]) -> None:
+        """What the field's declaration says of it: a count from ``least``, one of ``words``, or a truth."""
+        name, value, said = self.name(each.name), getattr(self, each.name), each.metadata
+        if not said or (value is None and each.default is None):
+            return
+        if said["least"] is not None:
+            object.__setattr__(self, each.name, whole(name, value, said["least"]))
+        elif said["words"]:
+            choice(name, value, said["words"])
+        elif str(each.type).startswith("bool") and not isinstance(value, bool):
+            raise UsageError(f"{shown_value(name, value)}: True or False")
+
+    def _prefix_bytes(self) -> int:
+        name, size = self.name("prefix_cache"), self.prefix_cache
+        if isinstance(size, str) and not any(c.isdigit() for c in size):
+            raise UsageError(f"{shown_value(name, size)}: on, off or a size such as 5GB")
+        return parse_size(size, flag=name) if isinstance(size, str) else whole(name, size)
 
     def name(self, argument: str) -> str:
         """What the user calls an argument."""
@@ -328,7 +297,7 @@ class LoadOptions:
         given: Any = self.mirror
         mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
         if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
-            raise UsageError(f"{_shown(self.name('mirror'), given)}: a folder, or several")
+            raise UsageError(f"{shown_value(self.name('mirror'), given)}: a folder, or several")
         if len({str(Path(m)) for m in mirrors}) < len(mirrors):
             raise UsageError(f"{self.name('mirror')}: one folder is there twice")
         object.__setattr__(self, "mirror", tuple(mirrors) or None)
@@ -344,7 +313,20 @@ class LoadOptions:
         if share is None:
             parse_size(memory, flag=name)
         elif not 0 < float(share[1]) <= 100:
-            raise UsageError(f"{_shown(name, memory.strip())}: from 1% to 100% of what may be used now")
+            raise UsageError(f"{shown_value(name, memory.strip())}: from 1% to 100% of what may be used now")
+
+
+def told(name: str) -> str:
+    """What a field decides, the words that it may be, and its default."""
+    each = LoadOptions.__dataclass_fields__[name]
+    said, default = each.metadata, each.default
+    words = f" One of {', '.join(said['words'])}." if said["words"] else ""
+    return f"{said['help']}{words}" if "Default" in said["help"] else f"{said['help']}{words} Default: {default}."
+
+
+LoadOptions.__doc__ = f"{LoadOptions.__doc__}\n    Attributes:\n" + "".join(
+    f"        {name}: {told(name)}\n" for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata
+)
 
 
 def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOptions:
@@ -363,11 +345,6 @@ def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOpt
             f"options and {', '.join(arguments)}: give one or the other (dataclasses.replace changes them)"
         )
     return options
-
-
-def _truth(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UsageError(f"{_shown(name, value)}: True or False")
 
 
 @contextmanager
@@ -392,7 +369,7 @@ def in_python(text: str) -> str:
     return re.sub(r"(?<![\w-])--[a-z][a-z-]*[a-z]", lambda m: flags.get(m[0], m[0]), text)
 
 
-def reserved_tokens(priority: str, name: str = "--priority") -> int | None:
+def reserved_tokens(priority: str, name: str = "priority") -> int | None:
     """Tokens of context that a priority reserves memory for at first; None: all.
 
     Raises:

@@ -19,16 +19,16 @@ from outcore_cluster.group import RankGroup
 from outcore_cluster.link.environment import from_environment
 
 from .disk import disk_rate
+from .jobs import BenchJob
 from .measure import measure
-from .modes import BenchJob
 
 
 def _row(arguments: dict[str, Any]) -> dict[str, Any]:
     link = from_environment()
     if link is None:
-        return asdict(measure(BenchJob(**arguments)))
+        return measure(BenchJob.of(arguments)).record()
     try:
-        return asdict(measure(BenchJob(**arguments), ranks=RankGroup(link, host=link.host)))
+        return measure(BenchJob.of(arguments), ranks=RankGroup(link, host=link.host)).record()
     except BaseException as e:
         if not isinstance(e, LinkError):
             link.fail(one_line(e))

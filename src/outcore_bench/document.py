@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter
 
 from outcore.errors import OutcoreError
 from outcore.text import one_line
@@ -83,37 +86,16 @@ class TimelineBar:
 
 
 @dataclass
-class BenchRow:
-    """One mode at one budget, measured in a process of its own.
+class Setting:
+    """Under which conditions a row was measured.
 
     Attributes:
-        mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (the plain way), ``outcore``; loops that come
-            later add their own.
-        label: what a table calls it, e.g. ``outcore, 50 % resident``.
         memory: the budget as it was asked for.
         threads: reads in flight, as they were asked for.
         cache: ``bypassed`` (direct reads), ``cold`` (cached reads, files dropped from the page cache before) or
             ``warm`` (files read once before).
-        tokens_per_sweep: generated tokens per pass over the streamed weights; None where nothing streams.
-        engine_bytes_per_token: bytes that the engine read into slots, a token.
-        device_bytes_per_token, cached_bytes_per_token: bytes that the process read from the device, and from the page
-            cache, a token (``/proc/self/io``).
-        read_gbps: bytes a second while a read was under way. ``disk_gbps``: a plain parallel reader on the same files,
-            mean of before and after.
-        stall_share: of the time per token, waiting for a read. ``io_share``: with a read under way.
-            ``compute_share``: the resident model's time per token over this one's.
-        ceiling_s: max(disk time, compute time) a token; ``efficiency``: that over the measured time.
-        ranks: of machines that share the model, what each has (``RanksPlan.record``); all else is the first one's.
-        parts: planned bytes by part: weights, slots, cache, activations, allocator.
-        energy_j: joules a token, where ``energy_source`` reports them.
-        same_tokens: whether the tokens are those of mlx-lm in this document, None where it did not run.
-        timeline: the reads and computations of one sweep.
-        error: why there are no numbers, e.g. ``killed for memory``.
     """
 
-    mode: str
-    label: str
-    command: str
     memory: str | None = None
     budget_bytes: int | None = None
     resident_units: int | None = None
@@ -124,11 +106,36 @@ class BenchRow:
     cache: str | None = None
     batch: int = 1
     limit_bytes: int | None = None
+
+
+@dataclass
+class Speed:
+    """``tokens_per_sweep``: generated tokens per pass over the streamed weights; None where nothing streams.
+    ``seconds``: between hand-outs of tokens."""
+
     s_per_token: Stat | None = None
     decode_tps: Stat | None = None
     prompt_tps: Stat | None = None
     ttft_s: Stat | None = None
     tokens_per_sweep: float | None = None
+    predicted_tps: float | None = None
+    predicted_ttft_s: float | None = None
+    seconds: list[float] | None = None
+
+
+@dataclass
+class Reading:
+    """What was read while decoding.
+
+    Attributes:
+        engine_bytes_per_token: bytes that the engine read into slots, a token.
+        device_bytes_per_token, cached_bytes_per_token: bytes that the process read from the device, and from the page
+            cache, a token (``/proc/self/io``).
+        read_gbps: bytes a second while a read was under way. ``disk_gbps``: a plain parallel reader on the same files,
+            mean of before and after.
+        stall_share: of the time per token, waiting for a read. ``io_share``: with a read under way.
+    """
+
     engine_bytes_per_token: float | None = None
     device_bytes_per_token: float | None = None
     cached_bytes_per_token: float | None = None
@@ -137,23 +144,57 @@ class BenchRow:
     disk_share: float | None = None
     stall_share: float | None = None
     io_share: float | None = None
-    compute_share: float | None = None
+
+
+@dataclass
+class Ceiling:
+    """``ceiling_s`` is max(disk time, compute time) a token, and ``efficiency`` that over the measured time;
+    ``compute_share`` is the resident model's time per token over this one's."""
+
     disk_s: float | None = None
     compute_s: float | None = None
+    compute_share: float | None = None
     ceiling_s: float | None = None
     efficiency: float | None = None
-    ranks: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class Use:
+    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and used, and joules a token."""
+
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None
-    predicted_tps: float | None = None
-    predicted_ttft_s: float | None = None
     peak_memory_bytes: int | None = None
     peak_rss_bytes: int | None = None
     energy_j: float | None = None
     energy_source: str | None = None
+
+
+@dataclass
+class BenchRow:
+    """One mode at one budget, measured in a process of its own. In JSON the fields of its parts are its own.
+
+    Attributes:
+        mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (the plain way), ``outcore``; loops that come
+            later add their own.
+        label: what a table calls it, e.g. ``outcore, 50 % resident``.
+        ranks: of machines that share the model, what each has (``RanksPlan.record``); all else is the first one's.
+        same_tokens: whether the tokens are those of mlx-lm in this document, None where it did not run.
+        timeline: the reads and computations of one sweep.
+        error: why there are no numbers, e.g. ``killed for memory``.
+    """
+
+    mode: str
+    label: str
+    command: str
+    setting: Setting = field(default_factory=Setting)
+    speed: Speed = field(default_factory=Speed)
+    reading: Reading = field(default_factory=Reading)
+    ceiling: Ceiling = field(default_factory=Ceiling)
+    use: Use = field(default_factory=Use)
+    ranks: list[dict[str, Any]] | None = None
     tokens: list[int] | None = None
     same_tokens: bool | None = None
-    seconds: list[float] | None = None
     timeline: list[TimelineBar] | None = None
     notes: list[str] = field(default_factory=list)
     error: str | None = None
@@ -164,18 +205,26 @@ class BenchRow:
         return any(note.startswith(BUSY) for note in self.notes)
 
     @staticmethod
-    def of(raw: dict[str, Any]) -> BenchRow:
+    def of(raw: Mapping[str, Any]) -> BenchRow:
         """A row from its JSON object.
 
         Raises:
-            TypeError: a field that rows do not have, or one that they must have is not there.
+            ValueError: it is not whole, or has what rows do not have.
         """
-        stats = {name: Stat(**raw[name]) for name in _STATS if raw.get(name) is not None}
-        timeline = None if raw.get("timeline") is None else [TimelineBar(**bar) for bar in raw["timeline"]]
-        return BenchRow(**(raw | stats | {"timeline": timeline}))
+        own = {**raw, **{name: {} for name in _PARTS}}
+        for name, part in _PARTS.items():
+            own[name] = {f.name: own.pop(f.name) for f in fields(part) if f.name in own}
+        return validated(BenchRow, own)
+
+    def record(self) -> dict[str, Any]:
+        """As a JSON object."""
+        raw = asdict(self)
+        for name in _PARTS:
+            raw |= raw.pop(name)
+        return raw
 
 
-_STATS = [f.name for f in fields(BenchRow) if "Stat" in str(f.type)]
+_PARTS: dict[str, type] = {"setting": Setting, "speed": Speed, "reading": Reading, "ceiling": Ceiling, "use": Use}
 
 
 @dataclass
@@ -192,17 +241,18 @@ class Document:
     schema: str = SCHEMA
 
     def write(self, path: Path) -> None:
-        path.write_text(self.json(indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.record(), indent=1) + "\n", encoding="utf-8")
 
-    def json(self, indent: int | None = None) -> str:
-        return json.dumps(asdict(self), indent=indent)
+    def record(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(replace(self, rows=[])) | {"rows": [row.record() for row in self.rows]}
 
     @staticmethod
     def read(path: Path) -> Document:
         """A document from its file.
 
         Raises:
-            DocumentError: it is not there, no JSON, or of another schema.
+            DocumentError: it is not there, no JSON, of another schema, or not whole.
         """
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -211,9 +261,26 @@ class Document:
         if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
             raise DocumentError(f"{path}: not a result of schema {SCHEMA}; measure again with outcore bench")
         try:
-            rows = [BenchRow.of(r) for r in raw["rows"]]
-            return Document(
-                **(raw | {"rows": rows, "machine": Machine(**raw["machine"]), "model": Model(**raw["model"])})
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            rows = [BenchRow.of(row) for row in raw["rows"]]
+            return replace(validated(Document, raw | {"rows": []}), rows=rows)
+        except (KeyError, TypeError, ValueError) as e:
             raise DocumentError(f"{path}: not a whole result of schema {SCHEMA}: {one_line(e)}") from e
+
+
+T = TypeVar("T")
+
+
+def validated(kind: type[T], raw: Any) -> T:
+    """What a JSON object says, by a dataclass's annotations.
+
+    Raises:
+        ValueError: a value of another type, a field that is not there or not known, a number that is not finite.
+    """
+    found: T = _adapter(kind).validate_json(json.dumps([raw], default=asdict))[0]  # type: ignore[arg-type]
+    return found
+
+
+@cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    # In a list, for the configuration goes to dataclasses within others alone.
+    return TypeAdapter(list[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))  # type: ignore[valid-type]

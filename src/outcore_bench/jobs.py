@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from outcore.errors import UsageError
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.memory import given_budget
 from outcore.options import IO_MODES
 
-from .modes import MODES, BenchJob
-from .words import AUTO, CACHES
+from .words import AUTO, CACHES, OUTCORE, WAYS
 
 RESIDENT = ("0%", "50%", "100%")
 """Residencies measured where neither budgets nor residencies were asked for."""
+_LEAST = {"tokens": 1, "prompt_tokens": 1, "repeats": 1, "warmup": 0, "prefill_step_size": 1, "cpu_streams": 1}
+_LEAST |= {"slots": 2, "threads": 1}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How each row is measured.
+
+    Attributes:
+        tokens: decoded and timed in each repeat, for each sequence of a batch; the first token is not one of them.
+        prefill_step_size, quantize_activations, trust_remote_code: as in mlx-lm. Others as in ``load_model``.
+
+    Raises:
+        UsageError: a value that cannot be used.
+    """
+
+    cache: str = "cold"
+    tokens: int = 16
+    prompt_tokens: int = 32
+    repeats: int = 3
+    warmup: int = 1
+    prefill_step_size: int | None = None
+    quantize_activations: bool = False
+    trust_remote_code: bool = False
+    dtype: str | None = None
+    cpu_streams: int | None = None
+    slots: int | None = None
+    threads: int | None = None
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        choose("--cache", [self.cache], CACHES)
+        choose("--dtype", [self.dtype] if self.dtype is not None else [], COMPUTE_DTYPES)
+        for name, least in _LEAST.items():
+            if (number := getattr(self, name)) is not None and number < least:
+                raise UsageError(f"--{name.replace('_', '-')} {number}: at least {least}")
+
+    @property
+    def context(self) -> int:
+        """Tokens of one sequence."""
+        return self.prompt_tokens + self.tokens + 1
+
+    @property
+    def model_config(self) -> dict[str, Any] | None:
+        """As mlx-lm's ``load`` takes it."""
+        return {"quantize_activations": True} if self.quantize_activations else None
 
 
 @dataclass(frozen=True)
@@ -23,10 +71,7 @@ class BenchSettings:
     Attributes:
         memory: budgets, each a size or ``auto``.
         resident: numbers of layers, or shares such as ``25%``.
-        tokens: decoded and timed in each repeat, for each sequence of a batch; the first token is not one of them.
-        delay: seconds to wait before each repeat.
-        prefill_step_size, quantize_activations, trust_remote_code: as in mlx-lm.
-        limit: bytes of the control group that each row of ``limit_modes`` runs in.
+        limit: bytes of the control group that each row runs in.
 
     Raises:
         UsageError: a value that cannot be used.
@@ -36,57 +81,77 @@ class BenchSettings:
     memory: tuple[str, ...] = ()
     resident: tuple[str, ...] = ()
     io: tuple[str, ...] = (AUTO,)
-    cache: str = "cold"
     batch: tuple[int, ...] = (1,)
-    tokens: int = 16
-    prompt_tokens: int = 32
-    repeats: int = 3
-    warmup: int = 1
-    delay: int = 0
-    prefill_step_size: int | None = None
-    quantize_activations: bool = False
-    trust_remote_code: bool = False
-    dtype: str | None = None
-    cpu_streams: int | None = None
-    slots: int | None = None
-    threads: int | None = None
     limit: int | None = None
-    limit_modes: tuple[str, ...] = ()
-    timeline: bool = False
-
-    @property
-    def context(self) -> int:
-        """Tokens of one sequence."""
-        return self.prompt_tokens + self.tokens + 1
+    run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
-        for flag, values, known in (
-            ("--modes", self.modes, tuple(MODES)),
-            ("--limit-modes", self.limit_modes, tuple(MODES)),
-            ("--io", self.io, IO_MODES),
-            ("--cache", (self.cache,), CACHES),
-            ("--dtype", () if self.dtype is None else (self.dtype,), tuple(COMPUTE_DTYPES)),
-        ):
-            for value in values:
-                if value not in known:
-                    raise UsageError(f"{flag} {value}: choose from {', '.join(known)}")
-        for flag, number, least in (
-            ("--tokens", self.tokens, 1),
-            ("--prompt-tokens", self.prompt_tokens, 1),
-            ("--repeats", self.repeats, 1),
-            ("--warmup", self.warmup, 0),
-            ("--delay", self.delay, 0),
-            ("--prefill-step-size", self.prefill_step_size, 1),
-            ("--slots", self.slots, 2),
-            ("--threads", self.threads, 1),
-            ("--cpu-streams", self.cpu_streams, 1),
-            *(("--batch", n, 1) for n in self.batch),
-        ):
-            if number is not None and number < least:
-                raise UsageError(f"{flag} {number}: at least {least}")
+        choose("--modes", self.modes, WAYS)
+        choose("--io", self.io, IO_MODES)
+        for n in self.batch:
+            if n < 1:
+                raise UsageError(f"--batch {n}: at least 1")
         for size in self.memory:
             if size != AUTO:
                 given_budget(size)
+
+    def record(self) -> dict[str, Any]:
+        """By the names of flags."""
+        raw = asdict(self)
+        return raw | raw.pop("run")
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """One row to be measured, as it goes to a process of its own.
+
+    Attributes:
+        folder: of the model. ``vocabulary``: its tokens; prompts are made of them.
+        context: tokens that are planned for. ``memory``, ``resident``, ``io``: as in ``load_model``.
+        limit: bytes of the control group that it runs in.
+    """
+
+    mode: str
+    folder: str
+    label: str
+    run: RunSettings
+    context: int
+    vocabulary: int
+    batch: int = 1
+    memory: str | None = None
+    resident: int | None = None
+    io: str = AUTO
+    limit: int | None = None
+
+    @staticmethod
+    def of(raw: dict[str, Any]) -> BenchJob:
+        """From its JSON object."""
+        return BenchJob(**(raw | {"run": RunSettings(**raw["run"])}))
+
+    def command(self, name: str) -> str:
+        """The command that measures this row alone."""
+        argv = ["outcore", "bench", name, "--modes", self.mode]
+        flags = asdict(self.run) | {"batch": self.batch, "limit": f"{self.limit}B" if self.limit else None}
+        if self.mode == OUTCORE:
+            argv += ["--memory", self.memory or AUTO] if self.resident is None else ["--resident", str(self.resident)]
+            argv += ["--io", self.io]
+        else:
+            flags |= dict.fromkeys(("cpu_streams", "slots", "threads"))
+        for flag, value in flags.items():
+            if value is not None and value is not False:
+                argv += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return shlex.join(argv)
+
+
+def choose(flag: str, values: Iterable[str], known: Collection[str]) -> None:
+    """Check words that a flag was given.
+
+    Raises:
+        UsageError: one of them is not known.
+    """
+    for value in values:
+        if value not in known:
+            raise UsageError(f"{flag} {value}: choose from {', '.join(known)}")
 
 
 def make_jobs(
@@ -102,40 +167,18 @@ def make_jobs(
     Raises:
         UsageError: more resident layers than the model has, or no number.
     """
-    modes = settings.modes or tuple(MODES)
     jobs = []
     for batch in settings.batch:
-        base = BenchJob(
-            mode="",
-            folder=folder,
-            label="",
-            tokens=settings.tokens,
-            prompt_tokens=settings.prompt_tokens,
-            repeats=settings.repeats,
-            warmup=settings.warmup,
-            delay=settings.delay,
-            prefill_step_size=settings.prefill_step_size,
-            quantize_activations=settings.quantize_activations,
-            trust_remote_code=settings.trust_remote_code,
-            batch=batch,
-            cache=settings.cache,
-            context=_context(settings, batch, longest),
-            vocabulary=vocabulary,
-            dtype=settings.dtype,
-            cpu_streams=settings.cpu_streams,
-        )
-        for name in modes:
-            limited = settings.limit if not settings.limit_modes or name in settings.limit_modes else None
-            job = replace(base, mode=name, limit=limited)
-            if MODES[name].budgeted:
-                job = replace(job, slots=settings.slots, threads=settings.threads, timeline=settings.timeline)
-                jobs += _budgets(job, settings, layers, fits)
-            else:
-                jobs.append(replace(job, label=name))
-    several = len(settings.batch) > 1 or settings.batch[0] > 1
-    jobs = [replace(j, label=f"{j.label}, batch {j.batch}") for j in jobs] if several else jobs
+        context = _context(settings.run.context, batch, longest)
+        for name in settings.modes or WAYS:
+            # Only what runs within budgets keeps layers, and says when it read them.
+            run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None, timeline=False)
+            job = BenchJob(name, folder, name, run, context, vocabulary, batch, limit=settings.limit)
+            jobs += _budgets(job, settings, layers, fits) if name == OUTCORE else [job]
+    if settings.batch != (1,):
+        jobs = [replace(j, label=f"{j.label}, batch {j.batch}") for j in jobs]
     # What everything else is compared with first; the sort keeps the order within each kind.
-    return sorted(jobs, key=lambda j: (MODES[j.mode].streams, j.resident != layers))
+    return sorted(jobs, key=lambda j: (j.mode in (OUTCORE, "plain"), j.resident != layers))
 
 
 def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) -> list[BenchJob]:
@@ -157,8 +200,8 @@ def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) ->
                 whole = job.limit is None
             label = f"{job.mode}, all resident" if count == layers else f"{job.mode}, {shown} resident{how}"
             jobs.append(replace(job, io=io, resident=count, label=label))
-    if fits and not whole and job.mode == "outcore":
-        label = "outcore, all resident" + (", no limit" if job.limit else "")
+    if fits and not whole:
+        label = f"{job.mode}, all resident" + (", no limit" if job.limit else "")
         jobs.insert(0, replace(job, resident=layers, limit=None, label=label))
     return jobs
 
@@ -179,9 +222,6 @@ def _layers(text: str, layers: int) -> tuple[int, str]:
     return int(value), f"{number} of {layers} layers"
 
 
-def _context(settings: BenchSettings, batch: int, longest: int | None) -> int:
+def _context(needed: int, batch: int, longest: int | None) -> int:
     """Tokens that a plan makes room for. Each sequence of a batch has a cache, which grows by 256 tokens at a time."""
-    needed = settings.context
-    if batch == 1:
-        return needed
-    return min(batch * -(-needed // 256) * 256, longest or 2**31)
+    return needed if batch == 1 else min(batch * -(-needed // 256) * 256, longest or 2**31)

@@ -5,11 +5,10 @@ Numbers and plans in, points out; nothing is measured here.
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.errors import BudgetError, UsageError
@@ -17,10 +16,9 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan, resident_budget
 from outcore.sizes import format_size, parse_size
 
-from .document import BenchRow, Document
-from .jobs import BenchSettings
-from .modes import BenchJob
-from .words import BUDGETS, IO
+from .document import BenchRow, Document, Stat
+from .jobs import BenchJob, RunSettings, choose
+from .words import BUDGETS, IO, OUTCORE
 
 NONE = "none"
 """How weights are read where nothing is streamed."""
@@ -78,21 +76,13 @@ class Grid:
     threads: tuple[int, ...] = (1, 4, 8)
 
     def __post_init__(self) -> None:
-        for way in self.io or ():
-            if way not in IO:
-                raise UsageError(f"--io {way}: choose from {', '.join(IO)}")
+        choose("--io", self.io or (), IO)
         for flag, numbers, least in (("--slots", self.slots, 2), ("--threads", self.threads, 1)):
-            for n in numbers:
-                if n < least:
-                    raise UsageError(f"{flag} {n}: at least {least}")
-        for flag, values in (
-            ("--memory", self.memory),
-            ("--io", self.io),
-            ("--slots", self.slots),
-            ("--threads", self.threads),
-        ):
+            if any(n < least for n in numbers):
+                raise UsageError(f"{flag} {min(numbers)}: at least {least}")
+        for name, values in vars(self).items():
             if values == ():
-                raise UsageError(f"{flag}: give at least one value")
+                raise UsageError(f"--{name}: give at least one value")
 
 
 @dataclass(frozen=True)
@@ -104,10 +94,14 @@ class Cell:
     unfit: str | None = None
 
     @property
+    def stat(self) -> Stat | None:
+        """Seconds per token; None where there are none."""
+        return self.row.speed.s_per_token if self.row is not None and self.row.error is None else None
+
+    @property
     def s_per_token(self) -> float | None:
-        """Median seconds per token; None where there are none."""
-        stat = self.row.s_per_token if self.row is not None and self.row.error is None else None
-        return stat.median if stat is not None else None
+        """Their median."""
+        return self.stat.median if self.stat is not None else None
 
     @property
     def tps(self) -> float | None:
@@ -203,36 +197,16 @@ def in_order(points: Sequence[GridPoint]) -> list[GridPoint]:
     return random.Random(SEED).sample(sorted(points), len(points))
 
 
-def settings_of(point: GridPoint, settings: BenchSettings) -> BenchSettings:
-    """What ``outcore bench`` would be told for this point alone."""
-    point_only = replace(settings, modes=("outcore",), memory=(size_text(point.memory),))
-    if point.resident:
-        return point_only
-    return replace(point_only, io=(point.io,), slots=point.slots, threads=point.threads)
+def run_of(point: GridPoint, run: RunSettings) -> RunSettings:
+    """How a point is measured."""
+    return run if point.resident else replace(run, slots=point.slots, threads=point.threads)
 
 
-def job_of(point: GridPoint, settings: BenchSettings, folder: str, vocabulary: int) -> BenchJob:
+def job_of(point: GridPoint, run: RunSettings, folder: str, vocabulary: int) -> BenchJob:
     """The run of a point."""
-    chosen = settings_of(point, settings)
-    return BenchJob(
-        mode="outcore",
-        folder=folder,
-        label=point.setting,
-        tokens=chosen.tokens,
-        prompt_tokens=chosen.prompt_tokens,
-        repeats=chosen.repeats,
-        warmup=chosen.warmup,
-        batch=1,
-        cache=chosen.cache,
-        context=chosen.context,
-        vocabulary=vocabulary,
-        memory=chosen.memory[0],
-        slots=chosen.slots,
-        io=chosen.io[0],
-        threads=chosen.threads,
-        dtype=chosen.dtype,
-        cpu_streams=chosen.cpu_streams,
-    )
+    job = BenchJob(OUTCORE, folder, point.setting, run_of(point, run), run.context, vocabulary)
+    job = replace(job, memory=size_text(point.memory))
+    return job if point.resident else replace(job, io=point.io)
 
 
 def is_run(name: str) -> bool:
@@ -241,35 +215,28 @@ def is_run(name: str) -> bool:
 
 
 def differences(was: Document, now: Document) -> list[str]:
-    """What keeps an old run from standing for a new one, each such as ``--tokens was 8, is 16``.
+    """What keeps an old run from standing for a new one, each such as ``settings.tokens was 8, is 16``.
 
-    Of the machine everything counts but the number of files changed since the commit.
+    Of the machine everything counts but the number of files changed since the commit, and its calibration.
     """
-    found = []
-    for what, old, new in (
-        ("", _flags(was.settings), _flags(now.settings)),
-        ("the model's ", asdict(was.model), asdict(now.model)),
-        ("the machine's ", asdict(was.machine), asdict(now.machine)),
-    ):
-        old, new = _plain(old), _plain(new)
-        for key in sorted({*old, *new} - {"git_changed_files", "calibration"}):
-            if old.get(key) != new.get(key):
-                found.append(_difference(f"{what}{key}", old.get(key), new.get(key)))
-    return found
+    old, new = (dict(_flat(document.record())) for document in (was, now))
+    parts = ("settings.", "model.", "machine.")
+    return [
+        f"{key} was {_shown(old.get(key))}, is {_shown(new.get(key))}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+        and key.startswith(parts)
+        and not key.startswith(("machine.git_changed_files", "machine.calibration"))
+    ]
 
 
-def _flags(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "the model's files: identity" if key == "identity" else f"--{key.replace('_', '-')}": value
-        for key, value in settings.items()
-    }
-
-
-def _difference(what: str, old: Any, new: Any) -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        changed = [k for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
-        return "; ".join(_difference(f"{what}.{k}", old.get(k), new.get(k)) for k in changed)
-    return f"{what} was {_shown(old)}, is {_shown(new)}"
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in objects within each other, by dotted names."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, list(value) if isinstance(value, tuple) else value
 
 
 def _shown(value: Any) -> str:
@@ -277,7 +244,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """As it is after a way through JSON: tuples are lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(value))
-    return plain
+def rows_of(cells: Sequence[Cell]) -> list[GridPoint]:
+    """The settings, top down: everything resident, then way of reading, slots, threads; of no budget."""
+    found = {replace(c.point, memory=0) for c in cells}
+    return sorted(found, key=lambda p: (not p.resident, p.io != "direct", p.slots, p.threads))

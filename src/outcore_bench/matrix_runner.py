@@ -19,17 +19,16 @@ from outcore.machine.memory import last_resort
 from . import fingerprint
 from .disk import DiskRate
 from .document import BenchRow, Document, DocumentError
-from .jobs import BenchSettings
-from .matrix import Grid, GridPoint, cells_of, choose_budgets, differences, in_order, is_run, job_of, settings_of
+from .jobs import BenchJob, RunSettings
+from .matrix import Grid, GridPoint, cells_of, choose_budgets, differences, in_order, is_run, job_of
 from .matrix_summary import SUMMARY, GridSummary, budgets_chosen
-from .modes import BenchJob
 from .processes import measure_disk, measure_row
 from .runner import Progress, open_and_plan, vocabulary
 from .words import IO
 
 DISK_EVERY_S = 60.0
 """Seconds after which the disk is measured anew before a run: its rate drifts."""
-AXES = ("modes", "memory", "io", "slots", "threads")
+AXES = ("memory", "io", "slots", "threads")
 """Settings in which the runs of one folder differ."""
 
 
@@ -53,7 +52,7 @@ class MatrixRunner:
         folder: Path,
         name: str,
         grid: Grid,
-        settings: BenchSettings,
+        settings: RunSettings,
         output: Path,
         command: str,
         *,
@@ -85,7 +84,7 @@ class MatrixRunner:
             command=command,
             machine=fingerprint.machine(folder),
             model=fingerprint.describe(name, opened),
-            settings=self._settings(settings),
+            settings=self._settings(),
             disk={"measurements": []},
         )
         chosen = grid.memory is None
@@ -106,17 +105,17 @@ class MatrixRunner:
         """Measure every point that is not there yet."""
         left = in_order([c.point for c in self.summary.cells if c.state == "missing"])
         began = self.clock()
-        self._write()
+        self._summarize()
         for i, point in enumerate(left):
             rest = (self.clock() - began) / i * (len(left) - i) if i else None
             about = f"; {_left(rest)} left" if rest is not None else ""
             self.progress(point.label + about, self.reused + i, self.reused + len(left))
             row = self._measure(point)
             self.summary.cells = [replace(c, row=row) if c.point == point else c for c in self.summary.cells]
-            self._write()
+            self._summarize()
         return self.summary
 
-    def write(self, name: str, data: bytes) -> None:
+    def _write(self, name: str, record: dict[str, Any]) -> None:
         """Put a file into the folder of results.
 
         Raises:
@@ -126,19 +125,12 @@ class MatrixRunner:
             self.output.mkdir(parents=True, exist_ok=True)
             part = self.output / f".{name}.{os.getpid()}"  # renamed when it is whole
             try:
-                part.write_bytes(data)
+                part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
                 part.replace(self.output / name)
             finally:
                 part.unlink(missing_ok=True)
         except OSError as e:
             raise OutcoreError(f"{self.output / name}: cannot be written: {e.strerror or e}") from e
-
-    def finish(self, heatmap: dict[str, bytes], notes: Sequence[str]) -> None:
-        """Keep the heat map's files, by name, and what there is to note."""
-        for name, data in heatmap.items():
-            self.write(name, data)
-        self.summary.heatmap, self.summary.notes = list(heatmap), list(notes)
-        self._write()
 
     def _ways(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         """The ways of reading: those asked for, else those that this file system allows."""
@@ -152,25 +144,30 @@ class MatrixRunner:
             return ("cached",)
         return asked or IO
 
-    def _settings(self, settings: BenchSettings) -> dict[str, Any]:
-        return asdict(settings) | {"identity": self.identity}
+    def _settings(self, point: GridPoint | None = None) -> dict[str, Any]:
+        """What runs have in common, and what one has of its own."""
+        common = asdict(self.settings) | {"memory": [], "io": [], "identity": self.identity}
+        if point is None:
+            return common
+        job = job_of(point, self.settings, "", self.vocabulary)
+        return common | asdict(job.run) | {"memory": [job.memory], "io": [job.io]}
 
     def _measure(self, point: GridPoint) -> BenchRow:
         job = job_of(point, self.settings, str(self.folder), self.vocabulary)
-        disk = None if point.resident else self._rate(job.cache == "warm" and point.io == "cached")
+        disk = None if point.resident else self._rate(job.run.cache == "warm" and point.io == "cached")
         row = self._row(job, self.files)
         row.command = job.command(self.name)
         document = replace(
             self.blank,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=row.command,
-            settings=self._settings(settings_of(point, self.settings)),
+            settings=self._settings(point),
             rows=[row],
         )
         if disk is not None:
-            row.disk_gbps = disk["best_gbps"]
-            document.disk = {"measurements": [disk], "warm_gbps" if disk["warm"] else "gbps": row.disk_gbps}
-        self.write(point.file, document.json(indent=1).encode() + b"\n")
+            row.reading.disk_gbps = disk["best_gbps"]
+            document.disk = {"measurements": [disk], "warm_gbps" if disk["warm"] else "gbps": disk["best_gbps"]}
+        self._write(point.file, document.record())
         return row
 
     def _rate(self, warm: bool) -> dict[str, Any] | None:
@@ -216,7 +213,7 @@ class MatrixRunner:
         document = before.get(point.file)
         if document is None:
             return None
-        self._refuse_other(point.file, document, self._settings(settings_of(point, self.settings)))
+        self._refuse_other(point.file, document, self._settings(point))
         return document.rows[0] if len(document.rows) == 1 and document.rows[0].error is None else None
 
     def _clear(self) -> None:
@@ -226,8 +223,8 @@ class MatrixRunner:
                 if is_run(file.name) or file.name == SUMMARY:
                     file.unlink()
 
-    def _write(self) -> None:
-        self.write(SUMMARY, json.dumps(self.summary.record(), indent=1).encode() + b"\n")
+    def _summarize(self) -> None:
+        self._write(SUMMARY, self.summary.record())
 
 
 def _left(seconds: float) -> str:

@@ -9,18 +9,19 @@ from typing import Any
 
 from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 
-from .document import BenchRow, Document, Machine, Model
+from .document import BenchRow, Document, validated
 from .matrix import Cell, Grid, GridPoint, size_text
 from .runner import compare
-from .verdict import Verdict, verdict
+from .verdict import Verdict, sentences, verdict
 
 SCHEMA = "outcore-matrix/1"
 SUMMARY = "matrix.json"
-_NUMBERS = ("resident_units", "streamed_units", "engine_bytes_per_token", "ceiling_s", "efficiency")
-_RATES = ("read_gbps", "disk_gbps", "disk_share", "stall_share", "io_share", "compute_share")
-_MEMORY = ("planned_peak_bytes", "peak_memory_bytes", "peak_rss_bytes")
-_STATS = ("s_per_token", "decode_tps", "ttft_s")
-_OF_ROW = (*_NUMBERS, *_RATES, *_MEMORY, "cache", "notes")
+_OF_ROW = (
+    "s_per_token", "decode_tps", "ttft_s", "resident_units", "streamed_units", "engine_bytes_per_token", "ceiling_s",
+    "efficiency", "read_gbps", "disk_gbps", "disk_share", "stall_share", "io_share", "compute_share",
+    "planned_peak_bytes", "peak_memory_bytes", "peak_rss_bytes", "cache", "notes",
+)  # fmt: skip
+"""What is kept of a row."""
 
 
 @dataclass
@@ -30,14 +31,12 @@ class GridSummary:
     Attributes:
         blank: a document with the machine, the model and the settings, without rows.
         chosen: the budgets were chosen from the model, not asked for.
-        heatmap: names of the files that it was drawn to.
     """
 
     blank: Document
     grid: Grid
     chosen: bool
     cells: list[Cell]
-    heatmap: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -47,17 +46,11 @@ class GridSummary:
         Raises:
             KeyError, TypeError, ValueError, UsageError: it is not whole.
         """
-        blank = Document(
-            raw["created"],
-            raw["command"],
-            Machine(**raw["machine"]),
-            Model(**raw["model"]),
-            raw["settings"],
-            {"measurements": []},
-        )
-        axes = {k: tuple(raw["grid"][k]) for k in ("memory", "io", "slots", "threads")}
+        kept = {name: raw[name] for name in ("created", "command", "machine", "model", "settings")}
+        blank = validated(Document, kept | {"disk": {"measurements": []}})
+        grid = Grid(**{k: tuple(raw["grid"][k]) for k in ("memory", "io", "slots", "threads")})
         cells = [_cell(point) for point in raw["points"]]
-        return GridSummary(blank, Grid(**axes), raw["grid"]["memory_chosen"], cells, raw["heatmap"], raw["notes"])
+        return GridSummary(blank, grid, raw["grid"]["memory_chosen"], cells, validated(list[str], raw["notes"]))
 
     def by_budget(self) -> Document | None:
         """The best row of each budget, as a document; None where nothing was measured."""
@@ -71,31 +64,52 @@ class GridSummary:
         """What the points measured so far say."""
         return verdict(self.cells)
 
-    def compared(self) -> tuple[Document, list[Cell]]:
-        """All rows in one document and in their cells, with the ceilings and efficiency that take several rows."""
+    def lines(self) -> list[str]:
+        """The verdict and what is to note, a sentence a line."""
+        found = self.verdict()
+        said = sentences(found, self.cells) if found is not None else []
+        if unfit := [c for c in self.cells if c.state == "unfit"]:
+            first = f"{unfit[0].point.label}: {unfit[0].unfit}"
+            said.append(f"Not run: {len(unfit)} of {len(self.cells)} points do not fit; {first}")
+        failures: dict[str | None, list[Cell]] = {}
+        for cell in self.cells:
+            if cell.state == "failed":
+                failures.setdefault(cell.why, []).append(cell)
+        for error, cells in failures.items():
+            others = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+            said.append(f"Failed: {cells[0].point.label}{others}: {error}")
+        if busy := sum(c.busy for c in self.cells):
+            runs = len(self.cells) - len(unfit)
+            said.append(f"Note: {busy} of {runs} runs met a busy machine; quote no number of them")
+        return said + [f"Note: {note}" for note in self.notes]
+
+    def compared(self) -> GridSummary:
+        """The same with the ceilings and efficiency that take several rows."""
         # Copies, since what is said of a row depends on which others are there yet.
-        copies = {c.point: replace(c.row, notes=[*c.row.notes]) for c in self.cells if c.row is not None}
-        rows = list(copies.values())
-        rates = [{"best_gbps": r.disk_gbps, "warm": r.cache == "warm"} for r in rows if r.disk_gbps is not None]
-        document = replace(self.blank, rows=rows, disk={"measurements": rates})
-        compare(document)
-        return document, [replace(c, row=copies.get(c.point)) for c in self.cells]
+        cells = [c if c.row is None else replace(c, row=BenchRow.of(c.row.record())) for c in self.cells]
+        rows = [c.row for c in cells if c.row is not None]
+        rates = [
+            {"best_gbps": r.reading.disk_gbps, "warm": r.setting.cache == "warm"} for r in rows if r.reading.disk_gbps
+        ]
+        blank = replace(self.blank, disk={"measurements": rates})
+        compare(replace(blank, rows=rows))
+        return replace(self, blank=blank, cells=cells)
 
     def record(self) -> dict[str, Any]:
         """As a JSON object."""
-        document, cells = self.compared()
+        whole = self.compared()
+        document, found, axes = whole.blank, whole.verdict(), asdict(self.grid)
         return {
             "schema": SCHEMA,
             "created": document.created,
             "command": document.command,
             "machine": asdict(document.machine),
             "model": asdict(document.model),
-            "settings": {k: v for k, v in document.settings.items() if k not in ("modes", *asdict(self.grid))},
-            "grid": asdict(self.grid) | {"memory_chosen": self.chosen},
+            "settings": {k: v for k, v in document.settings.items() if k not in ("modes", *axes)},
+            "grid": axes | {"memory_chosen": self.chosen},
             "disk": _rates(document, warm=False) | {f"warm_{k}": v for k, v in _rates(document, warm=True).items()},
-            "points": [_point(c) for c in cells],
-            "verdict": _verdict(verdict(cells)),
-            "heatmap": self.heatmap,
+            "points": [_point(c) for c in whole.cells],
+            "verdict": None if found is None else _verdict(found),
             "notes": self.notes,
         }
 
@@ -131,45 +145,30 @@ def _point(cell: Cell) -> dict[str, Any]:
     }
     if row is None or row.error is not None:
         return record
-    stats = {k: asdict(s) if (s := getattr(row, k)) is not None else None for k in _STATS}
-    return record | stats | {k: getattr(row, k) for k in _OF_ROW}
+    kept = row.record()
+    return record | {name: kept[name] for name in _OF_ROW}
 
 
 def _cell(raw: dict[str, Any]) -> Cell:
-    point = GridPoint(raw["memory_bytes"], raw["io"], raw["slots"] or 0, raw["threads"] or 0)
+    place = {"memory": raw["memory_bytes"], "io": raw["io"], "slots": raw["slots"] or 0, "threads": raw["threads"] or 0}
+    point = validated(GridPoint, place)
     state, why = raw["state"], raw["why"]
     if state in ("unfit", "missing"):
         return Cell(point, unfit=why)
-    kept = {k: raw[k] for k in (*_STATS, *_OF_ROW)} if state == "measured" else {}
-    row = BenchRow.of(
-        {
-            "mode": "outcore",
-            "label": point.setting,
-            "command": "",
-            "memory": raw["memory"],
-            "budget_bytes": point.memory,
-            "slots": raw["slots"],
-            "threads": raw["threads"],
-            "io": point.io,
-            "error": why,
-            **kept,
-        }
-    )
-    cell = Cell(point, row)
+    row = {"mode": "outcore", "label": point.setting, "command": "", "budget_bytes": point.memory, "error": why}
+    row |= {name: raw[name] for name in ("memory", "io", "slots", "threads")}
+    row |= {name: raw[name] for name in _OF_ROW} if state == "measured" else {}
+    cell = Cell(point, BenchRow.of(row))
     if cell.state != state or (cell.s_per_token is not None and not cell.s_per_token > 1e-12):
         raise ValueError(f"a point that is {state}, with {cell.s_per_token} seconds per token")
     return cell
 
 
-def _verdict(found: Verdict | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
+def _verdict(found: Verdict) -> dict[str, Any]:
     return {
         "best": _point(found.best) if found.best is not None else None,
         "equals": [_point(c) for c in found.equals],
         "by_budget": [_point(c) for c in found.by_budget],
         "streamed_equals": [_point(c) for c in found.streamed_equals],
         "falls": [asdict(f) for f in found.falls],
-        "steepest": asdict(found.steepest) if found.steepest is not None else None,
-        "defects": [asdict(d) for d in found.defects],
     }

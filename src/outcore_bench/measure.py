@@ -12,12 +12,14 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from outcore.disk.metrics import Event, Metrics
+from outcore.engine.session import Session
 from outcore.machine.memory import peak_rss
 from outcore_cluster.group import RankGroup
 
 from .counters import Energy, Reads, process_reads
-from .document import BenchRow, Stat, TimelineBar
-from .modes import MODES, BenchJob, Loop, open_on_ranks
+from .document import BenchRow, Reading, Setting, Speed, Stat, TimelineBar, Use
+from .jobs import BenchJob
+from .modes import Loop, open_loop
 from .page_cache import drop_page_cache, warm_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "none": None}
@@ -41,23 +43,19 @@ def measure(job: BenchJob, clock: Clock = time.perf_counter, ranks: RankGroup | 
         OutcoreError: the model cannot be loaded that way.
     """
     files = weight_files(Path(job.folder))
-    energy = Energy.here()
-    loop = MODES[job.mode].open(job) if ranks is None else open_on_ranks(job, ranks)
+    energy = Energy()
+    loop = open_loop(job, ranks)
     try:
         bench = _Bench(job, loop, files, energy, clock)
-        for _ in range(job.warmup):
+        for _ in range(job.run.warmup):
             bench.run(tokens=1)
-        runs = []
-        for _ in range(job.repeats):
-            time.sleep(job.delay)
-            runs.append(bench.run(job.tokens))
-        row = _row(job, loop, runs)
-        row.energy_source = energy.source
-        if job.timeline and job.batch == 1 and loop.session is not None and loop.session.streaming is not None:
-            row.timeline = timeline(loop, prompt_ids(job.prompt_tokens, vocabulary=job.vocabulary))
+        row = _row(job, loop, [bench.run(job.run.tokens) for _ in range(job.run.repeats)])
+        row.use.energy_source = energy.source
+        if job.run.timeline and job.batch == 1 and loop.session is not None and loop.session.streaming is not None:
+            row.timeline = timeline(loop, prompt_ids(job.run.prompt_tokens, vocabulary=job.vocabulary))
         # The freed memory that MLX keeps for reuse counts, as in `outcore generate`.
-        row.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
-        row.peak_rss_bytes = peak_rss()
+        row.use.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
+        row.use.peak_rss_bytes = peak_rss()
         if bench.cold and loop.session is not None:
             row.notes.append("what was read ahead while files were dropped from the page cache is not in the time")
         return row
@@ -96,14 +94,14 @@ class _Bench:
     def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], energy: Energy, clock: Clock) -> None:
         self.job, self.loop, self.energy, self.clock = job, loop, energy, clock
         self.metrics = loop.session.metrics if loop.session is not None else Metrics()
-        self.cold = loop.io == "cached" and job.cache == "cold"
+        self.cold = loop.io == "cached" and job.run.cache == "cold"
         self.files = streamed_files(loop) or list(files)
-        if loop.io == "cached" and job.cache == "warm":
+        if loop.io == "cached" and job.run.cache == "warm":
             warm_page_cache(self.files)
 
     def run(self, tokens: int) -> _Run:
         job = self.job
-        prompts = [prompt_ids(job.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
+        prompts = [prompt_ids(job.run.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
         stepping = self.loop.steps(prompts, tokens + 1)
         ttft, first = self._step(stepping)
         self.metrics.reset()
@@ -147,64 +145,65 @@ def streamed_files(loop: Loop) -> list[Path]:
 
 
 def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
-    session = loop.session
     tokens = sum(r.decoded for r in runs)
-    seconds = sum(r.decode_s for r in runs)
-    row = BenchRow(
-        mode=job.mode,
-        label=job.label,
-        command="",
-        memory=job.memory,
-        io=loop.io,
-        cache=CACHES.get(loop.io, job.cache),
-        batch=job.batch,
-        limit_bytes=job.limit,
+    speed = Speed(
         s_per_token=Stat.of([r.decode_s / r.decoded for r in runs]),
         decode_tps=Stat.of([r.decoded / r.decode_s for r in runs]),
-        prompt_tps=Stat.of([job.batch * job.prompt_tokens / r.ttft_s for r in runs]),
+        prompt_tps=Stat.of([job.batch * job.run.prompt_tokens / r.ttft_s for r in runs]),
         ttft_s=Stat.of([r.ttft_s for r in runs]),
-        tokens=list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps))),
         seconds=[s for r in runs for s in r.seconds],
     )
+    setting = Setting(memory=job.memory, io=loop.io, batch=job.batch, limit_bytes=job.limit)
+    setting.cache = CACHES.get(loop.io, job.run.cache)
+    row = BenchRow(job.mode, job.label, "", setting, speed)
+    row.tokens = list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps)))
     reads = [r.reads for r in runs if r.reads is not None]
     if reads:
-        row.device_bytes_per_token = sum(r.device for r in reads) / tokens
-        row.cached_bytes_per_token = sum(r.cached for r in reads) / tokens
+        row.reading.device_bytes_per_token = sum(r.device for r in reads) / tokens
+        row.reading.cached_bytes_per_token = sum(r.cached for r in reads) / tokens
     joules = [r.joules for r in runs if r.joules is not None]
-    row.energy_j = sum(joules) / tokens if joules else None
+    row.use.energy_j = sum(joules) / tokens if joules else None
     if len({tuple(map(tuple, r.steps)) for r in runs}) > 1:
         row.notes.append("repeats gave different tokens")
-    if session is None:
-        return row
-    plan = session.plan
-    row.budget_bytes = plan.budget_bytes
-    row.resident_units, row.streamed_units, row.slots = len(plan.resident), len(plan.streamed), plan.slots
-    row.planned_peak_bytes = plan.peak_bytes
+    if loop.session is not None:
+        _add_session(row, job, loop.session)
+        if loop.session.streaming is not None:
+            setting.threads = job.run.threads
+            _add_reading(row.reading, speed, tokens, runs)
+    return row
+
+
+def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
+    """What Outcore planned."""
+    plan, setting, speed = session.plan, row.setting, row.speed
+    setting.budget_bytes, setting.slots = plan.budget_bytes, plan.slots
+    setting.resident_units, setting.streamed_units = len(plan.resident), len(plan.streamed)
     if plan.calibrated and job.batch == 1:
-        row.predicted_tps, row.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
+        speed.predicted_tps, speed.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
     if (forecast := session.transport.forecast) is not None:
         row.ranks = forecast.record()["ranks"]
-        foreseen = forecast if forecast.calibrated else None
-        row.predicted_tps = None if foreseen is None else 1 / foreseen.token_s
-        row.predicted_ttft_s = None if foreseen is None else foreseen.ttft_s
-    row.parts = {
+        speed.predicted_tps = 1 / forecast.token_s if forecast.calibrated else None
+        speed.predicted_ttft_s = forecast.ttft_s if forecast.calibrated else None
+    parts = {
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,
         "cache": plan.cache_bytes,
         "activations": plan.activation_bytes,
         "allocator": plan.allocator_bytes,
     }
+    row.use = Use(parts, plan.peak_bytes, energy_j=row.use.energy_j)
     row.notes += session.notes
-    if session.streaming is not None:
-        row.threads = job.threads
-        nbytes, read_s = sum(r.bytes_read for r in runs), sum(r.read_s for r in runs)
-        sweeps = sum(r.sweeps for r in runs)
-        row.tokens_per_sweep = tokens / sweeps if sweeps else None
-        row.engine_bytes_per_token = nbytes / tokens
-        row.read_gbps = nbytes / read_s / 1e9 if read_s else None
-        row.stall_share = sum(r.stall_s for r in runs) / seconds
-        row.io_share = min(1.0, read_s / seconds)
-    return row
+
+
+def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Run]) -> None:
+    """What the engine read."""
+    seconds, read_s = sum(r.decode_s for r in runs), sum(r.read_s for r in runs)
+    nbytes, sweeps = sum(r.bytes_read for r in runs), sum(r.sweeps for r in runs)
+    speed.tokens_per_sweep = tokens / sweeps if sweeps else None
+    reading.engine_bytes_per_token = nbytes / tokens
+    reading.read_gbps = nbytes / read_s / 1e9 if read_s else None
+    reading.stall_share = sum(r.stall_s for r in runs) / seconds
+    reading.io_share = min(1.0, read_s / seconds)
 
 
 def timeline(loop: Loop, prompt: Sequence[int]) -> list[TimelineBar]:

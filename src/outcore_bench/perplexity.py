@@ -15,14 +15,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
+from outcore.checks import not_endless
 from outcore.errors import BudgetError, UsageError
 from outcore.loading.loader import load_model
 from outcore.loading.preparation import prepare
-from outcore.options import not_endless
 from outcore.sizes import format_size
+from outcore.text import one_line
 
+PYTHON_TEXT = "pydoc_data.topics"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FILE_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".log", ".html", ".xml"}
+_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".log", ".html", ".xml"}
 
 
 def default_text() -> str:
@@ -55,17 +57,17 @@ def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_
         raise UsageError(f"--sequence-length {sequence_length}: at least 2, to foretell one token from another")
     if num_samples == 0 or num_samples < -1:
         raise UsageError(f"--num-samples {num_samples}: at least 1, or -1 for all")
-    if data_path is None:
-        return cut(tokenizer, default_text(), num_samples, sequence_length, "Python's own text")
-    if not _is_file(data_path):
+    path = Path(data_path or "")
+    # What cannot be a name on the Hub was meant as a file.
+    if data_path is not None and not path.is_file() and _HUB_NAME.fullmatch(data_path) and path.suffix not in _ENDINGS:
         return _hub_data(tokenizer, data_path, num_samples, sequence_length)
     try:
-        text = not_endless("--data-path", Path(data_path)).read_text(encoding="utf-8")
+        text = default_text() if data_path is None else not_endless("--data-path", path).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise UsageError(f"--data-path {data_path}: not UTF-8 at byte {e.start}; convert it, or give a text") from e
     except OSError as e:
         raise UsageError(f"--data-path {data_path}: {e.strerror or e}") from e
-    return cut(tokenizer, text, num_samples, sequence_length, data_path)
+    return cut(tokenizer, text, num_samples, sequence_length, data_path or PYTHON_TEXT)
 
 
 def cut(tokenizer: Any, text: str, num_samples: int, sequence_length: int, name: str) -> mx.array:
@@ -81,17 +83,8 @@ def cut(tokenizer: Any, text: str, num_samples: int, sequence_length: int, name:
             f"{name}: {len(ids)} tokens are fewer than one sequence of {sequence_length}; "
             "give a longer text or a smaller --sequence-length"
         )
-    if num_samples > 0:
-        samples = min(samples, num_samples)
+    samples = min(samples, num_samples) if num_samples > 0 else samples
     return mx.array(ids[: samples * sequence_length]).reshape(samples, sequence_length)
-
-
-def _is_file(data_path: str) -> bool:
-    path = Path(data_path)
-    if path.exists():
-        return not path.is_dir()
-    # What cannot be a name on the Hub was meant as a file.
-    return not _HUB_NAME.fullmatch(data_path) or path.suffix.lower() in _FILE_ENDINGS
 
 
 def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int) -> mx.array:
@@ -108,7 +101,7 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
             f"--data-path {name}: too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
         ) from e
     except Exception as e:  # whatever the datasets package and its backends raise
-        raise UsageError(f"--data-path {name}: cannot be loaded: {' '.join(str(e).split())[:200]}") from e
+        raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}") from e
 
 
 def load_for_batches(

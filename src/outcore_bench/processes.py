@@ -19,8 +19,8 @@ from outcore.errors import OutcoreError
 
 from .cgroup import Cgroup
 from .disk import DiskRate
-from .document import BUSY, BenchRow
-from .modes import BenchJob
+from .document import BUSY, BenchRow, Setting
+from .jobs import BenchJob
 from .page_cache import drop_page_cache
 
 KILLED = "killed for memory"
@@ -47,7 +47,7 @@ def measure_row(job: BenchJob, files: Sequence[Path], how: Started = Started()) 
     Args:
         files: of the model; dropped from the page cache before where the job says cold.
     """
-    if job.cache == "cold":
+    if job.run.cache == "cold":
         drop_page_cache(files)
     others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
     try:
@@ -71,15 +71,8 @@ def measure_disk(files: Sequence[Path], warm: bool) -> DiskRate | None:
 
 def failed(job: BenchJob, why: str) -> BenchRow:
     """A row that could not be measured."""
-    return BenchRow(
-        mode=job.mode,
-        label=job.label,
-        command="",
-        memory=job.memory,
-        batch=job.batch,
-        limit_bytes=job.limit,
-        error=why,
-    )
+    setting = Setting(memory=job.memory, batch=job.batch, limit_bytes=job.limit)
+    return BenchRow(job.mode, job.label, "", setting, error=why)
 
 
 def group_name() -> str:

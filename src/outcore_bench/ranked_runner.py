@@ -16,7 +16,7 @@ from outcore_cluster.link.beside import run_beside
 from outcore_cluster.link.socket_link import SocketLink
 
 from .document import BenchRow
-from .modes import BenchJob
+from .jobs import BenchJob
 from .processes import KILLED, Started, failed, measure_row
 from .runner import Runner
 
@@ -36,7 +36,7 @@ class RankedRunner(Runner):
         super().__init__(*arguments, **named)
         told = Agreement(ranks.link).text(lambda: json.dumps([asdict(job) for job in self.jobs]))
         # Where the model is, and what a row is called, may be another here.
-        self.jobs = [replace(BenchJob(**each), folder=str(self.folder)) for each in json.loads(told)]
+        self.jobs = [replace(BenchJob.of(each), folder=str(self.folder)) for each in json.loads(told)]
         # Layers are this rank's; weights are all of them.
         layers, nbytes = self._sums([self.document.model.layers, self.document.model.layer_bytes])
         self.document.model = replace(self.document.model, layers=layers, layer_bytes=nbytes)
@@ -74,7 +74,7 @@ class RankedRunner(Runner):
             return row
         return failed(job, _first(errors, link))
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
         """A ceiling would take all disks at once, and mlx-lm's tokens are not here."""
 
 

@@ -19,10 +19,10 @@ from outcore.sizes import format_size
 from . import fingerprint
 from .cgroup import Cgroup
 from .document import BenchRow, Document
-from .jobs import BenchSettings, make_jobs
-from .modes import MODES, BenchJob
+from .jobs import BenchJob, BenchSettings, make_jobs
 from .page_cache import weight_files
 from .processes import failed, group_name, measure_disk, measure_row
+from .words import OUTCORE
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done, and rows in all."""
@@ -53,11 +53,11 @@ class Runner:
         self.progress, self.on_row = progress, on_row
         self.files = weight_files(folder)
         prepared, fits = self._opened(
-            context=settings.context,
-            dtype=settings.dtype,
-            prefill_step_size=settings.prefill_step_size,
-            model_config={"quantize_activations": True} if settings.quantize_activations else None,
-            trust_remote_code=settings.trust_remote_code,
+            context=settings.run.context,
+            dtype=settings.run.dtype,
+            prefill_step_size=settings.run.prefill_step_size,
+            model_config=settings.run.model_config,
+            trust_remote_code=settings.run.trust_remote_code,
         )
         size = prepared.profile.size
         self.layers = self._most_layers(len(size.layers))
@@ -79,7 +79,7 @@ class Runner:
             command=command,
             machine=fingerprint.machine(folder),
             model=fingerprint.describe(name, prepared),
-            settings=asdict(settings),
+            settings=settings.record(),
             disk={"measurements": []},
         )
 
@@ -99,28 +99,28 @@ class Runner:
             row = self._measure(job)
             row.command = self._command(job)
             self.document.rows.append(row)
-            self._compare()
+            self.compare()
             self.on_row(self.document)
         return self.document
 
     def _measure(self, job: BenchJob) -> BenchRow:
-        mode = MODES[job.mode]
-        if not mode.budgeted and not mode.streams and job.limit is None and self.resident_bytes > last_resort():
+        if job.mode == "mlx-lm" and job.limit is None and self.resident_bytes > last_resort():
             wanted, free = format_size(self.resident_bytes), format_size(last_resort())
             return failed(job, f"not run: everything resident takes {wanted}, {free} are free")
-        streams = mode.streams and job.resident != self.layers
-        warm = job.cache == "warm" and (job.io == "cached" or not mode.budgeted)
+        streams = job.mode != "mlx-lm" and job.resident != self.layers
+        warm = job.run.cache == "warm" and (job.io == "cached" or job.mode != OUTCORE)
         before = self._disk(warm) if streams else None
         self._rate = None
         row = measure_row(job, self.files)
-        if streams and row.error is None and row.io != "none":
-            is_warm = row.cache == "warm"
+        if streams and row.error is None and row.setting.io != "none":
+            is_warm = row.setting.cache == "warm"
             after = self._disk(is_warm)
             rates = [r for r in (before if is_warm == warm else None, after) if r is not None]
-            row.disk_gbps = statistics.mean(rates) if rates else None
+            row.reading.disk_gbps = statistics.mean(rates) if rates else None
         return row
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        """Fill in what takes several rows."""
         compare(self.document)
 
     def _disk(self, warm: bool) -> float | None:
@@ -142,34 +142,36 @@ class Runner:
 def compare(document: Document) -> None:
     """Fill in what takes several rows: ceilings, shares of them, and whether tokens are mlx-lm's."""
     good = [row for row in document.rows if row.error is None]
-    resident = {r.batch: r for r in good if r.mode == "outcore" and r.io == "none" and r.limit_bytes is None}
-    reference = {r.batch: r.tokens for r in good if r.mode == "mlx-lm"}
+    resident = {
+        row.setting.batch: row.speed.s_per_token
+        for row in good
+        if row.mode == OUTCORE and row.setting.io == "none" and row.setting.limit_bytes is None
+    }
+    reference = {row.setting.batch: row.tokens for row in good if row.mode == "mlx-lm"}
     for row in good:
-        if row.mode != "mlx-lm" and row.batch in reference:
-            row.same_tokens = row.tokens == reference[row.batch]
-        if row.io in (None, "none") or row.s_per_token is None:
+        batch, reading, ceiling = row.setting.batch, row.reading, row.ceiling
+        if row.mode != "mlx-lm" and batch in reference:
+            row.same_tokens = row.tokens == reference[batch]
+        if row.setting.io in (None, "none") or row.speed.s_per_token is None:
             continue
-        measured = row.s_per_token.median
-        nbytes = _bytes_per_token(row, document.model.layer_bytes)
-        if row.disk_gbps is not None:
-            row.disk_s = nbytes / row.disk_gbps / 1e9
-            row.disk_share = row.read_gbps / row.disk_gbps if row.read_gbps is not None else None
-        base = resident[row.batch].s_per_token if row.batch in resident else None
+        measured = row.speed.s_per_token.median
+        if reading.disk_gbps is not None:
+            # What had to be read: the engine knows; else all layers, once for every sequence's next token. What the
+            # system counted is no measure of that: it includes what the kernel read ahead in vain.
+            nbytes = reading.engine_bytes_per_token
+            nbytes = document.model.layer_bytes / batch if nbytes is None else nbytes
+            ceiling.disk_s = nbytes / reading.disk_gbps / 1e9
+            reading.disk_share = reading.read_gbps / reading.disk_gbps if reading.read_gbps is not None else None
         # Other work on the machine can only slow it down, and must not lift the ceiling.
-        row.compute_s = base.least if base is not None else None
-        row.compute_share = row.compute_s / measured if row.compute_s is not None else None
-        known = [s for s in (row.disk_s, row.compute_s) if s is not None]
-        row.ceiling_s = max(known) if known else None
-        row.efficiency = row.ceiling_s / measured if row.ceiling_s is not None else None
+        base = resident.get(batch)
+        ceiling.compute_s = base.least if base is not None else None
+        ceiling.compute_share = base.least / measured if base is not None else None
+        known = [s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None]
+        ceiling.ceiling_s = max(known, default=None)
+        ceiling.efficiency = max(known) / measured if known else None
         note = "ceiling is disk time alone: nothing was measured with everything resident"
-        if row.compute_s is None and note not in row.notes:
+        if base is None and note not in row.notes:
             row.notes.append(note)
-
-
-def _bytes_per_token(row: BenchRow, layer_bytes: int) -> float:
-    """What had to be read for a token: the engine knows; else all layers, once for every sequence's next token."""
-    # What the system counted is no measure of that: it includes what the kernel read ahead in vain.
-    return layer_bytes / row.batch if row.engine_bytes_per_token is None else row.engine_bytes_per_token
 
 
 def open_and_plan(folder: Path, **options: Any) -> tuple[Preparation, bool]:

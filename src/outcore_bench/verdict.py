@@ -1,12 +1,12 @@
-"""What a measured grid says: its best point, if one is better than all others, where speed falls off, and budgets that
-should not be slower. Pure."""
+"""What a measured grid says: its best point, if one is better than all others, and where speed falls off. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
+
+from outcore.sizes import format_size
 
 from .matrix import Cell, GridPoint
 
@@ -14,8 +14,6 @@ TIE = 0.02
 """Share of the time per token within which points are equally good."""
 FALL = 0.10
 """Share of the speed whose loss counts as falling off."""
-DEFECT = 0.03
-"""Share of the speed by which a larger budget may be slower than a smaller one before it counts as a defect."""
 AXES = ("memory", "io", "slots", "threads")
 
 
@@ -37,27 +35,6 @@ class Fall:
 
 
 @dataclass(frozen=True)
-class BudgetStep:
-    """Two budgets, bytes, and the most tokens per second that each gave.
-
-    ``overlap``: the repeats of the two runs overlap; ``busy``: one of them met a busy machine. Then the difference may
-    be chance.
-    """
-
-    larger: int
-    smaller: int
-    larger_tps: float
-    smaller_tps: float
-    overlap: bool
-    busy: bool
-
-    @property
-    def lost(self) -> float:
-        """Share of the larger budget's speed that the smaller one loses; negative where it is faster."""
-        return 1 - self.smaller_tps / self.larger_tps
-
-
-@dataclass(frozen=True)
 class Verdict:
     """
     Attributes:
@@ -67,8 +44,6 @@ class Verdict:
         by_budget: the same of each budget, smallest budget first.
         streamed_equals, streamed: as ``equals`` and ``start``, of the points that stream. None if none streams.
         falls: along the budgets from ``start``, along the other axes from ``streamed``.
-        steepest: neighbouring budgets between which most speed is lost; None where none is.
-        defects: budgets whose best is slower by more than ``DEFECT`` than a smaller one's.
     """
 
     equals: tuple[Cell, ...]
@@ -77,8 +52,6 @@ class Verdict:
     streamed_equals: tuple[Cell, ...]
     streamed: Cell | None
     falls: tuple[Fall, ...]
-    steepest: BudgetStep | None
-    defects: tuple[BudgetStep, ...]
 
     @property
     def best(self) -> Cell | None:
@@ -88,35 +61,60 @@ class Verdict:
 
 def verdict(cells: Sequence[Cell]) -> Verdict | None:
     """What the grid says; None where nothing was measured."""
-    measured = [c for c in cells if c.tps is not None]
+    measured = sorted((c for c in cells if c.tps is not None), key=_cost)
     if not measured:
         return None
-    start = _least(measured)
+    start = _first(measured)
     streaming = [c for c in measured if not c.point.resident]
-    streamed = _least(streaming) if streaming else None
+    streamed = _first(streaming) if streaming else None
     budgets = sorted({c.point.memory for c in measured})
-    of_budget = {b: [c for c in measured if c.point.memory == b] for b in budgets}
-    fastest = [min(of_budget[b], key=_seconds) for b in budgets]
-    steps = [_step(larger, smaller) for smaller, larger in pairwise(fastest)]
-    steepest = max(steps, key=lambda s: s.lost, default=None)
-    defects = []
-    for i, cell in enumerate(fastest[1:], start=1):
-        rival = min(fastest[:i], key=_seconds)
-        if _tps(cell) < (1 - DEFECT) * _tps(rival):
-            defects.append(_step(cell, rival))
     falls = _falls(start, "memory", cells)
     if streamed is not None:
         falls += [fall for axis in AXES[1:] for fall in _falls(streamed, axis, cells)]
     return Verdict(
         _equals(measured),
         start,
-        tuple(_least(of_budget[b]) for b in budgets),
+        tuple(_first([c for c in measured if c.point.memory == budget]) for budget in budgets),
         _equals(streaming),
         streamed,
         tuple(falls),
-        steepest if steepest is not None and steepest.lost > 0 else None,
-        tuple(defects),
     )
+
+
+def sentences(found: Verdict, cells: Sequence[Cell]) -> list[str]:
+    """The verdict in words."""
+    said = [_best("", found.equals, found.start)]
+    if found.streamed is not None and found.streamed_equals != found.equals:
+        said.append(_best(" that streams", found.streamed_equals, found.streamed))
+    of_axis = {a: {getattr(c.point, a) for c in cells if a == "memory" or not c.point.resident} for a in AXES}
+    axes = [axis for axis in AXES if len(of_axis[axis]) > 1]
+    falls = [f for axis in axes for f in found.falls if f.axis == axis]
+    steady = [axis for axis in axes if axis not in {f.axis for f in falls}]
+    for fall in falls:
+        lost = fall.why or f"{100 * fall.drop:.0f} % slower"
+        said.append(f"Falls off: from {_value(fall.axis, fall.start)} to {_value(fall.axis, fall.at)}, {lost}")
+    if steady:
+        said.append(f"No fall of more than {100 * FALL:.0f} % along: {', '.join(steady)}")
+    return said
+
+
+def _best(that: str, equals: Sequence[Cell], start: Cell) -> str:
+    peak = start.row.use.peak_memory_bytes if start.row is not None else None
+    shown = f"{start.point.label}: {start.tps:.3g} tok/s, {start.s_per_token:.3g} s a token"
+    shown += f", {format_size(peak)} at most" if peak is not None else ""
+    shown += "; it met a busy machine: measure again" if start.busy else ""
+    if len(equals) == 1:
+        return f"Best{that}: {shown}"
+    return (
+        f"No best{that}: {len(equals)} points are equally fast (within {100 * TIE:.0f} %, or their repeats overlap); "
+        f"of the fastest this takes least: {shown}"
+    )
+
+
+def _value(axis: str, value: int | str) -> str:
+    if axis == "memory":
+        return format_size(int(value))
+    return str(value) if axis == "io" else f"{value} {axis if value != 1 else axis.removesuffix('s')}"
 
 
 def _seconds(cell: Cell) -> float:
@@ -124,55 +122,46 @@ def _seconds(cell: Cell) -> float:
     return cell.s_per_token
 
 
-def _tps(cell: Cell) -> float:
-    return 1 / _seconds(cell)
-
-
-def _least(measured: Sequence[Cell]) -> Cell:
-    limit = (1 + TIE) * min(map(_seconds, measured))
-    return min((c for c in measured if _seconds(c) <= limit), key=_cost)
-
-
-def _equals(measured: Sequence[Cell]) -> tuple[Cell, ...]:
-    if not measured:
-        return ()
-    fastest = min(measured, key=_seconds)
-    limit = (1 + TIE) * _seconds(fastest)
-    return tuple(sorted((c for c in measured if _seconds(c) <= limit or _overlap(c, fastest)), key=_cost))
-
-
 def _cost(cell: Cell) -> tuple[float, ...]:
     return cell.point.memory, cell.point.threads, cell.point.slots, _seconds(cell)
 
 
+def _first(measured: Sequence[Cell]) -> Cell:
+    limit = (1 + TIE) * min(map(_seconds, measured))
+    return next(c for c in measured if _seconds(c) <= limit)
+
+
+def _equals(measured: Sequence[Cell]) -> tuple[Cell, ...]:
+    fastest = min(measured, key=_seconds, default=None)
+    if fastest is None:
+        return ()
+    limit = (1 + TIE) * _seconds(fastest)
+    return tuple(c for c in measured if _seconds(c) <= limit or _overlap(c, fastest))
+
+
 def _overlap(one: Cell, other: Cell) -> bool:
     """Whether the repeats of two runs overlap, so that chance may tell them apart."""
-    a, b = one.row, other.row
-    assert a is not None and b is not None and a.s_per_token is not None and b.s_per_token is not None
-    return a.s_per_token.least <= b.s_per_token.most and b.s_per_token.least <= a.s_per_token.most
-
-
-def _step(larger: Cell, smaller: Cell) -> BudgetStep:
-    overlap, busy = _overlap(larger, smaller), larger.busy or smaller.busy
-    return BudgetStep(larger.point.memory, smaller.point.memory, _tps(larger), _tps(smaller), overlap, busy)
+    a, b = one.stat, other.stat
+    return a is not None and b is not None and a.least <= b.most and b.least <= a.most
 
 
 def _falls(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Fall]:
     """At most one in each direction; every other way of reading, since those have no order."""
-    value: Callable[[GridPoint], Any] = lambda p: getattr(p, axis)  # noqa: E731
-    here = value(start.point)
-    others = _along(start, axis, cells)
-    if axis == "io":
-        directions = [[c] for c in others]
-    else:
-        lower = sorted((c for c in others if value(c.point) < here), key=lambda c: value(c.point), reverse=True)
-        directions = [lower, sorted((c for c in others if value(c.point) > here), key=lambda c: value(c.point))]
+
+    def value(cell: Cell) -> Any:
+        return getattr(cell.point, axis)
+
+    others = sorted(_along(start, axis, cells), key=value)
+    directions = [[c] for c in others]
+    if axis != "io":
+        lower, higher = ([c for c in others if (value(c) < value(start)) == below] for below in (True, False))
+        directions = [lower[::-1], higher]
     falls = []
     for walk in directions:
         for cell in walk:
-            drop = 1 - cell.tps / _tps(start) if cell.tps is not None else 1.0
-            if drop > FALL and not (cell.tps is not None and _overlap(cell, start)):
-                falls.append(Fall(axis, here, value(cell.point), drop, cell.why))
+            drop = 1.0 if cell.tps is None else 1 - cell.tps * _seconds(start)
+            if drop > FALL and not _overlap(cell, start):
+                falls.append(Fall(axis, value(start), value(cell), drop, cell.why))
                 break
     return falls
 
@@ -185,11 +174,10 @@ def _along(start: Cell, axis: str, cells: Sequence[Cell]) -> list[Cell]:
         return [known[p] for p, back in same.items() if back == start.point and p != start.point]
     found = []
     for budget in sorted({p.memory for p in known} - {start.point.memory}):
-        same_setting, resident = known.get(replace(start.point, memory=budget)), known.get(GridPoint(budget))
+        there = [c for p, c in known.items() if p.memory == budget]
         if start.point.resident:  # it has no setting of its own to keep
-            there = [c for c in known.values() if c.point.memory == budget]
-            ran = [c for c in there if c.tps is not None]
-            found.append(min(ran, key=_seconds) if ran else there[0])
-        elif same_setting or resident:
-            found.append(same_setting or known[GridPoint(budget)])
+            found.append(min((c for c in there if c.tps is not None), key=_seconds, default=there[0]))
+        else:
+            wanted = (replace(start.point, memory=budget), GridPoint(budget))
+            found += [known[p] for p in wanted if p in known][:1]
     return found

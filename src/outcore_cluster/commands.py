@@ -12,5 +12,4 @@ COMMANDS = {
         launcher=True,
     )
 }
-FLAGS = {"pack": "outcore_cluster.launch.flags:add_pack_flags"}
 RANK = "outcore_cluster.launch.as_rank"

@@ -17,7 +17,6 @@ from outcore.calibration.calibration_file import load_calibration
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.find_model import download, local_model
 from outcore.checkpoint.lazy_model import LazyModel
-from outcore.checkpoint.manifest import Absent, RankLayers
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
@@ -30,7 +29,7 @@ from outcore.options import LoadOptions
 from outcore.plan.draft_cost import SELF
 
 from .drafts import SharedModel, Sharing
-from .partial_checkpoint import headers_in_hub, keep_share, kept_share, open_partial
+from .partial_checkpoint import Absent, RankLayers, headers_in_hub, keep_share, kept_share, open_partial
 from .rank_share import RankShare, head_paths
 from .sharing import shared_out
 

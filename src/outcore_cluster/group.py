@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outcore.decode.speculative.drafting import parse_draft
-from outcore.engine.install import Progress
+from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
 from outcore.loading.preparation import Preparation, draft_kind, ring_options

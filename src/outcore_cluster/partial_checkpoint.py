@@ -12,20 +12,46 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from outcore.checkpoint.checkpoint import ITEM_BYTES, Checkpoint, TensorInfo, code_print, read_header, read_object
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel, open_lazily
-from outcore.checkpoint.manifest import Absent, RankLayers
 from outcore.checkpoint.packed_store import openers
 from outcore.errors import CheckpointError, MissingFileError, StoreError
 from outcore.machine.cache_folder import cache_dir, make_cache
 from outcore.machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 
 SHARES = "rank-shards"
+
+
+class Absent(BaseModel, strict=True):
+    """A tensor that is not there, because no call of this rank needs it."""
+
+    name: Annotated[str, Field(max_length=4096)]
+    dtype: Annotated[str, Field(max_length=10)]
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=16)]
+
+
+class RankLayers(BaseModel, strict=True):
+    """What one rank of several holds of a model.
+
+    Attributes:
+        rank: whose folder it is, of ``ranks``. ``owners``: the rank of each layer, by its number.
+        absent: what other ranks hold, by the file that would have it in a whole copy.
+    """
+
+    rank: Annotated[int, Field(ge=0)]
+    ranks: Annotated[int, Field(ge=2, le=10_000)]
+    owners: list[Annotated[int, Field(ge=0)]]
+    absent: dict[str, list[Absent]] = Field(default_factory=dict)
+
+    @property
+    def who(self) -> str:
+        """As errors name it."""
+        return f"rank {self.rank} of {self.ranks}"
 
 
 def name_in_hub(folder: Path) -> str | None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from outcore.engine.engine import Engine
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
-from outcore.engine.state import State
 from outcore.engine.vocabulary import Table
 from outcore.errors import UsageError
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
-from outcore.plan.context_bytes import held_bytes
+from outcore.plan.cache_size import held_bytes
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 
@@ -77,7 +77,7 @@ class RankShare:
             nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
-    def install(self, state: State) -> RankTransport:
+    def install(self, state: Engine) -> RankTransport:
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
         transport = RankTransport(self, state)
         transport.install()

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from outcore.engine.state import State
+from outcore.engine.engine import Engine
 from outcore.engine.transport import Fit, HasRoom
 from outcore.errors import BudgetError, PromptError, UsageError
 from outcore.plan.plan import Plan
@@ -46,7 +46,7 @@ class RankRoom(Agreement):
     def __init__(
         self,
         link: Link,
-        state: State,
+        state: Engine,
         planned: Plan | None = None,
         forecast: RanksPlan | None = None,
         forecaster: RankForecast | None = None,
@@ -59,7 +59,7 @@ class RankRoom(Agreement):
         self._agreed_step: int | None = None
 
     @property
-    def _running(self) -> State:
+    def _running(self) -> Engine:
         state = self._state()
         assert state is not None
         return state
@@ -130,10 +130,7 @@ class RankRoom(Agreement):
             return
         self.forecast, self._planned = self.forecaster.foresee(session.size, session.plan), session.plan
         if self.chooses:
-            session.notes = (
-                *(n for n in session.notes if not n.startswith(NOTE)),
-                _note(before, self.forecast),
-            )
+            session.note(_note(before, self.forecast), instead=NOTE)
 
 
 def _held(plan: Plan) -> tuple[object, ...]:

@@ -102,10 +102,7 @@ def _checksums(lazy: LazyModel) -> dict[str, str]:
     if not is_packed(folder):
         return {}
     manifest = read_manifest(folder / MANIFEST)
-    parts = manifest.share.absent if manifest.share is not None else {}
-    return {
-        f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items() if name not in parts
-    }
+    return {f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items()}
 
 
 def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int, str] | None:

@@ -16,8 +16,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
+from outcore.checks import choice, real, whole
 from outcore.errors import UsageError
-from outcore.options import LoadOptions, choice, real, whole
+from outcore.options import LoadOptions
 
 EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
 """Ways of reading that are like its ways of forgetting what was read: around the page cache, or through it."""

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
+from outcore.engine.engine import State
 from outcore.engine.session import Session
 from outcore.modules.hooks import arrays_in
 from outcore.plan.plan import Plan
@@ -63,7 +64,7 @@ class CacheRoom:
         """
         with self.lock:
             sessions = [model.outcore for ref in self._models if (model := ref()) is not None]
-            sessions = [s for s in sessions if not s.closed]
+            sessions = [s for s in sessions if s.state is not State.CLOSED]
             if not sessions:
                 return
             unused = sum(map(self._unused, sessions))

@@ -43,5 +43,5 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> Closing:
 
 
 if __name__ == "__main__":
-    serve.open_service = open_service
+    serve.open_service = open_service  # type: ignore[assignment]
     sys.exit(main.main(["serve", "--model", "fake", *sys.argv[1:]]))

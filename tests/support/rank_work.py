@@ -95,7 +95,7 @@ def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any
         outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
         outcore_cluster.sharing.share_layers = outcore_cluster.layer_shares.share_layers  # type: ignore[attr-defined, unused-ignore]
-    own: dict[str, Any] = {} if link is None else {"ranks": RankGroup(link)}
+    own: dict[str, Any] = {} if link is None or link.size == 1 else {"ranks": RankGroup(link)}
     given: dict[str, Any] = (
         {"memory": "8GB", "context": 160, "prompt": 64, "govern": False, "draft": "none"} | options | own
     )

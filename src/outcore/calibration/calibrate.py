@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 from ..checkpoint.packed_store import cache_dir
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file, unread_extents
 from ..disk.layout import Extent
+from ..disk.replica import Replica
 from ..engine.model_profile import ModelProfile
 from ..errors import CalibrationError, OutcoreError
 from ..machine.allocator import clear_cache
@@ -42,6 +43,10 @@ Progress = Callable[[str, int, int], None]
 
 Note = Callable[[str], None]
 """Called with a line for the user: what could not be measured, and why."""
+
+STEADY_S, LEAST_GBPS = 3.0, 1e-6
+"""Seconds of reading by which a mirror's disk is judged, as a limit on its rate lets a short measurement pass more; and
+what is said of one without a file."""
 
 Kinds = dict[str, dict[int, float]]
 """As in ``Calibration``."""
@@ -107,7 +112,7 @@ def calibrate(
     streams = prepared.cpu_streams if prepared is not None else cpu_streams or cores()
     kinds = measure_kinds(prepared, progress=progress, note=note) if prepared is not None else {}
     with _ranges(prepared, folder, progress, note) as unread:
-        disk = best_setting(Bench(unread), progress).calibration()
+        disk = best_setting(Bench(unread), progress)
     layers = prepared.profile.size.layers if prepared is not None else ()
     known = [(layer.resident, kinds[layer.kind][1]) for layer in layers if 1 in kinds.get(layer.kind, {})]
     found = replace(
@@ -137,6 +142,32 @@ def measure_kinds(prepared: Prepared, *, progress: Progress = lambda *_: None, n
         text = " ".join(str(e).split()) or type(e).__name__
         note(f"this model's layers could not be measured: {text[:200]}")
     return {}
+
+
+def calibrate_mirrors(
+    mirrors: Sequence[Replica],
+    cpu_streams: int,
+    *,
+    force: bool = False,
+    progress: Progress = lambda *_: None,
+) -> list[Calibration]:
+    """The disks of mirrors: those that are not known are measured, on the mirrors' own files, and kept.
+
+    Raises:
+        CalibrationError: what was measured cannot be kept.
+        ReadError: a file cannot be read.
+    """
+    all_found = []
+    for n, mirror in enumerate(mirrors):
+        progress("disks of mirrors", n, len(mirrors))
+        found, _ = load_calibration(mirror.folder, cpu_streams, mirror=True)
+        if found is None or force:
+            bench = Bench(own_files((mirror.copies or {}).values())[0])
+            rate = bench.gbps(bench.settings[0], bench.unread.nbytes, STEADY_S)
+            found = Calibration(read_gbps=max(rate, LEAST_GBPS), measured=True)
+            store_calibration(mirror.folder, cpu_streams, found, mirror=True)
+        all_found.append(found)
+    return all_found
 
 
 @contextlib.contextmanager

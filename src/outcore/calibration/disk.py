@@ -145,31 +145,9 @@ class Bench:
         return statistics.median(times) if times else Calibration.read_latency_s
 
 
-@dataclass(frozen=True)
-class Best:
-    """The setting that reads best, GB/s of it, seconds of a small read, and every measurement."""
-
-    setting: ReadSetting
-    gbps: float
-    latency_s: float
-    points: tuple[DiskPoint, ...]
-
-    def calibration(self) -> Calibration:
-        """What a calibration says of the disk."""
-        return Calibration(
-            read_gbps=self.gbps,
-            read_latency_s=self.latency_s,
-            # Another file of the disk may lie where direct reads are refused: auto reads cached there.
-            io="auto" if self.setting.direct else "cached",
-            threads=self.setting.threads,
-            chunk=self.setting.chunk,
-            disk_points=self.points,
-            measured=True,
-        )
-
-
-def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Best:
-    """Measure every setting once, then those that may be the best again, then the rate of the best.
+def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibration:
+    """What reads the disk best, and how fast. Every setting is measured once, those that may be the best again, and
+    then the rate of the best.
 
     A setting is not measured that has more in flight than the disk, as it was found so far, reads in ``POINT_S``.
     """
@@ -194,11 +172,16 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Best:
     progress(what, len(bench.settings), len(bench.settings))
     setting = choose({s: medians[s] for s in finalists})
     rate = bench.gbps(setting, int(medians[setting] * 1e9 * RATE_S), RATE_S)
-    points = tuple(
-        DiskPoint(s.chunk, s.threads, s.direct, round(medians[s], 4))
-        for s in sorted(medians, key=lambda s: (not s.direct, s.chunk, s.threads))
+    return Calibration(
+        read_gbps=rate or medians[setting],
+        read_latency_s=latency,
+        # Another file of the disk may lie where direct reads are refused: auto reads cached there.
+        io="auto" if setting.direct else "cached",
+        threads=setting.threads,
+        chunk=setting.chunk,
+        disk_points=tuple(DiskPoint(s.chunk, s.threads, s.direct, round(rate, 4)) for s, rate in medians.items()),
+        measured=True,
     )
-    return Best(setting, rate or medians[setting], latency, points)
 
 
 def choose(rates: dict[ReadSetting, float]) -> ReadSetting:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.model_profile import ModelProfile
@@ -36,9 +36,8 @@ PAST_CACHES = 128 << 20
 """Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last
 level of cache holds for one core (32 MiB here), so that weights come from memory as they do in a run."""
 
-
-REPEATS = 3
-"""Times that a product is timed."""
+REPEATS, BLOCK = 3, 1 << 20
+"""Times that a product is timed; and random numbers that are drawn for a weight."""
 
 
 class _Enough(Exception):
@@ -162,9 +161,6 @@ class Rig:
 
         return call
 
-    def look_up(self, rows: int) -> Callable[..., Any]:
-        return lambda original, args, kwargs: original(args[0] % rows, *args[1:], **kwargs)
-
     def product(self, table: int, rows: int, all_rows: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self._products[table] = _Product(original, args[0].shape[-1], args[0].dtype, all_rows / rows)
@@ -176,17 +172,11 @@ class Rig:
 
 
 @contextmanager
-def rig(
-    profile: ModelProfile,
-    cpu_streams: int,
-    clock: Callable[[], float] = time.perf_counter,
-    most_bytes: int | None = None,
-) -> Iterator[Rig]:
+def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
     """Give a lazily opened model random weights, and take them away again.
 
     Args:
         cpu_streams: streams that linear layers are split over on the CPU device.
-        most_bytes: that the weights may take; None: what is free.
 
     Raises:
         CalibrationError: no layers were found, or one of each kind does not fit into memory.
@@ -200,7 +190,7 @@ def rig(
         made = Rig(profile, clock)
         if on_cpu():
             split_rows(model, cpu_streams)
-        _furnish(made, last_resort() if most_bytes is None else min(most_bytes, last_resort()))
+        _furnish(made)
         # As weights are while a model runs.
         wired = limits.hold(made, Needs(wired=mx.get_active_memory()))
         yield made
@@ -216,61 +206,53 @@ def rig(
         clear_cache()
 
 
-def _furnish(made: Rig, most_bytes: int) -> None:
-    found, noise = made.profile, _Noise()
-    sizes = [size.resident for size in found.size.layers]
-    kinds = [size.kind for size in found.size.layers]
-    counts = Counter(kinds)
-    copies = {k: min(counts[k], -(-PAST_CACHES // max(1, sizes[kinds.index(k)]))) for k in counts}
+def _furnish(made: Rig) -> None:
+    found = made.profile
+    sizes = found.size.layers
+    counts, bytes_of = Counter(z.kind for z in sizes), {z.kind: z.resident for z in sizes}
+    copies = {k: min(counts[k], -(-PAST_CACHES // max(1, bytes_of[k]))) for k in counts}
     rows = [_rows(table) for table in found.tables]
-    needed = sum(copies[k] * sizes[kinds.index(k)] for k in counts)
+    needed = sum(copies[k] * bytes_of[k] for k in counts)
     needed += sum(n * t.row_bytes for n, t in zip(rows, found.tables, strict=True))
-    if needed > most_bytes:
+    if needed > (free := max(0, last_resort())):
         raise CalibrationError(
-            f"one layer of each kind takes {format_size(needed)}, of which only {format_size(max(0, most_bytes))} are "
-            "free, so no layers were measured"
+            f"one layer of each kind takes {format_size(needed)}, of which only {format_size(free)} are free, so no "
+            "layers were measured"
         )
     replaced: set[tuple[int, str]] = set()
     weights: dict[tuple[str, int], dict[str, mx.array]] = {}
-    used: Counter[str] = Counter()
-    for layer, kind, casts in zip(found.layers, kinds, found.casts, strict=True):
-        copy = weights.setdefault((kind, used[kind] % copies[kind]), {})
-        used[kind] += 1
+    for layer, z, casts in zip(found.layers, sizes, found.casts, strict=True):
+        counts[z.kind] -= 1
+        copy = weights.setdefault((z.kind, counts[z.kind] % copies[z.kind]), {})
         for p, cast in zip(layer.parameters, casts, strict=True):
             if p.path not in copy:
-                copy[p.path] = noise.like(p, p.array.shape, cast)
+                copy[p.path] = _noise(p, p.array.shape, cast)
         put(layer.parameters, [copy[p.path] for p in layer.parameters])
         replaced |= {(id(p.module), p.key) for p in layer.parameters}
     for n, table in enumerate(found.tables):
         replaced |= {(id(p.module), p.key) for p in table.layer.parameters}
-        _cut(made, n, table, rows[n], noise)
-    rest = [
-        Parameter(f"{path}.{key}" if path else key, module, key)
-        for path, module in made.model.named_modules()
-        for key, value in module.items()
-        if isinstance(value, mx.array) and (id(module), key) not in replaced
-    ]
-    targets = [found.cast.target(p.path, p.array.dtype) for p in rest]
-    put(rest, [p.array if to is None else p.array.astype(to) for p, to in zip(rest, targets, strict=True)])
-    mx.eval([p.array for p in rest])
-    for layer, kind in zip(found.layers, kinds, strict=True):
-        swap(layer.module, "Timed", made.layer(kind))
+        _cut(made, n, table, rows[n])
+    for path, module in made.model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and (id(module), key) not in replaced:
+                to = found.cast.target(f"{path}.{key}" if path else key, value.dtype)
+                dict.__setitem__(module, key, value if to is None else value.astype(to))
+                mx.eval(module[key])
+    for layer, z in zip(found.layers, sizes, strict=True):
+        swap(layer.module, "Timed", made.layer(z.kind))
 
 
-def _cut(made: Rig, number: int, table: Table, rows: int, noise: _Noise) -> None:
-    """Give a table random weights for some of its rows, and have products with it timed."""
-    module = table.layer.module
+def _cut(made: Rig, number: int, table: Table, rows: int) -> None:
+    """Give a table random weights for some of its rows, and have products with it known."""
+    module, parameters = table.layer.module, table.layer.parameters
     all_rows = table.places[0].shape[0]
-    arrays = [
-        noise.like(p, (rows, *p.array.shape[1:]), cast)
-        for p, cast in zip(table.layer.parameters, table.casts, strict=True)
-    ]
-    put(table.layer.parameters, arrays)
+    shapes = [(rows, *p.array.shape[1:]) for p in parameters]
+    put(parameters, [_noise(p, shape, cast) for p, shape, cast in zip(parameters, shapes, table.casts, strict=True)])
     if "bias" in module:
         dict.__setitem__(module, "bias", module["bias"][:rows])
     product = made.product(number, rows, all_rows)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-        swap(module, "Timed", made.look_up(rows), product)
+        swap(module, "Timed", lambda original, args, kwargs: original(args[0] % rows, *args[1:], **kwargs), product)
     else:
         swap(module, "Timed", product)
 
@@ -288,45 +270,22 @@ def _vocabulary(profile: ModelProfile) -> int:
     return size if isinstance(size, int) else 128
 
 
-class _Noise:
-    """Random weights at which no layer saturates. What is larger than a block repeats it."""
-
-    BLOCK = 1 << 20  # elements
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(0)
-        self._floats = 0.02 * rng.standard_normal(self.BLOCK, dtype=np.float32)
-        self._bits = rng.integers(0, 2**32, self.BLOCK, dtype=np.uint32)
-        self._blocks: dict[tuple[str, mx.Dtype], mx.array] = {}
-
-    def like(self, p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.array:
-        """An evaluated array in the parameter's place: ``shape``, its dtype or the one that it is cast to."""
-        dtype = p.array.dtype if cast is None else cast
-        size = int(np.prod(shape))
-        if p.key == "scales" and not mx.issubdtype(dtype, mx.floating):
-            # Exponents of mxfp4 and mxfp8 (2**-7), and 8-bit floats of nvfp4 (1/4).
-            fill = 40 if getattr(p.module, "mode", "") == "nvfp4" else 120
-            array = mx.full(shape, fill, dtype=dtype)
-        else:
-            what = "scales" if p.key == "scales" else "floats" if mx.issubdtype(dtype, mx.floating) else "bits"
-            # A copy for each, or small weights would all be one piece of memory.
-            array = mx.tile(self._block(what, dtype), -(-size // self.BLOCK))[:size] if size > self.BLOCK else (
-                mx.array(self._data(what, dtype)[:size]).astype(dtype)
-            )  # fmt: skip
-            array = array.reshape(shape)
-        mx.eval(array)
-        return array
-
-    def _block(self, what: str, dtype: mx.Dtype) -> mx.array:
-        if (what, dtype) not in self._blocks:
-            self._blocks[what, dtype] = mx.array(self._data(what, dtype)).astype(dtype)
-        return self._blocks[what, dtype]
-
-    def _data(self, what: str, dtype: mx.Dtype) -> np.ndarray[Any, Any]:
-        if what == "bits":
-            return self._bits
-        # A quantized weight is up to 255 times its scale.
-        return np.abs(self._floats) * 0.05 if what == "scales" else self._floats
+def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.array:
+    """An evaluated array in the parameter's place, of its dtype or the one that it is cast to: random weights at which
+    no layer saturates. What is larger than a block repeats it."""
+    dtype, size, key = p.array.dtype if cast is None else cast, prod(shape), mx.random.key(0)
+    if p.key == "scales" and not mx.issubdtype(dtype, mx.floating):
+        # Exponents of mxfp4 and mxfp8 (2**-7), and 8-bit floats of nvfp4 (1/4).
+        array = mx.full(shape, 40 if getattr(p.module, "mode", "") == "nvfp4" else 120, dtype=dtype)
+    else:
+        block = mx.random.randint(0, 2**31 - 1, (min(size, BLOCK),), mx.uint32, key=key)
+        if mx.issubdtype(dtype, mx.floating):
+            block = mx.random.normal((min(size, BLOCK),), scale=0.02, key=key)
+            # A quantized weight is up to 255 times its scale.
+            block = mx.abs(block) * 0.05 if p.key == "scales" else block
+        array = mx.tile(block.astype(dtype), -(-size // BLOCK))[:size].reshape(shape)
+    mx.eval(array)
+    return array
 
 
 def seconds_of(run: Callable[[], Any], clock: Callable[[], float], repeats: int = REPEATS) -> float:

@@ -217,11 +217,6 @@ def require_config(folder: Path) -> None:
     """Tell what a model folder is where something else was given for one."""
     if os.path.lexists(folder / "config.json"):
         return
-    if any(folder.glob("rank-*/config.json")):
-        raise MissingFileError(
-            f"{folder}: has a folder for each of several machines (outcore pack --ranks); run it on all of them "
-            "(outcore launch)"
-        )
     inside = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
     which = f"give {inside[0].parent}" if inside else "give the folder that has them, or a Hub model owner/name"
     raise MissingFileError(

@@ -9,11 +9,8 @@ from pathlib import Path
 from ..errors import CheckpointError, MissingFileError, UsageError
 from ..text import quoted
 from .checkpoint import GGUF, not_a_folder, require_config, said
-from .config import CONFIG
 
-_HUB_URL = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE
-)
+_HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
 _OLLAMA = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")  # llama3.2:3b; no name on the Hub has a colon
 
 
@@ -30,24 +27,6 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
         CheckpointError: a file where a folder is wanted.
     """
     return local_model(path_or_repo) or download(path_or_repo, revision)
-
-
-def of_rank(name: str, rank: int) -> str:
-    """The folder of one rank, where a folder was named that has one for each (``outcore pack --ranks``); else what was
-    named.
-
-    Raises:
-        MissingFileError: there are others' alone.
-    """
-    folder = Path(name).expanduser()
-    try:
-        if (folder / CONFIG).exists() or not any(folder.glob(f"rank-*/{CONFIG}")):
-            return name
-    except OSError:  # a name that is too long; told where it is opened
-        return name
-    if not (folder / f"rank-{rank}" / CONFIG).exists():
-        raise MissingFileError(f"{folder}: has no folder rank-{rank}; copy it there (outcore pack --ranks wrote it)")
-    return str(folder / f"rank-{rank}")
 
 
 def local_model(path_or_repo: str) -> Path | None:
@@ -109,10 +88,7 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
     try:
         return by_mlx_lm(repo, revision, patterns)
     except known as error:
-        missing = hub.RepositoryNotFoundError | hub.LocalEntryNotFoundError
-        if "/" not in repo and isinstance(error, missing | hub.OfflineModeIsEnabled):
-            what = f"is no folder here, and models of the Hugging Face Hub have an owner: mlx-community/{repo}, say"
-        elif isinstance(error, hub.GatedRepoError):
+        if isinstance(error, hub.GatedRepoError):
             what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
         elif isinstance(error, hub.RepositoryNotFoundError):
             what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"

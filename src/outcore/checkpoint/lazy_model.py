@@ -25,7 +25,6 @@ from ..modules.module_tree import named_parameters
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
 from .decoders import Decoder
-from .manifest import RankLayers
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
@@ -62,7 +61,7 @@ class LazyModel:
     high: int = 0
     planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
-    share: RankLayers | None = field(default=None, repr=False)
+    share: Any = field(default=None, repr=False)
     random_after: int = field(default=0, repr=False)
 
 

@@ -17,8 +17,6 @@ FORMAT = "outcore-store"
 SCHEMA = 2
 PLAIN_SCHEMA = 1
 """Of copies none of whose tensors has a coding: earlier versions of Outcore read them too."""
-RANK_SCHEMA = 3
-"""Of copies that hold what one rank needs of a model: earlier versions would miss the rest."""
 PLAIN, COMPACT = "plain", "compact"
 PLANES: Final = "planes"
 """With how many bits are high, such as ``planes:2``, how a copy is coded (``stored_planes``)."""
@@ -90,44 +88,11 @@ class PackedFrom(_Checked):
         return self.model_copy(update={"folder": ""}) == other.model_copy(update={"folder": ""})
 
 
-class Absent(_Checked):
-    """A tensor that is not there, because no call of this rank needs it."""
-
-    name: _Text
-    dtype: Annotated[str, Field(max_length=10)]
-    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=16)]
-
-
-class RankLayers(_Checked):
-    """What one rank of several holds of a model.
-
-    Attributes:
-        rank: whose folder it is, of ``ranks``. ``owners``: the rank of each layer, by its number.
-        absent: what other ranks hold, by the file that would have it in a whole copy.
-    """
-
-    rank: Annotated[int, Field(ge=0)]
-    ranks: Annotated[int, Field(ge=2, le=10_000)]
-    owners: list[Annotated[int, Field(ge=0)]]
-    absent: dict[str, list[Absent]] = Field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[int, int, tuple[int, ...]]:
-        """What tells it from others of the same model."""
-        return self.rank, self.ranks, tuple(self.owners)
-
-    @property
-    def who(self) -> str:
-        """As errors name it."""
-        return f"rank {self.rank} of {self.ranks}"
-
-
 class Manifest(_Checked):
     """A manifest whose every value has the right type; that the files agree with it is not checked yet.
 
     Attributes:
         coding: what was asked for; ``codings``: of tensors that are stored in another form, by their names.
-        share: what it has, of a copy for one rank of several; None: the whole model.
     """
 
     kind: Literal["overlay", "full", "draft"]
@@ -135,7 +100,6 @@ class Manifest(_Checked):
     files: dict[str, Record]
     coding: Annotated[str, Field(pattern=rf"\A({CODING.pattern})\z")] = "plain"
     codings: dict[_Text, Coded] = Field(default_factory=dict)
-    share: RankLayers | None = None
 
 
 def is_packed(folder: Path) -> bool:
@@ -174,8 +138,8 @@ def read_manifest(path: Path) -> Manifest:
         raise StoreError(f"{path}: not JSON ({' '.join(str(error).split())[:200]}); {AGAIN}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise StoreError(f"{path}: not the manifest of a packed copy; give a folder that outcore pack wrote")
-    if type(found.get("schema")) is not int or not PLAIN_SCHEMA <= found["schema"] <= RANK_SCHEMA:
-        known = f"{PLAIN_SCHEMA} to {RANK_SCHEMA}"
+    if type(found.get("schema")) is not int or not PLAIN_SCHEMA <= found["schema"] <= SCHEMA:
+        known = f"{PLAIN_SCHEMA} to {SCHEMA}"
         raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {known}; {AGAIN}")
     if _DROPPED in str(found.get("codings")):
         raise StoreError(f"{path}: has scales as {_DROPPED}, a coding that Outcore reads no longer; {AGAIN}")
@@ -183,7 +147,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.model_validate(found)
     except ValidationError as error:
         raise StoreError(f"{path}: garbled: {first_fault(error)}; {AGAIN}") from error
-    for name in [*manifest.files, *(manifest.share.absent if manifest.share is not None else ())]:
+    for name in manifest.files:
         if not FILE_NAME.fullmatch(name):
             raise StoreError(f"{path}: names {name[:80]!a}, which is no file of a packed copy; do not use this folder")
     return manifest

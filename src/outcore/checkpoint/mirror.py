@@ -1,13 +1,14 @@
 """Copies of a model's folder on other disks: compared with it before anything is read from them.
 
-Whatever a copy says of itself does not count. The size and the header of each of its files must be those of the model's
-own. Before the first answer every byte is compared, once: a copy that was cut off may have its size and lack its end.
+Whatever a copy says of itself does not count. The size of each of its files must be that of the model's own. Before the
+first answer every byte is compared, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from ..disk.reader import FileReader
 from ..disk.replica import Replica, state_of
 from ..errors import StoreError
 from ..machine.cache_folder import cache_dir, make_cache
-from ..machine.small_files import INDEX_BYTES
 from ..text import counted
 from .checkpoint import Checkpoint
 
@@ -50,7 +50,9 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
         raise StoreError(
             f"{named}: no such folder to mirror {checkpoint.folder}: copy that there (cp -rL), or mount it"
         )
-    there = next((f for f in _places(named, checkpoint) if any(_is_there(f / x.name) for x in checkpoint.files)), None)
+    there = next(
+        (f for f in _places(named, checkpoint) if any(os.path.lexists(f / x.name) for x in checkpoint.files)), None
+    )
     if there is None:
         names = f"{checkpoint.files[0].name}{' …' * (len(checkpoint.files) > 1)}"
         raise StoreError(
@@ -58,7 +60,7 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
             f"{named / checkpoint.folder.name}: copy that folder there (cp -rL)"
         )
     # Looked at first: what changes while it is compared is noticed when it is opened.
-    copies = {file: there / file.name for file in checkpoint.files if _is_there(there / file.name)}
+    copies = {file: there / file.name for file in checkpoint.files if os.path.lexists(there / file.name)}
     states = {copy: state_of(copy) for copy in copies.values()}
     for file, copy in copies.items():
         if (why := _difference(file, copy)) is not None:
@@ -120,17 +122,11 @@ def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
 
 def about(mirror: Replica, checkpoint: Checkpoint) -> tuple[str, ...]:
     """What a user should know of a mirror."""
-    assert mirror.copies is not None
-    notes = []
-    missing = len(checkpoint.files) - len(mirror.copies)
-    if missing:
-        verb = "is" if missing == 1 else "are"
-        notes.append(
-            f"{mirror.folder}: {counted(missing, 'file')} of {len(checkpoint.files)} {verb} not there, and read from "
-            f"{checkpoint.folder} alone"
-        )
+    notes, own = [], checkpoint.folder
+    if missing := len(checkpoint.files) - len(mirror.copies or {}):
+        notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own} alone")
     if same_disk(mirror):
-        notes.append(f"{mirror.folder}: on the same disk as {checkpoint.folder}, so nothing is read faster")
+        notes.append(f"{mirror.folder}: on the same disk as {own}, so nothing is read faster")
     return tuple(notes)
 
 
@@ -150,13 +146,8 @@ def _places(named: Path, checkpoint: Checkpoint) -> Sequence[Path]:
     return found
 
 
-def _is_there(path: Path) -> bool:
-    """Whether it is, or is a link, of which it is to be told that it leads nowhere."""
-    return path.exists() or path.is_symlink()
-
-
 def _difference(file: Path, copy: Path) -> str | None:
-    """Why one file is no copy of the other; None: it is one, as far as was looked."""
+    """Why one file is no copy of the other, which has the same bytes; None: it may be one."""
     try:
         if not copy.exists():
             return f"a link to {copy.readlink()}, which is not there: {COPY}"
@@ -165,16 +156,6 @@ def _difference(file: Path, copy: Path) -> str | None:
         if copy.samefile(file):
             return "the model's own file: a mirror is a copy on another disk"
         size, own = copy.stat().st_size, file.stat().st_size
-        if size != own:
-            return f"{size} bytes, where {file} has {own}: {COPY}"
-        if _header(copy) != _header(file):
-            return f"of another model, or another version of it, than {file} (their headers differ): {COPY}"
+        return f"{size} bytes, where {file} has {own}: {COPY}" if size != own else None
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None
-
-
-def _header(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        prefix = opened.read(8)
-        return prefix + opened.read(min(int.from_bytes(prefix, "little"), INDEX_BYTES))

@@ -10,7 +10,6 @@ import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import mlx_lm
 import mlx_lm.utils
@@ -32,7 +31,6 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLANES,
-    RankLayers,
     is_packed,
 )
 from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
@@ -43,7 +41,6 @@ from .packed_store import (
     PackedFile,
     PackedStore,
     Spec,
-    absent_tensors,
     file_of,
     full_copy,
     open_again,
@@ -55,22 +52,7 @@ from .packed_store import (
     whole_files,
 )
 
-__all__ = ["PackPart", "Progress", "pack_model", "pack_overlay"]
-
-
-class PackPart(Protocol):
-    """A part of a model, as one of several machines needs it."""
-
-    @property
-    def key(self) -> tuple[int, int, tuple[int, ...]]:
-        """As ``RankLayers.key`` of what is packed."""
-
-    def divided(self, files: Sequence[PackedFile], layers: Sequence[str]) -> tuple[list[PackedFile], RankLayers]:
-        """Those of a whole copy's files that are its own, and what is absent.
-
-        Args:
-            files: of each layer, and of the rest behind them. ``layers``: their paths.
-        """
+__all__ = ["Progress", "pack_model", "pack_overlay"]
 
 
 # What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
@@ -135,7 +117,6 @@ def pack_model(
     coding: str = PLAIN,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    part: PackPart | None = None,
 ) -> PackedStore:
     """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
 
@@ -144,7 +125,6 @@ def pack_model(
         force: write again what is there already.
         coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
             ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
-        part: what one rank of several needs, into ``output``, and nothing else; None: all of it.
 
     Raises:
         StoreSpaceError: the disk is too full; what is finished is kept.
@@ -162,7 +142,7 @@ def pack_model(
         except BaseException:
             remove_empty(output)
             raise
-    return _packed(checkpoint, output, force, coding, trust_remote_code, progress, part)
+    return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
 
 
 def _packed(
@@ -172,10 +152,9 @@ def _packed(
     coding: str,
     trust_remote_code: bool,
     progress: Progress | None,
-    part: PackPart | None = None,
 ) -> PackedStore:
     folder = checkpoint.folder
-    if not force and (whole := _whole_copy(output, checkpoint, coding, part)) is not None:
+    if not force and (whole := _whole_copy(output, checkpoint, coding)) is not None:
         return whole
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
@@ -201,9 +180,7 @@ def _packed(
         )
         what = f"no layer's codes can be cut as --coding {coding} says"
         raise StoreError(f"{folder}: {what}, {why}; choose another coding")
-    files, share = _full_files(lazy, codings), None
-    if part is not None:
-        files, share = part.divided(files, [layer.path for layer in find_layers(lazy.model)])
+    files = _full_files(lazy, codings)
     pack = PackWriter(
         output,
         FULL,
@@ -215,11 +192,10 @@ def _packed(
         sum(path.stat().st_size for path in copied),
         coding,
         {path: found.coded for path, found in codings.items()},
-        share,
     )
     if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
         return open_packed(output)
-    return _whole_copy(output, checkpoint, coding, part) or open_packed(output)
+    return _whole_copy(output, checkpoint, coding) or open_packed(output)
 
 
 def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
@@ -237,7 +213,7 @@ def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[st
     return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
 
 
-def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: PackPart | None = None) -> PackedStore | None:
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
@@ -245,9 +221,6 @@ def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str, part: PackPar
         raise StoreError(f"{output}: {OTHER}")
     if store.coding != coding:
         raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
-    if (None if part is None else part.key) != (None if store.share is None else store.share.key):
-        what = "the whole model" if store.share is None else f"{store.share.who}, with other layers or of others"
-        raise StoreError(f"{output}: packed for {what}; give another folder, or --force")
     remove_abandoned(output, whole=True)
     return store
 
@@ -290,12 +263,9 @@ def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Codi
         StoreError: names the first parameter that would differ.
     """
     tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
-    tensors |= {info.name: info for info in absent_tensors(output, pack.share)}
     files = tuple(sorted(output / file.name for file in pack.files))
     used = as_used(output, tensors, pack.codings)
-    store = PackedStore(
-        output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders, pack.share
-    )
+    store = PackedStore(output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders)
     again = open_full(store, trust_remote_code=trust_remote_code)
     pieces = _pieces(again)
     arrays = {path: a for path, a in tree_flatten(again.model.parameters()) if path in codings}

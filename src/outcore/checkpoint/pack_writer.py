@@ -31,11 +31,9 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLAIN_SCHEMA,
-    RANK_SCHEMA,
     SCHEMA,
     Coded,
     PackedFrom,
-    RankLayers,
     Record,
     is_being_packed,
     is_packed,
@@ -71,7 +69,6 @@ class PackWriter:
     extra: int = 0
     coding: str = PLAIN
     codings: Mapping[str, Coded] = field(default_factory=dict)
-    share: RankLayers | None = None
     done: int = field(default=0, init=False)
 
     @property
@@ -239,7 +236,7 @@ class PackWriter:
         manifest: dict[str, Any] = {
             "format": FORMAT,
             # The oldest that tells all of it.
-            "schema": RANK_SCHEMA if self.share else PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
+            "schema": PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
             "kind": self.kind,
             "source": self.source.model_dump(),
             "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
@@ -254,8 +251,6 @@ class PackWriter:
                 if file.name in records
             ],
         }
-        if self.share is not None:
-            manifest["share"] = self.share.model_dump()
         if self.coding != PLAIN:
             codings = {path: coded.model_dump(by_alias=True) for path, coded in self.codings.items()}
             manifest |= {"coding": self.coding, "codings": codings}

@@ -39,7 +39,6 @@ from .manifest import (
     PLAIN,
     Coded,
     PackedFrom,
-    RankLayers,
     Record,
     is_packed,
     read_manifest,
@@ -70,7 +69,6 @@ class PackedStore:
         source: the model that was packed.
         coding: ``plain``; ``compact``, ``planes:BITS``: tensors are stored in another form where ``codings`` has them.
         decoders: what decodes those.
-        share: what it holds, of a copy for one rank of several; ``tensors`` has the others' too, where they would be.
     """
 
     folder: Path
@@ -81,7 +79,6 @@ class PackedStore:
     coding: str = PLAIN
     codings: Mapping[str, Coded] = field(default_factory=dict)
     decoders: Mapping[str, Decoder] = field(default_factory=dict)
-    share: RankLayers | None = None
 
 
 @dataclass(frozen=True)
@@ -160,10 +157,6 @@ def open_packed(folder: Path) -> PackedStore:
             if tensor in tensors:
                 raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
             tensors[tensor] = info
-    for info in absent_tensors(folder, manifest.share):
-        if info.name in tensors:
-            raise StoreError(f"{folder / MANIFEST}: {info.name[:120]!a} is there and absent; {AGAIN}")
-        tensors[info.name] = info
     files = tuple(folder / name for name in sorted(manifest.files))
     used = as_used(folder, tensors, manifest.codings)
     return PackedStore(
@@ -175,30 +168,7 @@ def open_packed(folder: Path) -> PackedStore:
         manifest.coding,
         manifest.codings,
         used.decoders,
-        manifest.share,
     )
-
-
-def absent_tensors(folder: Path, share: RankLayers | None) -> list[TensorInfo]:
-    """Where tensors would lie that other ranks have, if the copy were whole.
-
-    Raises:
-        StoreError: one of a dtype that there is not, or two of one name.
-    """
-    found = []
-    for name, absent in (share.absent if share is not None else {}).items():
-        for each in absent:
-            if each.dtype not in DTYPES:
-                raise StoreError(f"{folder / MANIFEST}: {each.name[:120]!a} has no dtype that MLX knows; {AGAIN}")
-        specs = [(each.name, DTYPES[each.dtype], tuple(each.shape)) for each in absent]
-        # A file of its own, as what is there of the same one has other offsets.
-        found += packed_tensors(folder / f"absent_{name}", specs)
-    return found
-
-
-def _standing_in(info: TensorInfo) -> mx.array:
-    """What the model is made with in place of a tensor that is not there: nobody looks at it."""
-    return mx.broadcast_to(mx.zeros((1,) * len(info.shape), dtype=DTYPES[info.dtype]), info.shape)
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
@@ -298,13 +268,12 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     for file in store.files:
         found: Any = mx.load(str(file))
         weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
-    weights.update((info.name, _standing_in(info)) for info in absent_tensors(store.folder, store.share))
     _decode(weights, store)
     checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
     try:
         lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
         again = partial(_open_copy_again, store.folder, arguments)
-        return replace(lazy, decoders=store.decoders, share=store.share, again=again)
+        return replace(lazy, decoders=store.decoders, again=again)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -13,26 +14,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..decode import saved_conversation
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.eviction import note_bounds
 from ..decode.generate import stream_generate
-from ..decode.one_text import make_room
 from ..decode.prompt import check_prompt
-from ..decode.saved_conversation import Saved, SavedTurn
+from ..decode.saved_conversation import SavedTurn
 from ..decode.speculative.speculate import Processor
 from ..engine.session import Session
 from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, PromptError, StoreError, UsageError
-from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
-from ..text import counted, one_line
-from .ctrl_c import interruptible, never
+from .answering import AnswerOutput, interruptible, until_stop
 from .engine import ProgressBar, sweep_progress
-from .flags.chat import HELP, LINE_HELP, MORE_HELP, SAVING_HELP, TYPED_ELSEWHERE
-from .generate import AnswerOutput
+from .kept_chat import KeptChat
 from .output import say
-from .stop_strings import until_stop
+from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED, TYPED_ELSEWHERE
 
 COMMAND = re.compile(r"/[a-z]+")
 
@@ -54,6 +50,7 @@ class Chat:
     Attributes:
         turns: records of the answers.
         tokens: ids of all answers.
+        kept: the conversation in a file.
     """
 
     def __init__(
@@ -68,11 +65,7 @@ class Chat:
         self.turns: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self._name, self._stop = name, stop
-        self._said: list[SavedTurn] = []
-        self._path: Path | None = None  # where the conversation is kept
-        self._kept: str | None = None  # under which name its caches are
         self._longest = 0  # tokens that a conversation was found to have memory for at most
-        self._answering = False
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
         self._tokenizer = template.tokenizer
@@ -82,6 +75,13 @@ class Chat:
         if window is not None:
             note_bounds(model, self._session)
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
+        self.kept = KeptChat(
+            self._session,
+            self._conversation,
+            self._tokenizer,
+            name,
+            lambda text, warns: self._say(text, WARN if warns else "dim"),
+        )
 
     def greet(self) -> None:
         """Say what runs, and what can be typed."""
@@ -103,20 +103,20 @@ class Chat:
             self._help()
         elif line.strip() == "r":
             self._conversation.clear()
-            self._said = []
+            self.kept.turns = []
             self._say("the conversation begins anew")
         else:
             self._answer(line)
 
     def _help(self) -> None:
-        self._say(HELP)
+        self._say(CHAT_KEYS)
         self._say(self._more())
 
     def _more(self) -> str:
         """Further keys, but for those that say nothing here."""
         if TYPED_ELSEWHERE in os.environ:
-            return LINE_HELP
-        return f"{SAVING_HELP}, {MORE_HELP}" if transport_of(self._model).alone else MORE_HELP
+            return CHAT_LINES
+        return f"{CHAT_FILES}, {CHAT_TYPED}" if transport_of(self._model).alone else CHAT_TYPED
 
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":
@@ -129,84 +129,9 @@ class Chat:
             self._say(f"{word}: not over several machines", WARN)
         else:
             try:
-                (self._save if word == "/save" else self._load)(Path(rest))
+                (self.kept.save if word == "/save" else self.kept.load)(Path(rest))
             except UsageError as e:
                 self._say(f"{word} {e}", WARN)
-
-    def _save(self, path: Path) -> None:
-        self._write(path)
-        self._keep()
-        said, text = counted(len(self._said), "turn"), counted(len(self._conversation.text), "token")
-        self._say(f"{path}: {said}, {text}")
-
-    def _write(self, path: Path) -> None:
-        text, held = self._conversation.text, self._conversation.held
-        saved_conversation.save(path, self._name, self._tokenizer, Saved(self._said, text, random_state(), held))
-
-    def _keep(self) -> None:
-        """Keep what was computed of the conversation, for whoever goes on with it."""
-        conversation, prefix = self._conversation, self._session.prefix
-        # An answer that broke off in an unforeseen way may have left more in the caches than is known.
-        if prefix is not None and conversation.held and not self._session.closed and not self._answering:
-            text = conversation.text[: conversation.held]
-            self._kept = prefix.keep(text, conversation.cache, self._kept)
-
-    def _load(self, path: Path) -> None:
-        saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
-        # What was there goes before other caches come.
-        self._conversation.goes_on(saved.tokens, None, 0)
-        self._kept = self._restored(saved)
-        self._said = saved.turns
-        set_random_state(saved.random)
-        how = "none of it is computed again" if self._kept else "the next answer computes them first"
-        self._say(f"{path}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
-        if Path(saved.model).name != Path(self._name).name:
-            self._say(f"it was kept with {one_line(saved.model)[:200]}, another model", WARN)
-
-    def _restored(self, saved: Saved) -> str | None:
-        """Have the caches of a conversation back, if there are some and room for them; their name."""
-        prefix = self._session.prefix
-        if prefix is None or not saved.held or self._answering:
-            return None
-        try:
-            make_room(self._session, len(saved.tokens) + 1)
-        except BudgetError:
-            return None
-        if self._session.plan.kv_slot:
-            return None  # all of it would have to be in memory at once
-        cache = self._conversation.new_cache()
-        name = prefix.kept(saved.tokens[: saved.held], cache)
-        if name is not None:
-            self._conversation.goes_on(saved.tokens, cache, saved.held)
-        return name
-
-    def resume(self, path: Path) -> bool:
-        """Go on with the conversation in a file, and keep this one there; begin one if there is none. Returns whether
-        there was one.
-
-        Raises:
-            UsageError: the file holds another model's, or none; or nothing can be written there.
-        """
-        there = path.exists()
-        if there:
-            self._load(path)
-        else:
-            self._write(path)
-        self._path = path
-        return there and bool(self._said)
-
-    def leave(self) -> None:
-        """The conversation goes on another time."""
-        if self._path is not None:
-            self._keep_text(self._path)
-            self._keep()
-
-    def _keep_text(self, path: Path) -> None:
-        """A conversation goes on, whether it can be kept or not."""
-        try:
-            self._write(path)
-        except UsageError as e:
-            self._say(f"the conversation is not kept: {e}", WARN)
 
     def record(self) -> dict[str, Any]:
         """All turns, for JSON."""
@@ -226,12 +151,15 @@ class Chat:
             self._say(f"{e}; {RESET}", WARN)
             return
         sweeps = session.metrics.sweeps
-        self._answering = True
+        self.kept.unsure = True
         answer = AnswerOutput()
         failed: Exception | None = None
         agreement = transport_of(self._model)
         alone, agreed = agreement.alone, False
-        with interruptible() as pressed, self._prompt_progress(pressed if alone else never) as (progress, begun):
+        with (
+            interruptible() as pressed,
+            self._prompt_progress(pressed if alone else lambda: False) as (progress, begun),
+        ):
             try:
                 most = self._agreed_most(agreement, len(prompt))
                 agreed = True
@@ -257,7 +185,7 @@ class Chat:
                 if agreed and not alone:  # others go on with an answer that this one cannot give
                     raise
                 failed = e
-        self._answering = bool(answer.tokens)
+        self.kept.unsure = bool(answer.tokens)
         all_of_it = conversation.held + len(prompt) + len(answer.tokens)
         gone = "" if session.text is None else f", {all_of_it - len(session.text)} older ones went"
         if answer.tokens:
@@ -265,27 +193,29 @@ class Chat:
             conversation.add(prompt, answer.tokens, session.in_cache, session.text)
             if self._stopped(answer):
                 conversation.end_answer(answer.text)
-            self._answering = False
-            self._said.append(SavedTurn(message=message, answer=answer.text))
-            if self._path is not None:
-                self._keep_text(self._path)
+            self.kept.unsure = False
+            self.kept.added(SavedTurn(message=message, answer=answer.text))
         elif session.text is not None:
             conversation.held = 0  # the caches were given up for what should have stayed
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:
-            self.tokens += answer.tokens
-            ended = {"finish_reason": answer.finish, "sweeps": session.metrics.sweeps - sweeps}
-            self.turns.append({"message": message, "cached_tokens": session.found} | answer.record() | ended)
-            stopped = ", stopped" if answer.finish == "interrupted" else ""
-            found = f", {session.found} of them found on disk," if session.found else ""
-            self._say(
-                f"{len(prompt)} tokens{found} computed in {answer.ttft:.2f} s; "
-                f"answer of {len(answer.tokens)}{stopped}, {answer.last.generation_tps:.2f} a second; "
-                f"{len(conversation.text)} in the conversation{gone}"
-            )
-            if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
-                self._say(self._full, WARN)
+            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps, gone)
+
+    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int, gone: str) -> None:
+        """Note an answer to a prompt of so many tokens, and say how long it took."""
+        found, last = self._session.found, answer.last
+        assert last is not None
+        self.tokens += answer.tokens
+        ended = {"finish_reason": answer.finish, "sweeps": sweeps}
+        self.turns.append({"message": message, "cached_tokens": found} | answer.record() | ended)
+        self._say(
+            f"{prompt} tokens{f', {found} of them found on disk,' if found else ''} computed in {answer.ttft:.2f} s; "
+            f"answer of {len(answer.tokens)}{', stopped' if answer.finish == 'interrupted' else ''}, "
+            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation{gone}"
+        )
+        if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
+            self._say(self._full, WARN)
 
     @property
     def _bound(self) -> int | None:
@@ -348,15 +278,15 @@ class Chat:
             return had(most)
         if most < 2:
             return had(most)
-        # The most that there can be memory for: what is needed grows with each token.
-        fits, no = 0, int(most)
-        while no - fits > 1:
-            tokens = (fits + no) // 2
+
+        def refused(tokens: int) -> bool:
             try:
-                had(tokens)
-                fits = tokens
+                return had(tokens) < 0
             except PromptError:
-                no = tokens
+                return True
+
+        # The most that there can be memory for: what is needed grows with each token.
+        fits = bisect_left(range(1, int(most)), True, key=refused)
         if fits == 0:
             return had(1)
         self._longest = held + prompt + fits

@@ -7,10 +7,9 @@ import json
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
 from ..decode.batch_file import (
@@ -38,12 +38,11 @@ from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
-from ..options import reserved_tokens, whole
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
 from ..sizes import format_size
 from ..text import counted, printable
-from .arguments import engine_options
+from .arguments import loading_options
 from .engine import ProgressBar, engine_record, print_summary, progress_bar, warn, watched
 from .model_folder import model_folder
 from .output import Result
@@ -64,11 +63,14 @@ class Task:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    for flag in ("max_tokens", "concurrency"):
+    for flag in ("max_tokens", "decode_concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
         lines, agreement = list(read_lines(args.input)), _agreement(args)
-        with _output(args, agreement) as output:
+        made: Output | OutputElsewhere = OutputElsewhere(args.output)
+        if agreement.chooses:
+            made = Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.force)
+        with made as output:
             output.require({line.id for line in lines})
             # What the first rank's file has, which may be the only one.
             output.done = json.loads(agreement.text(lambda: json.dumps(output.done)))
@@ -104,12 +106,6 @@ def _agreement(args: argparse.Namespace) -> Agreement:
     """With the ranks that share the model, if there are any."""
     ranks = getattr(args, "ranks", None)
     return Solo() if ranks is None else ranks.agreement
-
-
-def _output(args: argparse.Namespace, agreement: Agreement) -> Output | OutputElsewhere:
-    if not agreement.chooses:
-        return OutputElsewhere(args.output)
-    return Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.overwrite)
 
 
 def read_tasks(
@@ -154,24 +150,12 @@ def _load(
     Raises:
         BudgetError: there is room for none of them; says the smallest budget for the one that needs least.
     """
-    options = engine_options(args) | {
-        "prefill_step_size": args.prefill_step_size,
-        "trust_remote_code": args.trust_remote_code,
-        "adapter_path": args.adapter_path,
-    }
+    options = loading_options(args)
 
     def loaded(kept: Sequence[Task]) -> nn.Module:
-        workload = _workload(kept, args.concurrency)
-        model, _ = load_model(
-            folder,
-            **options,
-            context=workload.context,
-            prompt=workload.prompt,
-            sequences=workload,
-            draft="none",
-            progress=bar,
-        )
-        return model
+        workload = _workload(kept, args.decode_concurrency)
+        sizes: dict[str, Any] = {"context": workload.context, "prompt": workload.prompt, "sequences": workload}
+        return load_model(folder, **options, **sizes, draft="none", progress=bar)[0]
 
     agreement = _agreement(args)
     if agreement.alone:
@@ -220,7 +204,7 @@ def _fitting(
     Raises:
         BudgetError: there is room for none of them.
     """
-    budget, reserved = alone.plan.budget_bytes, reserved_tokens(args.priority)
+    budget = alone.plan.budget_bytes
 
     @cache
     def smallest(context: int, prompt: int) -> int:
@@ -230,15 +214,13 @@ def _fitting(
             slots=args.slots,
             resident=args.resident,
             prefill_step=args.prefill_step_size,
-            placement=args.placement,
             experts=args.experts,
         )
 
     def needed(kept: Sequence[Task]) -> int:
         """The smallest budget for requests one after the other."""
         workload = _workload(kept, 1)
-        context = workload.context if reserved is None else min(workload.context, max(reserved, workload.prompt))
-        return smallest(context, workload.prompt)
+        return smallest(workload.context, workload.prompt)
 
     ordered = sorted(tasks, key=lambda task: needed([task]))
     if alone.refused is not None or needed(ordered[:1]) > budget:
@@ -252,17 +234,13 @@ def _fitting(
     fits = bisect_left(range(1, len(ordered) + 1), True, key=lambda count: needed(ordered[:count]) > budget)
     errors: list[tuple[BatchRequest, Exception]] = []
     for task in ordered[fits:]:
-        told = _no_room(task.request, budget, needed([*ordered[:fits], task]))
+        enough = format_size(needed([*ordered[:fits], task]), round_up=True)
+        told = (
+            f"{len(task.request.tokens)} prompt tokens and up to {task.request.max_tokens} new ones do not fit into "
+            f"{format_size(budget)} with this model: give {enough} and --resume, or ask for fewer"
+        )
         errors.append((task.line, RequestError(told, NO_MEMORY)))
     return ordered[:fits], errors
-
-
-def _no_room(request: Request, budget: int, smallest: int) -> str:
-    return (
-        f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit into "
-        f"{format_size(budget)} with this model: give {format_size(smallest, round_up=True)} and --resume, or ask for "
-        "fewer"
-    )
 
 
 def _workload(tasks: Sequence[Task], most: int) -> Workload:
@@ -280,11 +258,12 @@ def _answer(
 ) -> None:
     """Answer all tasks, and write each answer down as it comes."""
     lines = {t.request.uid: t.line for t in tasks}
-    pace = Pace(done, len(tasks))
+    began, written = time.perf_counter(), 0
     bar.clear()
 
     def show() -> None:
-        bar.count("answering", pace.answers, len(tasks), pace.text())
+        speed = done.generation_tokens / max(time.perf_counter() - began, 1e-9)
+        bar.count("answering", written, len(tasks), f"{done.running} at a time, {speed:.1f} tok/s")
 
     def failed(request: Request, error: Exception) -> None:
         output.write(refused(lines[request.uid], line_error(error)))
@@ -292,43 +271,7 @@ def _answer(
     requests = [t.request for t in tasks]
     for answer in answers(model, tokenizer, requests, progress=done, on_step=show, failed=failed):
         output.write(answered(lines[answer.request.uid], answer, name))
-        pace.answered(len(answer.tokens))
-
-
-class Pace:
-    """How fast it goes, and how long it still takes.
-
-    Args:
-        of: answers that there will be.
-    """
-
-    def __init__(self, done: Progress, of: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.answers = 0
-        self._tokens = 0  # of answers
-        self._done, self._of = done, of
-        self._clock, self._began = clock, clock()
-
-    def answered(self, tokens: int) -> None:
-        """One more, of that many tokens."""
-        self.answers += 1
-        self._tokens += tokens
-
-    @property
-    def seconds_left(self) -> float | None:
-        """If those to come are as long as those before; None: nothing is known of that."""
-        if not self.answers or not self._tokens:
-            return None
-        tokens = self._of * self._tokens / self.answers - self._done.generation_tokens
-        # Those under way have a token to come at least.
-        return max(tokens, self._of - self.answers) * (self._clock() - self._began) / self._done.generation_tokens
-
-    def text(self) -> str:
-        """For a progress bar."""
-        seconds = self._clock() - self._began
-        speed = f"{self._done.generation_tokens / seconds if seconds > 0 else 0.0:.1f} tok/s"
-        left = self.seconds_left
-        speed = f"{self._done.running} at a time, {speed}"
-        return speed if left is None else f"{speed}, {timedelta(seconds=round(left))} left"
+        written += 1
 
 
 def _report(

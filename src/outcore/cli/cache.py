@@ -15,11 +15,8 @@ from ..machine.cache_contents import CONVERSATION, PROMPTS, Entry, contents
 from ..machine.cache_folder import cache_dir
 from ..sizes import format_size
 from ..text import counted, shortened
-from .console import PlainConsole
-from .failures import tell
-
-WIDTH = 120
-"""Characters of a line where standard output is no terminal."""
+from .console import console
+from .output import tell
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -47,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         size = format_size(sum(e.nbytes for e in chosen))
         if (
             chosen
-            and not args.yes
+            and not args.force
             and not _agreed(f"Remove all of it, {counted(len(chosen), 'thing')}, {size}, from {cache_dir()}?")
         ):
             tell("outcore cache: nothing was removed")
@@ -86,7 +83,7 @@ def _named(name: str, found: Sequence[Entry]) -> Entry:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("clear asks first, and standard input is no terminal: give --yes")
+        raise UsageError("clear asks first, and standard input is no terminal: give --force")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -141,10 +138,8 @@ def _show(found: Sequence[Entry]) -> None:
         kind = f"{e.kind}, {e.coding}" if e.coding else e.kind
         table.add_row(e.name, kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
     # Names are there to be copied: where nobody looks, they are not broken over lines.
-    width = None if sys.stdout.isatty() else max([WIDTH, *(len(e.name) + 90 + len(e.model or "") for e in found)])
-    console = PlainConsole(highlight=False, width=width)
     if found:
-        console.print(table)
+        console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False).print(table)
     total = format_size(sum(e.nbytes for e in found))
     print(f"{counted(len(found), 'thing')}, {total} in {cache_dir()}" if found else f"nothing in {cache_dir()}")
 

@@ -15,12 +15,12 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.generate import stream_generate
 from ..errors import UsageError
 from ..loading.loader import load_model
-from ..options import whole
 from ..sizes import format_size
 from ..text import counted, one_line
-from .arguments import engine_options
-from .engine import engine_record, print_summary, progress_bar, sweep_progress, text_of, watched
-from .generate import check_cache_flags, note_unquantized, standard_input
+from .answering import cache_options, check_cache_flags, note_unquantized
+from .arguments import loading_options, text_of
+from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
+from .generate import standard_input
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,8 +32,6 @@ def run(args: argparse.Namespace) -> None:
     check_cache_flags(args)
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")
-    if args.prefill_step_size is not None:
-        whole("--prefill-step-size", args.prefill_step_size)
     folder = resolve_model(args.model, args.revision)
     settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:
@@ -45,14 +43,11 @@ def run(args: argparse.Namespace) -> None:
     with PromptCacheFile(args.prompt_cache_file) as file, progress_bar() as bar:
         model, _ = load_model(
             folder,
-            **engine_options(args) | {"kv_disk": "off"},
+            **loading_options(args) | {"kv_disk": "off"},
             draft="none",
             context=len(prompt) + 1,
             prompt=len(prompt),
             resumable=True,
-            prefill_step_size=args.prefill_step_size,
-            trust_remote_code=args.trust_remote_code,
-            adapter_path=args.adapter_path,
             progress=bar,
         )
         with watched(model, args) as session:
@@ -68,10 +63,7 @@ def run(args: argparse.Namespace) -> None:
                 leave_last=True,
                 prompt_cache=cache,
                 max_kv_size=args.max_kv_size,
-                kv_bits=args.kv_bits,
-                kv_group_size=args.kv_group_size,
-                quantized_kv_start=args.quantized_kv_start,
-                **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
+                **cache_options(args),
             ):
                 first_token()
             seconds = time.perf_counter() - began

@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import calibrated, kinds_of
+from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
-from ..calibration.mirrors import calibrate_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import cache_dir
 from ..errors import BudgetError, UsageError
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
     with progress_bar() as bar:
         told = measuring(bar)
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told)
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
         mirrors = prepared.mirrors if prepared is not None else ()
         others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
     record = {

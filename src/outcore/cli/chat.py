@@ -16,35 +16,21 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint.lazy_model import config_of
-from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.conversation import ChatTemplate
-from ..decode.sampling import make_sampler
 from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
-from ..options import whole
+from ..options import AUTO
 from ..text import counted, shortened
+from .answering import draft_tokens, generation_options, opened
 from .answers import Chat
-from .arguments import check_max_tokens, engine_options
-from .engine import (
-    ProgressBar,
-    check_sampling_flags,
-    draft_options,
-    engine_record,
-    print_summary,
-    progress_bar,
-    template_options,
-    text_of,
-    watched,
-)
-from .failures import tell
-from .flags.chat import TYPED_ELSEWHERE
-from .model_folder import model_folder
-from .preset import Preset
-from .text_arguments import check_window_arguments
+from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
+from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
+from .output import tell
+from .parsers import TYPED_ELSEWHERE
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -58,47 +44,24 @@ MESSAGE = 512
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     check_max_tokens(args.max_tokens)
-    draft, drafting = draft_options(args)
-    check_window_arguments(args)
+    draft_tokens(args)
+    check_window(args)
     if args.context is not None:
         whole("--context", args.context)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
     options = template_options(args.chat_template_config)
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
-    folder = model_folder(args)
-    trust = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(folder, trust, eos=config_of(folder).get("eos_token_id"), extra_eos=args.extra_eos_token)
-    check_sampling_flags(args, folder, tokenizer)
-    preset: Preset = args.preset
-    preset.prepare(tokenizer, config_of(folder))
-    template = ChatTemplate(tokenizer, system, options, preset.messages)
+    folder, tokenizer = opened(args, {})
+    template = ChatTemplate(tokenizer, system, options, args.preset.messages)
     with progress_bar() as bar:
-        model = _load(folder, args, draft, bar)
+        model = _load(folder, args, bar)
         bar.clear()
         with watched(model, args):
-            given = {
-                "max_tokens": args.max_tokens,
-                "max_kv_size": args.max_kv_size,
-                "kv_eviction": args.kv_eviction,
-                "sampler": make_sampler(
-                    args.temp,
-                    args.top_p,
-                    args.min_p,
-                    top_k=args.top_k,
-                    xtc_probability=args.xtc_probability,
-                    xtc_threshold=args.xtc_threshold,
-                    xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
-                    coupled=args.seed is not None,
-                ),
-                **preset.options(),
-                **drafting,
-                **({"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}),
-            }
-            chat = Chat(model, template, given, bar, args.model, preset.stop)
+            chat = Chat(model, template, generation_options(args, tokenizer), bar, args.model, args.preset.stop)
             if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 chat.greet()
             with session_file(args.session) as path:
-                if path is not None and chat.resume(path) and args.system_prompt:
+                if path is not None and chat.kept.resume(path) and args.system_prompt:
                     tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
                     with closing(heard(transport_of(model))) as messages:
@@ -107,34 +70,29 @@ def run(args: argparse.Namespace) -> None:
                                 break
                             chat.hear(line)
                 finally:
-                    chat.leave()
-            print_summary(
-                [f"Conversation: {counted(len(chat.turns), 'answer')}, {counted(len(chat.tokens), 'token')}"],
-                model.outcore,
-            )
+                    chat.kept.leave()
+            answers, tokens = counted(len(chat.turns), "answer"), counted(len(chat.tokens), "token")
+            print_summary([f"Conversation: {answers}, {tokens}"], model.outcore)
             args.result.record = chat.record() | engine_record(model.outcore)
 
 
-def _load(folder: Path, args: argparse.Namespace, draft: str, bar: ProgressBar) -> nn.Module:
+def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module:
     """The model, planned for a context of the usual length or, unless one was asked for, for what the budget allows."""
 
     def load(context: int | None) -> nn.Module:
         return load_model(
             folder,
-            **engine_options(args),
-            draft=draft,
+            **loading_options(args),
+            draft=args.draft or AUTO,
             context=context,
             prompt=MESSAGE,
             resumable=True,
             prefix_cache=args.prefix_cache,
-            prefill_step_size=args.prefill_step_size,
-            trust_remote_code=args.trust_remote_code,
-            adapter_path=args.adapter_path,
             progress=bar,
         )[0]
 
     contexts = CONTEXTS if args.context is None else (args.context,)
-    if getattr(args, "ranks", None) is not None:
+    if args.ranks is not None:
         # Whether there is room would be found by each rank for itself.
         contexts = contexts[-1:]
     for context in contexts[:-1]:

@@ -14,7 +14,7 @@ The module is light (``outcore --help`` imports it) and has
   is set.
 
 Packages are looked for when help lists the commands, when a command is none of the core's, and for the flags of those
-that run a model: metadata of installed packages take 20 ms to read. A source tree, or an editable install made before,
+that run a model. A source tree, or an editable install made before,
 has no such metadata of the packages beside this one, so these are found by their names as well.
 """
 
@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +59,11 @@ class Command:
 
 def _own(name: str, help: str) -> Command:
     module = name.replace("-", "_")
-    flags, run = f"{__package__}.flags.{module}:setup_arg_parser", f"{__package__}.{module}:run"
+    flags, run = f"{__package__}.parsers:{module}", f"{__package__}.{module}:run"
+    if name == "list":
+        flags += "_"
+    elif name == "serve":
+        flags = f"{__package__}.serve_flags:serve"
     return Command(help, flags, run)
 
 
@@ -89,11 +95,8 @@ TAKE_FLAGS = ("generate", "chat", "serve", "batch", "plan", "pack")
 @cache
 def packages() -> tuple[ModuleType, ...]:
     """The ``commands`` modules of all packages."""
-    from importlib.metadata import entry_points
-
-    named = BESIDE | {point.name: point.value for point in entry_points(group=GROUP)}
     found = []
-    for module in named.values():
+    for module in (BESIDE | _entry_points()).values():
         try:
             found.append(importlib.import_module(module))
         except ModuleNotFoundError as e:
@@ -101,6 +104,19 @@ def packages() -> tuple[ModuleType, ...]:
             if e.name is None or not f"{module}.".startswith(f"{e.name}."):
                 raise
     return tuple(found)
+
+
+def _entry_points() -> dict[str, str]:
+    """Names and modules that installed packages give for ``GROUP``: what ``importlib.metadata`` finds in 40 ms."""
+    found: dict[str, str] = {}
+    for folder in dict.fromkeys(sys.path):
+        for file in Path(folder).glob("*.dist-info/entry_points.txt"):
+            text = file.read_text(encoding="utf-8")
+            for line in text.partition(f"[{GROUP}]\n")[2].partition("\n[")[0].splitlines():
+                name, there, module = line.partition("=")
+                if there:
+                    found.setdefault(name.strip(), module.strip())
+    return found
 
 
 def commands() -> dict[str, Command]:

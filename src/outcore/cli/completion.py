@@ -8,21 +8,14 @@ from pathlib import Path
 import shtab
 
 from ..errors import UsageError
-from ..options import DTYPES, IO_MODES, PLACEMENTS, PRIORITIES, PROFILES
+from ..options import KV_EVICTIONS, LoadOptions
 from ..text import shortened
-from .arguments import LOG_LEVELS
 from .commands import commands, parser_of
-from .flags.completion import SHELLS
+from .parser import LOG_LEVELS
+from .parsers import SHELLS
 
-WORDS = {
-    "dtype": DTYPES,
-    "io": IO_MODES,
-    "log_level": LOG_LEVELS,
-    "placement": PLACEMENTS,
-    "priority": tuple(PRIORITIES),
-    "profile": PROFILES,
-    "shell": SHELLS,
-}
+WORDS = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
+WORDS |= {"log_level": LOG_LEVELS, "kv_eviction": KV_EVICTIONS, "shell": SHELLS}
 """What flags take, of which argparse is not told: it would refuse others in words of its own."""
 
 
@@ -44,7 +37,7 @@ def _all_commands() -> argparse.ArgumentParser:
     for name, command in commands().items():
         own = parser_of(name)
         for action in own._actions:
-            if action.dest in WORDS and "," not in str(action.default):
+            if WORDS.get(action.dest) and "," not in str(action.default):
                 action.choices = WORDS[action.dest]
             elif action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

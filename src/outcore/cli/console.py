@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from ..text import shown
+
+WIDTH = 120
+"""Characters of a line where standard output is no terminal."""
 
 
 class PlainConsole(Console):
@@ -20,3 +25,15 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Any text that is printed, in the cell of a table too."""
         return super().render_str(shown(text), **options)
+
+
+def console(least: int = WIDTH, *, soft_wrap: bool = True) -> PlainConsole:
+    """Standard output; as wide as its terminal, or so many characters at least, where it is none."""
+    width = None if sys.stdout.isatty() else max(WIDTH, least)
+    return PlainConsole(highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+def spinner(what: str) -> AbstractContextManager[object]:
+    """Shows on standard error that something is being done, until the block ends; silent where that is no terminal."""
+    err = PlainConsole(stderr=True)
+    return err.status(what) if err.is_terminal and not err.is_dumb_terminal else nullcontext()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
-from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint.demo_model import demo_model
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.prompt import encode
 from ..engine.session import Session
@@ -23,42 +23,16 @@ from ..errors import OutcoreError, UsageError
 from ..loading.loader import load
 from ..machine.allocator import reset_peak
 from ..machine.memory import asked_budget
-from ..options import whole
 from ..sizes import format_size
+from .arguments import text_of
 from .console import PlainConsole
-from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress, text_of
+from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress
 
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""
 
-
-@dataclass(frozen=True)
-class TimedRun:
-    """One text, timed after a shorter one by the same loaded model. Sizes in bytes, times in seconds.
-
-    Attributes:
-        seconds: from the first token to the last.
-        waiting: of them, the share in which the loop waited for the disk.
-        peak_memory: from loading to the end.
-        record: what the engine counted, for ``--json``.
-    """
-
-    budget: int
-    resident_layers: int
-    streamed_layers: int
-    peak_memory: int
-    seconds: float
-    waiting: float
-    read_gbps: float
-    sweeps: int
-    tokens: list[int]
-    text: str
-    record: dict[str, Any]
-
-    @property
-    def tps(self) -> float:
-        """Tokens a second, those after the first."""
-        return (len(self.tokens) - 1) / self.seconds
+Run = dict[str, Any]
+"""One text, timed after a shorter one by the same loaded model, as ``--json`` tells it: bytes, seconds."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -74,74 +48,73 @@ def run(args: argparse.Namespace) -> None:
     whole("--repeats", args.repeats, 1)
     budget = asked_budget(args.memory)
     text_of("--prompt", args.prompt)
-    console = PlainConsole(highlight=False)
+    out = PlainConsole(highlight=False)
+    streamed: list[Run] = []
+    resident: list[Run] = []
     with demo_model() as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-        times = "once" if args.repeats == 1 else f"{args.repeats} times"
-        console.print(
+        out.print(
             f"A trained 28M-parameter model, {format_size(weights)} of weights: streamed from disk within\n"
-            f"{format_size(budget)}, and resident. After a warm-up each is timed {times}, in turns.\n"
+            f"{format_size(budget)}, and resident. After a warm-up each is timed, in turns.\n"
         )
-        streamed: list[TimedRun] = []
-        resident: list[TimedRun] = []
         for turn in range(args.repeats):
-            streamed.append(_run(folder, args, console, memory=budget, show=turn == 0))
-            resident.append(_run(folder, args, console, memory=max(4 * weights, 100_000_000), show=False))
-    same = all(run.tokens == streamed[0].tokens for run in streamed + resident)
-    console.print(_table(streamed, resident, weights, same))
-    console.print(_seen(streamed, resident))
-    report: dict[str, Any] = {"same_tokens": same, "weight_bytes": weights}
-    report |= {"streamed": _record(streamed), "resident": _record(resident)}
-    args.result.record = report
+            streamed.append(_run(folder, args, budget, out if turn == 0 else None))
+            resident.append(_run(folder, args, max(4 * weights, 100_000_000), None))
+    same = all(one["tokens"] == streamed[0]["tokens"] for one in streamed + resident)
+    out.print(_table(streamed, resident, weights, same))
+    one, other = _middle(streamed), _middle(resident)
+    out.print(
+        f"Streamed, a token took {other['tps'] / one['tps']:.2f} times as long; "
+        f"{100 * one['waiting']:.0f} % of the time was waiting for the disk."
+    )
+    args.result.record = {"same_tokens": same, "weight_bytes": weights, "streamed": one, "resident": other}
     if not same:
         raise OutcoreError("the streamed run made other tokens than the resident one; please report this")
 
 
-def _run(folder: Path, args: argparse.Namespace, console: Console, *, memory: str | int, show: bool) -> TimedRun:
-    """Load the model, have it make a short text, and time the whole one."""
+def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsole | None) -> Run:
+    """Load the model, have it make a short text, and time the whole one.
+
+    Args:
+        shown: where the text is printed as it comes.
+    """
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
     reset_peak()
     with progress_bar() as bar:
-        prompt = _prompt_tokens(folder, args.prompt)
-        model, tokenizer = load(
-            str(folder), memory=memory, context=prompt + args.max_tokens, prompt=prompt, draft="none", progress=bar
-        )
+        prompt = int(encode(load_tokenizer(folder, {}), args.prompt).size)
+        tokens = prompt + args.max_tokens
+        model, tokenizer = load(str(folder), memory=memory, context=tokens, prompt=prompt, draft="none", progress=bar)
         session: Session = model.outcore
         with session:
             first_token = sweep_progress(bar, session)
             for _ in _text(model, tokenizer, args.prompt, min(WARM_UP, args.max_tokens)):
                 first_token()
             session.metrics.reset()
-            if show:
-                console.print(args.prompt, end="", markup=False, style="dim")
-            tokens: list[int] = []
-            text = ""
+            if shown is not None:
+                shown.print(args.prompt, end="", style="dim")
+            said: list[Any] = []
             began = stalled = 0.0
             for r in _text(model, tokenizer, args.prompt, args.max_tokens):
-                if not tokens:
+                if not said:
                     began, stalled = time.perf_counter(), session.metrics.stall_s
-                tokens.append(r.token)
-                text += r.text
-                if show:
-                    console.print(r.text, end="", markup=False, soft_wrap=True)
+                said.append(r)
+                if shown is not None:
+                    shown.print(r.text, end="", soft_wrap=True)
             seconds = time.perf_counter() - began
-            if show:
-                console.print("\n")
-            run = TimedRun(
-                budget=session.plan.budget_bytes,
-                resident_layers=len(session.plan.resident),
-                streamed_layers=len(session.plan.streamed),
-                peak_memory=peak_memory_bytes(),
-                seconds=seconds,
-                waiting=(session.metrics.stall_s - stalled) / seconds,
-                read_gbps=round(session.metrics.read_gbps, 3),
-                sweeps=session.metrics.sweeps,
-                tokens=tokens,
-                text=text,
-                record=engine_record(session),
-            )
-    return run
+            if shown is not None:
+                shown.print("\n")
+            return engine_record(session) | {
+                "budget": session.plan.budget_bytes,
+                "resident_layers": len(session.plan.resident),
+                "streamed_layers": len(session.plan.streamed),
+                "peak_memory": peak_memory_bytes(),
+                "seconds": seconds,
+                "waiting": (session.metrics.stall_s - stalled) / seconds,
+                "tokens": [r.token for r in said],
+                "text": "".join(r.text for r in said),
+                "tps": (len(said) - 1) / seconds,
+            }
 
 
 def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]:
@@ -152,73 +125,34 @@ def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]
     yield from stream_generate(model, tokenizer, prompt, max_tokens=tokens, **own)
 
 
-def _prompt_tokens(folder: Path, prompt: str) -> int:
-    return int(encode(load_tokenizer(folder, {}), prompt).size)
+def _middle(runs: Sequence[Run]) -> Run:
+    """The run of median speed, of an even number the slower of the two; with every speed and the highest peak."""
+    speeds = [run["tps"] for run in runs]
+    middle = next(run for run in runs if run["tps"] == median_low(speeds))
+    return middle | {"peak_memory": max(run["peak_memory"] for run in runs), "tps_of_each": speeds}
 
 
-def _record(runs: list[TimedRun]) -> dict[str, Any]:
-    """The runs of one way for ``--json``: the median's, and every speed."""
-    middle = _middle(runs)
-    fields = {f: v for f, v in asdict(middle).items() if f not in ("record", "peak_memory")}
-    return (
-        fields
-        | middle.record
-        | {
-            "peak_memory": max(run.peak_memory for run in runs),
-            "tps": round(middle.tps, 2),
-            "tps_of_each": [round(run.tps, 2) for run in runs],
-        }
-    )
-
-
-def _middle(runs: list[TimedRun]) -> TimedRun:
-    """The run of median speed; of an even number the slower of the two."""
-    return sorted(runs, key=lambda run: run.tps)[(len(runs) - 1) // 2]
-
-
-def _table(streamed: list[TimedRun], resident: list[TimedRun], weights: int, same: bool) -> Table:
+def _table(streamed: Sequence[Run], resident: Sequence[Run], weights: int, same: bool) -> Table:
     table = Table()
-    for column, justify in (("", "left"), ("streamed", "right"), ("resident", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    one, other = _middle(streamed), _middle(resident)
+    for column in ("", "streamed", "resident"):
+        table.add_column(column, justify="right" if column else "left")
+    both = [_middle(streamed), _middle(resident)]
+    one = both[0]
     rows = [
-        ("same tokens", f"yes, all {len(one.tokens)}" if same else "NO", ""),
-        ("memory budget", format_size(one.budget), "-"),
-        ("memory used at most", *(format_size(max(run.peak_memory for run in runs)) for runs in (streamed, resident))),
-        ("weights on disk", format_size(weights), format_size(weights)),
-        ("layers in memory", _of(one), _of(other)),
-        ("tokens per second, median", f"{one.tps:.1f}", f"{other.tps:.1f}"),
-        ("slowest to fastest", _spread(streamed), _spread(resident)),
-        ("time waiting for the disk", f"{100 * one.waiting:.0f} %", "-"),
-        ("SSD rate while reading", f"{one.read_gbps:.2f} GB/s", "-"),
-        ("sweeps over the weights", str(one.sweeps), "-"),
+        ("same tokens", [f"yes, all {len(one['tokens'])}" if same else "NO", ""]),
+        ("memory budget", [format_size(one["budget"]), "-"]),
+        ("memory used at most", [format_size(r["peak_memory"]) for r in both]),
+        ("weights on disk", [format_size(weights)] * 2),
+        (
+            "layers in memory",
+            [f"{r['resident_layers']} of {one['streamed_layers'] + one['resident_layers']}" for r in both],
+        ),
+        ("tokens per second, median", [f"{r['tps']:.1f}" for r in both]),
+        ("slowest to fastest", [f"{min(r['tps_of_each']):.1f} to {max(r['tps_of_each']):.1f}" for r in both]),
+        ("time waiting for the disk", [f"{100 * one['waiting']:.0f} %", "-"]),
+        ("SSD rate while reading", [f"{one['read_gbps']:.2f} GB/s", "-"]),
+        ("sweeps over the weights", [str(one["sweeps"]), "-"]),
     ]
-    for row in rows:
-        table.add_row(*row)
+    for name, cells in rows:
+        table.add_row(name, *cells)
     return table
-
-
-def _spread(runs: list[TimedRun]) -> str:
-    return f"{min(run.tps for run in runs):.1f} to {max(run.tps for run in runs):.1f}"
-
-
-def _seen(streamed: list[TimedRun], resident: list[TimedRun]) -> str:
-    """What the two speeds say of streaming, and what they do not."""
-    one, other = _middle(streamed), _middle(resident)
-    overlap = min(r.tps for r in resident) <= max(r.tps for r in streamed) and (
-        min(r.tps for r in streamed) <= max(r.tps for r in resident)
-    )
-    waited = f"{100 * one.waiting:.0f} % of the time was waiting for the disk."
-    if one.tps > 1.05 * other.tps:
-        return (
-            f"The streamed runs were faster; {waited}\n"
-            "The disk does not make them so: both compute the same. It is the machine, and\n"
-            "what else runs on it; try again with more --repeats."
-        )
-    if overlap and len(streamed) > 1:
-        return f"The speeds overlap. Streamed, {waited}\nAll other reading went on while the model computed."
-    return f"Streamed, a token took {other.tps / one.tps:.2f} times as long: {waited}"
-
-
-def _of(run: TimedRun) -> str:
-    return f"{run.resident_layers} of {run.resident_layers + run.streamed_layers}"

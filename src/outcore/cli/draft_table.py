@@ -13,9 +13,6 @@ from ..plan.draft_cost import NONE
 from ..plan.plan import Plan
 from ..sizes import format_size
 
-WIDE = 96
-"""Characters of a line in which each column's head takes one line, with names of models that draft."""
-
 
 def choice_records(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, Any]]:
     """What there is to say of each way to draft, and that one of them is taken; bytes, tokens a second."""
@@ -48,13 +45,11 @@ def _not_weights(plan: Plan) -> int:
     return plan.cache_bytes + plan.activation_bytes
 
 
-def drafts_table(rows: Sequence[Mapping[str, Any]], width: int) -> Group:
-    """One row for each, in so many characters; below it why others cannot be."""
-    heads = ["it takes", "whole layers", "read a pass", "tokens a pass", "tokens/s"]
-    if width < WIDE:
-        heads = [head.replace(" layers", "\nlayers").replace(" a pass", "\na pass") for head in heads]
+def drafts_table(rows: Sequence[Mapping[str, Any]]) -> Group:
+    """One row for each; below it why others cannot be."""
+    heads = ["it takes", "whole\nlayers", "read\na pass", "tokens\na pass", "tokens/s"]
     table = Table(box=None, pad_edge=False)
-    table.add_column("draft", no_wrap=width >= WIDE, overflow="fold")
+    table.add_column("draft", overflow="fold")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

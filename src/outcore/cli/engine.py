@@ -1,89 +1,22 @@
-"""What the commands that run a model share: checks of flags, the progress bar, the closing summary."""
+"""What the commands that run a model share: the progress bar, and what they tell of the engine at the end."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from ..checkpoint.lazy_model import config_of
-from ..decode.sampling import SAMPLING, check_sampling
-from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
-from ..errors import UsageError
 from ..machine.memory import peak_rss
 from ..monitoring import publish
-from ..options import AUTO
 from ..sizes import format_size
-from ..text import counted, half_character, one_line, printable
+from ..text import counted, printable
 from .arguments import model_name
 from .console import PlainConsole
-
-
-def draft_options(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """What drafts, for ``load_model``, and the arguments of ``stream_generate``.
-
-    Raises:
-        UsageError: two drafts, or a number of tokens that cannot be meant.
-    """
-    if args.draft is not None and args.draft_model is not None:
-        raise UsageError("--draft and --draft-model: give one of them")
-    most = (
-        {}
-        if args.num_draft_tokens is None
-        else {"num_draft_tokens": check_draft_length(args.num_draft_tokens, "--num-draft-tokens")}
-    )
-    return args.draft_model or args.draft or AUTO, most
-
-
-def text_of(flag: str, text: str) -> str:
-    """What was given as text, if it is.
-
-    Raises:
-        UsageError: it holds bytes that are not UTF-8.
-    """
-    if (at := half_character(text)) is not None:
-        raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
-    return text
-
-
-def template_options(text: str | None) -> dict[str, Any]:
-    """``--chat-template-config``.
-
-    Raises:
-        UsageError: it is no JSON object.
-    """
-    try:
-        options = json.loads(text_of("--chat-template-config", text or "{}"))
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, UsageError):
-            raise
-        raise UsageError(f"--chat-template-config: not JSON: {one_line(e)}") from e
-    if not isinstance(options, dict):
-        raise UsageError('--chat-template-config: give a JSON object, such as {"enable_thinking": false}')
-    return options
-
-
-def check_sampling_flags(args: argparse.Namespace, folder: Path, tokenizer: TokenizerWrapper) -> None:
-    """Refuse what no token could be drawn by.
-
-    Raises:
-        UsageError: a flag is out of range, for any model or for this one.
-    """
-    config = config_of(folder)
-    text = config.get("text_config")
-    known = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
-    sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
-    options = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
-    check_sampling(**options, vocabulary=sizes[0])
-
 
 ONCE = ", once"
 """In what the loader says of what it does the first time only."""
@@ -229,7 +162,7 @@ def engine_record(session: Session) -> dict[str, Any]:
 
 def _mirrors(session: Session) -> list[dict[str, Any]]:
     """What was read from the model's folder and each of its mirrors; nothing where there are none."""
-    replicas = session.replicas
+    replicas = session.reading.replicas
     if replicas is None or not replicas.mirrors:
         return []
     return [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in replicas.all]

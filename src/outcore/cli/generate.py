@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,126 +13,61 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.lazy_model import config_of
 from ..checkpoint.prompt_cache import open_prompt_cache
-from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.prompt import cached_tokens
-from ..decode.sampling import make_sampler
-from ..engine.session import Session
 from ..errors import UsageError
 from ..loading.loader import load_model
 from ..machine.settings import setting
 from ..modules.cache_form import check_cache
-from ..options import whole
+from ..options import AUTO
 from ..text import counted, one_line
-from .arguments import check_max_tokens, engine_options
-from .engine import (
-    check_sampling_flags,
-    draft_options,
-    engine_record,
-    print_summary,
-    progress_bar,
-    sweep_progress,
-    template_options,
-    text_of,
-    watched,
+from .answering import (
+    AnswerOutput,
+    check_cache_flags,
+    draft_tokens,
+    generation_options,
+    note_unquantized,
+    opened,
+    until_stop,
 )
-from .model_folder import model_folder
+from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
+from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
 from .output import say
-from .preset import Preset
-from .stop_strings import until_stop
-from .text_arguments import check_window_arguments
-
-KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-"""What MLX quantizes to."""
-
-
-class AnswerOutput:
-    """An answer as it is made.
-
-    Attributes:
-        ttft: seconds until its first token.
-        finish: why it ended.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.tokens: list[int] = []
-        self.last: GenerationResponse | None = None
-        self.ttft = 0.0
-        self.finish = "memory"
-        self._began = time.perf_counter()
-
-    def add(self, response: GenerationResponse) -> None:
-        """One token more."""
-        if self.last is None:
-            self.ttft = time.perf_counter() - self._began
-        self.last = response
-        self.text += response.text
-        self.tokens.append(response.token)
-        self.finish = response.finish_reason or self.finish
-
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        last = self.last
-        assert last is not None
-        return {
-            "text": self.text,
-            "prompt_tokens": last.prompt_tokens,
-            "generation_tokens": last.generation_tokens,
-            "prompt_tps": round(last.prompt_tps, 4),
-            "generation_tps": round(last.generation_tps, 4),
-            "ttft_s": round(self.ttft, 4),
-            "finish_reason": last.finish_reason,
-            "tokens": self.tokens,
-        }
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     check_max_tokens(args.max_tokens)
-    draft, drafting = draft_options(args)
+    draft_tokens(args)
     check_cache_flags(args)
-    check_window_arguments(args)
+    check_window(args)
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
-    cache, tokenizer_config = prompt_cache(args)
-    folder = model_folder(args)
-    tokenizer = load_tokenizer(
-        folder,
-        {**tokenizer_config, "trust_remote_code": args.trust_remote_code},
-        eos=config_of(folder).get("eos_token_id"),
-        extra_eos=args.extra_eos_token,
-    )
-    check_sampling_flags(args, folder, tokenizer)
-    preset: Preset = args.preset
-    preset.prepare(tokenizer, config_of(folder), template=not args.ignore_chat_template, cached=cache is not None)
+    cache, settings = prompt_cache(args)
+    folder, tokenizer = opened(args, settings, template=not args.ignore_chat_template, cached=cache is not None)
     prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
     if not prompt:
         raise UsageError("--prompt: it is empty; give at least one token")
-    args.max_tokens = preset.answer_tokens(len(prompt) + _cached_tokens(cache), args.max_tokens)
+    held = _cached_tokens(cache)
+    args.max_tokens = args.preset.answer_tokens(len(prompt) + held, args.max_tokens)
     with progress_bar() as bar:
         model, _ = load_model(
             folder,
-            **engine_options(args),
-            draft=draft,
-            # What the cache file holds counts too, but mlx-lm does not say how many tokens that is before it is used.
-            context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + _cached_tokens(cache),
+            **loading_options(args),
+            draft=args.draft or AUTO,
+            context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + held,
             prompt=len(prompt),
             resumable=cache is not None,
             prefix_cache=args.prefix_cache,
-            prefill_step_size=args.prefill_step_size,
-            trust_remote_code=args.trust_remote_code,
-            adapter_path=args.adapter_path,
             model_config={"quantize_activations": True} if args.quantize_activations else None,
             progress=bar,
         )
         with watched(model, args) as session:
-            held = _cached_tokens(cache)
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
-            options = {**_generation_options(args, tokenizer), **drafting, "prompt_cache": cache}
-            responses = until_stop(stream_generate(model, tokenizer, prompt, **options), preset.stop)
+            options = generation_options(args, tokenizer) | {"prompt_cache": cache}
+            responses = until_stop(stream_generate(model, tokenizer, prompt, **options), args.preset.stop)
             answer = _print_answer(responses, sweep_progress(bar, session))
             note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
             if session.text is not None:
@@ -147,25 +81,6 @@ def run(args: argparse.Namespace) -> None:
             args.result.record = answer.record() | engine_record(session)
 
 
-def _generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
-    """The flags as arguments of ``stream_generate``."""
-    sampler = make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
-        coupled=args.seed is not None,
-    )
-    names = ("max_tokens", "max_kv_size", "kv_eviction", "kv_bits", "kv_group_size", "quantized_kv_start")
-    step = {"prefill_step_size": args.prefill_step_size} if args.prefill_step_size else {}
-    chosen = {"sampler": sampler, **args.preset.options()}
-    return chosen | {name: getattr(args, name) for name in names} | step
-
-
 def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable[[], None]) -> AnswerOutput:
     answer = AnswerOutput()
     for response in responses:
@@ -175,24 +90,6 @@ def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable
         say(response.text)
     print(flush=True)
     return answer
-
-
-def check_cache_flags(args: argparse.Namespace) -> None:
-    if args.kv_bits is not None and args.kv_bits not in KV_BITS:
-        raise UsageError(f"--kv-bits {args.kv_bits}: choose from {', '.join(map(str, KV_BITS))}")
-    if args.kv_group_size not in KV_GROUPS:
-        raise UsageError(f"--kv-group-size {args.kv_group_size}: choose from {', '.join(map(str, KV_GROUPS))}")
-    whole("--quantized-kv-start", args.quantized_kv_start, 0)
-    if args.max_kv_size is not None:
-        whole("--max-kv-size", args.max_kv_size)
-
-
-def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) -> None:
-    """Tell of a text of so many tokens that ``--kv-bits`` did nothing for: mlx-lm begins late with it."""
-    # The last token is not in the caches.
-    if args.kv_bits is not None and tokens - 1 < args.quantized_kv_start:
-        start = f"begins at token {args.quantized_kv_start} (--quantized-kv-start)"
-        session.note(f"--kv-bits {args.kv_bits} {start}: nothing of these {tokens} was quantized")
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -216,10 +113,8 @@ def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, 
 
 
 def _cached_tokens(cache: list[Any] | None) -> int:
-    if not cache:
-        return 0
     try:
-        return cached_tokens(cache)
+        return cached_tokens(cache) if cache else 0
     except (AttributeError, TypeError, ValueError, IndexError):
         return 0  # it will be refused
 
@@ -240,29 +135,26 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
         messages.append({"role": "assistant", "content": text_of("--prefill-response", args.prefill_response)})
-
-    def render() -> str:
-        try:
-            rendered = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                continue_final_message=args.prefill_response is not None,
-                add_generation_prompt=args.prefill_response is None,
-                **extra,
-            )
-        except Exception as e:  # a template is code that comes with the model: it raises what it likes
-            raise UsageError(
-                f"the model's chat template refuses this: {one_line(e)}; try it without --system-prompt and "
-                "--chat-template-config, or with --ignore-chat-template"
-            ) from e
-        return text_of("the chat template's text", str(rendered))
-
-    rendered = render()
+        extra["continue_final_message"] = True
+    else:
+        extra["add_generation_prompt"] = True
+    rendered = _rendered(tokenizer, messages, extra)
     if in_cache:
         # What stands before the question is in the cache already.
         messages[-1]["content"] = "<query>"
-        rendered = rendered[max(0, render().find("<query>")) :]
+        rendered = rendered[max(0, _rendered(tokenizer, messages, extra).find("<query>")) :]
     return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _rendered(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as e:  # a template is code that comes with the model: it raises what it likes
+        raise UsageError(
+            f"the model's chat template refuses this: {one_line(e)}; try it without --system-prompt and "
+            "--chat-template-config, or with --ignore-chat-template"
+        ) from e
+    return text_of("the chat template's text", str(rendered))
 
 
 def standard_input() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from typing import Any
 
@@ -18,11 +17,9 @@ from ..plan.draft_cost import AUTO, NONE
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import counted
-from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .console import PlainConsole
-
-WIDTH = 120
-"""Characters of a line where standard output is no terminal."""
+from .arguments import FEWER_TOKENS
+from .console import console
+from .plan import held, plan_options
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,8 +29,7 @@ def run(args: argparse.Namespace) -> None:
         BudgetError: the budget does not do. What the model weighs is shown all the same.
     """
     folder = resolve_model(args.model, args.revision)
-    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
-    prepared = prepare(folder, **options, least=True)
+    prepared = prepare(folder, **plan_options(args), least=True)
     record = describe(prepared)
     _show(record, prepared)
     args.result.record = record
@@ -133,22 +129,13 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
         ("smallest budget", f"{smallest} for a context of {_tokens(r, prepared.planning.kind)}"),
     ):
         table.add_row(name, value)
-    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table)
+    out = console()
+    out.print(table)
     if prepared.refused is not None:
         return
     plan = prepared.plan
-    resident, streamed = len(r["resident_units"]), len(r["streamed_units"])
-    console.print(
-        f"With {format_size(r['budget_bytes'])}: "
-        + (f"{plan.held} resident" if plan.pools else f"{counted(resident, 'layer')} resident, {streamed} streamed")
-        + (" and the head" if r["head_streamed"] else "")
-        + (f" through {r['slots']} slots" if r["slots"] and not plan.pools else "")
-        + (f", {format_size(r['bytes_per_token'])} read a token" if r["slots"] else "")
-        + f"; {format_size(r['peak_bytes'])} at most.",
-        markup=False,
-    )
-    if streamed and r["to_pack_bytes"]:
-        console.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")
+    out.print(f"With {format_size(plan.budget_bytes)}: {held(plan)}; {format_size(plan.peak_bytes)} at most.")
+    if plan.streamed and r["to_pack_bytes"]:
+        out.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")
     for note in r["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        out.print(f"Note: {note}")

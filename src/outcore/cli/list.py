@@ -14,17 +14,14 @@ from typing import Any
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
 from rich.table import Table
 
+from ..checks import whole
 from ..errors import OutcoreError
 from ..loading.preparation import prepare
 from ..machine.memory import asked_budget
-from ..options import whole
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import one_line, shortened
-from .console import PlainConsole
-
-WIDTH = 120
-"""Characters of a line where standard output is no terminal."""
+from .console import console
 
 REASON = 90
 """Characters of a reason at most."""
@@ -141,5 +138,4 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         if r["reason"] is None:
             sizes = [format_size(r[n], round_up=True) for n in ("smallest_budget_bytes", "resident_budget_bytes")]
         table.add_row(r["model"], format_size(r["disk_bytes"]), *sizes, r["here"] or r["reason"])
-    width = None if sys.stdout.isatty() else max([WIDTH, *(len(r["model"]) + REASON + 60 for r in rows)])
-    PlainConsole(highlight=False, width=width).print(table)
+    console(max(len(r["model"]) for r in rows) + REASON + 60, soft_wrap=False).print(table)

@@ -16,7 +16,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from .. import __version__
 from ..errors import BudgetError, OutcoreError, UsageError
@@ -24,11 +24,9 @@ from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from .commands import Command, command_of, commands, parser_of, rank_module
-from .failures import failed, helped, open_streams, tell, told
 from .no_tokenizers import leave_out
-from .output import Result, log_from, streams
+from .output import Result, failed, log_from, open_streams, streams, tell, told
 from .parser import ArgumentParser
-from .spinner import spinner
 
 ELSEWHERE = {
     "run": "outcore generate answers a prompt, outcore chat converses",
@@ -46,6 +44,12 @@ RANK = "MLX_RANK"
 WIDEST = 110
 """Characters of a line of help at most."""
 
+FOR_ALL = (
+    "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off: nobody "
+    "can watch with outcore monitor), or memory, model, cache and monitor in outcore/config.toml of your folder for "
+    "such files (~/.config), or the file that OUTCORE_CONFIG names."
+)
+
 
 def usage() -> str:
     """The text of ``outcore --help``."""
@@ -57,24 +61,9 @@ def usage() -> str:
         textwrap.fill(command.help, columns, initial_indent=f"  {name:{width}}  ", subsequent_indent=below)
         for name, command in all_commands.items()
     ]
-    for_all = (
-        "What is settled for all of them: OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off: "
-        "nobody can watch with outcore monitor), or memory, model, cache and monitor in outcore/config.toml of your "
-        "folder for such files (~/.config), or the file that OUTCORE_CONFIG names."
-    )
-    return "\n".join(
-        [
-            "usage: outcore COMMAND [OPTIONS]",
-            "",
-            "Run language models larger than memory, on MLX.",
-            "",
-            *lines,
-            "",
-            "outcore help COMMAND shows the options of one.",
-            "",
-            textwrap.fill(for_all, columns),
-        ]
-    )
+    head = ["usage: outcore COMMAND [OPTIONS]", "", "Run language models larger than memory, on MLX.", ""]
+    tail = ["", "outcore help COMMAND shows the options of one.", "", textwrap.fill(FOR_ALL, columns)]
+    return "\n".join([*head, *lines, *tail])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except SystemExit:
         # How argparse ends with its help; what is wrong is an error of ours.
-        return helped(name, result)
+        try:
+            sys.stdout.flush()
+        except OSError as e:
+            return failed(name, e, result)
+        return 0
     except KeyboardInterrupt:
         tell("")
         tell(f"{name}: interrupted")
@@ -144,15 +137,15 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
         filled["memory"] = memory
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
     with rank as speaks, streams(as_json, silent or not speaks, sys.stderr):
-        with spinner("starting") if speaks and not quiet else nullcontext():
+        # MLX takes a second to import or, for the first time, many. Threads that begin meanwhile leave Ctrl-C alone.
+        with uninterrupted(), _spinner() if speaks and not quiet else nullcontext():
+            run = _work(command, parser.run)
+        # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
+        if "mlx.core" in sys.modules:
             with uninterrupted():
-                run = _work(command, parser.run)
-            # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
-            if "mlx.core" in sys.modules:
-                with uninterrupted():
-                    _look_for_compiler()
-                # What a command says of its peak is its own: another one may have run in this process.
-                importlib.import_module("..machine.allocator", __package__).reset_peak()
+                _look_for_compiler()
+            # What a command says of its peak is its own: another one may have run in this process.
+            importlib.import_module("..machine.allocator", __package__).reset_peak()
         with _named(filled):
             status: int | None = run(args)
     return status or 0
@@ -203,8 +196,7 @@ def _settle(parser: ArgumentParser, args: argparse.Namespace) -> Setting | None:
     settled()  # what is wrong in the file is told by every command, not by some
     # A device's memory is not this machine's, nor is a published device's speed that of a model of ours.
     elsewhere = getattr(args, "device", None) is not None
-    budget = parser.prog == "outcore list" or any(group.title == "engine" for group in parser._action_groups)
-    memory = setting("memory") if budget and not elsewhere and args.memory is None else None
+    memory = setting("memory") if parser.runs_model and not elsewhere and args.memory is None else None
     if memory is not None:
         args.memory = _taken("memory", memory)
     # What goes on from a prompt cache says of which model it is.
@@ -233,6 +225,14 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _spinner() -> AbstractContextManager[object]:
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return nullcontext()
+    from .console import spinner
+
+    return spinner("starting")
 
 
 def _look_for_compiler() -> None:

@@ -45,28 +45,29 @@ def run(args: argparse.Namespace) -> None:
     if args.once:
         _once(args)
     elif args.json:
-        for processes in _looks(args.pid):
+        for processes in _looks():
             for process in processes:
                 args.result.line(process)
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("standard output is no terminal; --json and --once do without")
     else:
-        _live(LiveView(args.pid))
+        _live(LiveView())
 
 
-def _looks(pid: int | None) -> Iterator[list[dict[str, Any]]]:
+def _looks() -> Iterator[list[dict[str, Any]]]:
     """What processes do, again and again, until all have ended; one at least has to run."""
-    if not (processes := read_all(pid)):
-        which = "no Outcore process of yours runs" if pid is None else f"no Outcore process of yours has number {pid}"
-        raise OutcoreError(f"{which}; start one, such as outcore chat, or see whether OUTCORE_MONITOR is off")
+    if not (processes := read_all()):
+        raise OutcoreError(
+            "no Outcore process of yours runs; start one, such as outcore chat, or see whether OUTCORE_MONITOR is off"
+        )
     while processes:
         yield processes
         time.sleep(EVERY_S)
-        processes = read_all(pid)
+        processes = read_all()
 
 
 def _once(args: argparse.Namespace) -> None:
-    *_, processes = itertools.islice(_looks(args.pid), SETTLED)
+    *_, processes = itertools.islice(_looks(), SETTLED)
     args.result.record = {"processes": processes}
     console = PlainConsole(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for process in processes:
@@ -79,15 +80,11 @@ def _once(args: argparse.Namespace) -> None:
 class LiveView:
     """One model of one process at a time.
 
-    Args:
-        pid: of the only process to show; None: all of this user's.
-
     Attributes:
         over: the user has left.
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._pid = pid
+    def __init__(self) -> None:
         self._processes: list[dict[str, Any]] = []
         self._at = (0, 0)  # process number, model of it
         self._ending = False  # asked whether to
@@ -97,7 +94,7 @@ class LiveView:
     def look(self) -> RenderableType:
         """What is to be seen now."""
         try:
-            self._processes = read_all(self._pid)
+            self._processes = read_all()
         except StoreError as e:
             self._processes = []
             return Text(str(e), "red")

@@ -1,24 +1,34 @@
-"""Where a command's words go: its answer to standard output, all else to standard error.
+"""Where a command's words go, and how it ends: its answer to standard output, all else to standard error.
 
-With ``--json`` one line of JSON is all that standard output holds, so that programs read it as it is. With ``--quiet``
-nothing but the answer or the JSON is written, and what went wrong.
+With ``--json`` one line of JSON is all that standard output holds, so that programs read it as it is; what went wrong
+is in it, too. With ``--quiet`` nothing but the answer or the JSON is written, and what went wrong. ``OUTCORE_DEBUG=1``
+adds the traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import logging
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, TextIO
 
-from ..options import choice
-from ..text import unmoved
-from .arguments import LOG_LEVELS
+from ..checks import choice
+from ..errors import OutcoreError, UsageError, no_mlx
+from ..text import one_line, printable, unmoved
+from .parser import LOG_LEVELS
+
+DEBUG = "OUTCORE_DEBUG"
+
+_STREAM_IS_GONE = {errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG, errno.EBADF}
 
 
 class Result:
@@ -50,8 +60,7 @@ class Result:
             OSError: the stream takes nothing more.
         """
         if self.wanted:
-            self.wanted = False
-            print(json.dumps(_finite(self.record), allow_nan=False), file=self._stream, flush=True)
+            self.line(self.record)
 
 
 def _finite(value: Any) -> Any:
@@ -69,6 +78,61 @@ def say(text: str) -> None:
     print(unmoved(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
+def tell(line: str) -> None:
+    """One line on standard error, if it takes any. Names may hold what would move a terminal's cursor."""
+    try:
+        print(printable(line), file=sys.stderr, flush=True)
+    except OSError:
+        _lead_nowhere(sys.stderr)
+
+
+def failed(name: str, error: BaseException, result: Result) -> int:
+    """Tell of an error that ended a command; its exit status.
+
+    Args:
+        name: of the command, as it was called.
+        result: what it had found until then, which is told with the error.
+    """
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    if isinstance(error, OSError) and error.errno in _STREAM_IS_GONE and error.filename is None:
+        # Files that are written to say so in words of their own; what is left are the standard streams.
+        _lead_nowhere(sys.stdout)
+        if not isinstance(error, BrokenPipeError):  # whoever read the output has seen enough
+            tell(f"{name}: the output cannot be written: {error.strerror}")
+        return 1
+    tell(f"{name}: {_line(error)}")
+    status = 2 if isinstance(error, UsageError) else 1
+    return told(name, result, _line(error), type(error).__name__, status)
+
+
+def told(name: str, result: Result, error: str, kind: str, status: int) -> int:
+    """Let programs that asked for JSON know what went wrong, too; the exit status."""
+    result.record |= {"error": error, "type": kind, "exit_status": status}
+    try:
+        result.write()
+    except OSError as e:
+        _lead_nowhere(sys.stdout)
+        tell(f"{name}: the output cannot be written: {e.strerror}")
+    return status
+
+
+def _line(error: BaseException) -> str:
+    """What went wrong, and what to do."""
+    if isinstance(error, OutcoreError):
+        # Written by us; parts of it may be names that are not.
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return "there is no memory left; give less --memory, or end other programs"
+    if isinstance(error, ImportError) and (advice := no_mlx(error)) is not None:
+        return advice
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or one_line(error)}"
+    what = f"{type(error).__name__}: {one_line(error)}"
+    return f"{what}; this was not foreseen: please report it with what {DEBUG}=1 adds"
+
+
 class Nowhere(io.TextIOBase):
     """A stream that what is written to is gone. It cannot be closed by those who keep it: loggers do."""
 
@@ -79,16 +143,23 @@ class Nowhere(io.TextIOBase):
         pass
 
 
+def open_streams() -> None:
+    """Standard streams that anything can be written to: those that were closed lead nowhere, and what the others'
+    encoding does not have is written as escapes."""
+    # Python leaves out what was closed when it began.
+    sys.stdin = sys.stdin or Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115  # open for as long as it runs
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def streams(as_json: bool, quiet: bool, stderr: TextIO) -> Iterator[None]:
     """What is printed meanwhile goes where it belongs; what mlx-lm and others print, too."""
     told: Any = Nowhere() if quiet else stderr
-    with redirect_stderr(told):
-        if as_json:
-            with redirect_stdout(told):
-                yield
-        else:
-            yield
+    with redirect_stderr(told), redirect_stdout(told) if as_json else contextlib.nullcontext():
+        yield
 
 
 def log_from(level: str | None) -> None:
@@ -105,3 +176,11 @@ def log_from(level: str | None) -> None:
     logging.captureWarnings(True)
     # transformers sets its logger up by itself, when it is imported; in the processes of outcore bench, too.
     os.environ["TRANSFORMERS_VERBOSITY"] = name.lower()
+
+
+def _lead_nowhere(stream: TextIO) -> None:
+    """Python writes what it still holds when it ends, and would complain once more."""
+    with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

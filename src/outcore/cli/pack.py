@@ -16,7 +16,8 @@ from ..machine.device import on_cpu
 from ..plan.draft_cost import NONE, SELF
 from ..sizes import format_size
 from ..text import printable, shortened
-from .engine import progress_bar, text_of
+from .arguments import text_of
+from .engine import progress_bar
 
 
 def run(args: argparse.Namespace) -> None:

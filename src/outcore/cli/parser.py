@@ -6,16 +6,26 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UsageError
-from ..machine.settings import Setting
 from ..text import meant, shortened
 from .preset import Preset
 
-NEGATIVE = re.compile(r"-\.?[0-9]")
-"""How a value begins that argparse would take for a flag: ``-5MB``."""
+if TYPE_CHECKING:
+    from ..machine.settings import Setting
+
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class _HelpAll(argparse._HelpAction):
+    """``--help-all``."""
+
+    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
+        print(parser.format_help(everything=True), end="")
+        parser.exit()
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -28,6 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
         hint: what is said of a flag that is none.
         needs_model: whether the command works on a model, so that without one it takes the one that is settled
             (``machine.settings``).
+        runs_model: whether it has the engine's flags, so that it takes the budget that is settled.
         run: ``"module:function"`` that the command runs with its flags.
         fill: fills in what no flag says, by a flag that a package brought; returns what, by its name in the parsed
             flags, and where it was said.
@@ -36,10 +47,18 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, *, example: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.example = example
-        self.hint = ""
-        self.needs_model = False
+        self.hint, self.run = "", ""
+        self.needs_model = self.runs_model = False
         self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
-        self.run = ""
+        self._shown: set[str] = set()
+        # ``--memory -5MB`` is a value, which says for itself what is wrong with it; argparse would take it for a flag.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
+
+    def show_only(self, common: Collection[str]) -> None:
+        """Have ``--help`` show these flags alone, and ``--help-all`` all of them; of no names: all."""
+        if common:
+            self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+            self._shown = {f"--{name}" for name in common} | {"--help", "--help-all"}
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -50,7 +69,7 @@ class ArgumentParser(argparse.ArgumentParser):
             UsageError: they cannot be meant.
         """
         words = list(sys.argv[1:] if args is None else args)
-        parsed, rest = self.parse_known_args(self._joined(words), namespace)
+        parsed, rest = self.parse_known_args(words, namespace)
         if rest:
             self.error(self._unknown(rest[0]))
         parsed.argv, parsed.preset = words, Preset()
@@ -67,7 +86,7 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             for action, _ in defaults:
                 action.default = argparse.SUPPRESS
-            found = vars(self.parse_known_args(self._joined(list(words)))[0])
+            found = vars(self.parse_known_args(list(words))[0])
         finally:
             for action, default in defaults:
                 action.default = default
@@ -81,27 +100,24 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
 
-    def format_help(self) -> str:
-        """The help, with the example below it."""
-        return super().format_help() + (f"\nexample:\n  {self.example}\n" if self.example else "")
+    def format_help(self, *, everything: bool = False) -> str:
+        """The help of the common flags, or of all, with the example below it."""
+        hidden = self._shown and not everything
+        flags = [a for a in self._actions if a.option_strings and hidden]
+        rare = [a for a in flags if not self._shown & set(a.option_strings)]
+        helps = [action.help for action in rare]
+        try:
+            for action in rare:
+                action.help = argparse.SUPPRESS
+            text = super().format_help()
+        finally:
+            for action, help in zip(rare, helps, strict=True):
+                action.help = help
+        return text + (f"\nexample:\n  {self.example}\n" if self.example else "")
 
     def print_help(self, file: Any = None) -> None:
         """Write the help; argparse's own swallows errors."""
         print(self.format_help(), end="", file=file)
-
-    def _joined(self, words: list[str]) -> list[str]:
-        """The words with ``--memory -5MB`` as ``--memory=-5MB``, whose value says for itself what is wrong with it."""
-        joined: list[str] = []
-        for n, word in enumerate(words):
-            if word == "--":
-                return joined + words[n:]
-            action = self._option_string_actions.get(joined[-1]) if joined else None
-            takes_one = action is not None and action.nargs is None and joined[-1].startswith("--")
-            if takes_one and NEGATIVE.match(word) and word not in self._option_string_actions:
-                joined[-1] += f"={word}"
-            else:
-                joined.append(word)
-        return joined
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):

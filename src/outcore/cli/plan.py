@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from ..calibration.calibrate import calibrated
-from ..calibration.mirrors import calibrate_mirrors
+from ..calibration.calibrate import calibrate_mirrors, calibrated
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.hub_cache import name_of
 from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
-from ..plan.curve import computing_from, knee, speed_curve
 from ..plan.draft_cost import NONE
-from ..plan.joint_plan import Planned
+from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
 from .arguments import FEWER_TOKENS, engine_options, planning_options
-from .console import PlainConsole
+from .console import console
 from .draft_table import choice_records, drafts_table, why_drafted
 from .engine import measuring, progress_bar, warn
 
-BAR, LEAST_BAR, WIDTH = 30, 8, 120
-"""Characters of the longest bar, of the longest where there is little room, and of a line where standard output is no
-terminal."""
+BAR, LEAST_BAR = 30, 8
+"""Characters of the longest bar, and of the longest where there is little room."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +90,14 @@ def compare(
     return Compared(prepared, calibration, plan, plans, knee(plans, available), device)
 
 
-def opening(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The model's folder, and what else ``prepare`` is given."""
-    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
-    return resolve_model(args.model, args.revision), options
+def plan_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as arguments of ``prepare``."""
+    return engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
     """The model, opened and planned for; and notes."""
-    folder, options = opening(args)
+    folder, options = resolve_model(args.model, args.revision), plan_options(args)
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -143,12 +137,7 @@ def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -
 def show(args: argparse.Namespace, compared: Compared, notes: list[str]) -> None:
     """Print the plan with these notes; its JSON is the result's record."""
     args.result.record = _record(compared, notes)
-    _print(plan_console(), compared, args.result.record)
-
-
-def plan_console() -> Console:
-    """Of the plan's tables."""
-    return PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    _print(compared, args.result.record)
 
 
 def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
@@ -215,7 +204,8 @@ def _items(plan: Plan) -> dict[str, int]:
     }
 
 
-def _print(console: Console, compared: Compared, record: dict[str, Any]) -> None:
+def _print(compared: Compared, record: dict[str, Any]) -> None:
+    out = console()
     plan, plans, best = compared.plan, compared.plans, compared.best
     kind = "Predicted, not measured" if compared.device else "Predicted"
     speed = (
@@ -224,32 +214,32 @@ def _print(console: Console, compared: Compared, record: dict[str, Any]) -> None
         if compared.known(plan)
         else "Its speed is not known, as nothing was measured"
     )
-    console.print(
-        f"{record['title']} with {format_size(plan.budget_bytes)}: {_what(plan)}. {speed}; "
+    out.print(
+        f"{record['title']} with {format_size(plan.budget_bytes)}: {held(plan)}. {speed}; "
         f"{format_size(plan.peak_bytes)} at most.",
         markup=False,
     )
     if record["mirrors"]:
         folders = 1 + len(record["mirrors"])
-        console.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.", markup=False)
+        out.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.")
     items = Table(show_header=False, box=None, pad_edge=False)
     items.add_column(style="bold")
     items.add_column(justify="right")
     for name, nbytes in record["items"].items():
         items.add_row(name, format_size(nbytes))
     items.add_row("together", format_size(plan.peak_bytes))
-    console.print(items)
+    out.print(items)
     limited = computing_from(plans) if all(map(compared.known, plans)) else None
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
         shown = few if limited is plans[0] else plans
-        console.print(_curve_table(shown, plan, best, console.width, compared.device is not None))
+        out.print(_curve_table(shown, plan, best, out.width, compared.device is not None))
     if limited is not None:
         where = (
             "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
         )
-        console.print(
+        out.print(
             f"{where} computing is the limit, not the disk: with everything in memory it is "
             f"{1 / plans[-1].token_s:.2f} tokens a second, and with "
             f"{format_size(limited.budget_bytes, round_up=True)} {1 / limited.token_s:.2f}."
@@ -258,14 +248,14 @@ def _print(console: Console, compared: Compared, record: dict[str, Any]) -> None
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
         gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
         why = gained if compared.known(best) else "(everything fits into it)"
-        console.print(f"Recommended: --memory {memory} {why}.", markup=False)
+        out.print(f"Recommended: --memory {memory} {why}.")
     else:
-        console.print("None of these budgets fits into what is free now.")
+        out.print("None of these budgets fits into what is free now.")
     if record["drafts"] and compared.device is None:
-        console.print(drafts_table(record["drafts"], console.width))
-        console.print(why_drafted(record["drafts"]), markup=False)
+        out.print(drafts_table(record["drafts"]))
+        out.print(why_drafted(record["drafts"]))
     for note in record["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        out.print(f"Note: {note}")
 
 
 def _range(record: dict[str, Any]) -> str:
@@ -273,7 +263,8 @@ def _range(record: dict[str, Any]) -> str:
     return "" if low is None else f" ({low:.2f} to {high:.2f})"
 
 
-def _what(plan: Plan) -> str:
+def held(plan: Plan) -> str:
+    """What a plan keeps in memory and what it streams, in words."""
     if not plan.streams:
         return "everything resident"
     if plan.pools:
@@ -287,38 +278,33 @@ def _what(plan: Plan) -> str:
 
 
 def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int, foretold: bool) -> Table:
-    """A row for each budget, in so many characters: bars get shorter first, then heads take two lines, and slots go.
+    """A row for each budget, in so many characters: bars are as long as there is room.
 
     Args:
         foretold: of every plan it is known how fast it is.
     """
-    heads = ["memory", "resident", "read a token", "slots", "first token", "tokens/s"]
+    known = [foretold or p.foretold for p in plans]
     rows = [
         [
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
-            str(p.slots or "-"),
-            f"{p.ttft_s:.1f} s" if foretold or p.foretold else "-",
-            f"{1 / p.token_s:.2f}" if foretold or p.foretold else "-",
+            f"{p.ttft_s:.1f} s" if fast else "-",
+            f"{1 / p.token_s:.2f}" if fast else "-",
         ]
-        for p in plans
+        for p, fast in zip(plans, known, strict=True)
     ]
     marks = [_marks(p, plan, best) for p in plans]
-    if _room(heads, rows, marks, width) < LEAST_BAR:
-        heads = [head.replace(" token", "\ntoken") for head in heads]
-    if _room(heads, rows, marks, width) < LEAST_BAR:
-        heads, rows = heads[:3] + heads[4:], [row[:3] + row[4:] for row in rows]
-    bar = min(BAR, _room(heads, rows, marks, width))
     table = Table(box=None, pad_edge=False)
-    for head in heads:
+    wide = 0
+    for head, *cells in zip(("memory", "resident", "read\na token", "first\ntoken", "tokens/s"), *rows, strict=True):
         table.add_column(head, justify="right", no_wrap=True)
+        wide += 2 + max(len(line) for cell in (head, *cells) for line in cell.split("\n"))
     table.add_column("", no_wrap=True)
-    fastest = max((1 / p.token_s for p in plans if foretold or p.foretold), default=0.0)
-    for p, row, mark in zip(plans, rows, marks, strict=True):
-        drawn = ""
-        if bar >= LEAST_BAR and (foretold or p.foretold):
-            drawn = "█" * max(1, round(bar / p.token_s / fastest))
+    bar = min(BAR, width - wide - max(map(len, marks)) - 1)
+    fastest = max((1 / p.token_s for p, fast in zip(plans, known, strict=True) if fast), default=0.0)
+    for p, row, mark, fast in zip(plans, rows, marks, known, strict=True):
+        drawn = "█" * max(1, round(bar / p.token_s / fastest)) if fast and bar >= LEAST_BAR else ""
         table.add_row(*row, f"{drawn} {mark}".strip())
     return table
 
@@ -327,10 +313,3 @@ def _marks(p: Plan, plan: Plan, best: Plan | None) -> str:
     said = ["this plan"] if p.budget_bytes == plan.budget_bytes else []
     said += ["recommended"] if best is not None and p.budget_bytes == best.budget_bytes else []
     return " ".join(f"← {word}" for word in said)
-
-
-def _room(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[str], width: int) -> int:
-    """Characters that a row leaves for a bar, and a blank, before its mark."""
-    columns = zip(heads, *rows, strict=True)
-    wide = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
-    return width - sum(wide) - 2 * len(wide) - max(len(mark) for mark in marks) - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
-import json
 import os
 import signal
 import socket
@@ -16,60 +15,43 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from ..checks import COUNT, real, whole
 from ..decode import request_values
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
-from ..options import COUNT, LoadOptions, real, whole
+from ..options import AUTO, LoadOptions
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
-from ..serve.deadline import Deadline
-from ..serve.events import ModelCard, Sampling, Service
+from ..serve.events import ModelCard, Sampling
 from ..serve.limits import ClientLimits
-from ..serve.server import Server, connections_within, listen, url
+from ..serve.server import Deadline, Server, connections_within, listen, url
 from ..serve.site import Site
-from ..sizes import parse_size
-from ..text import counted, half_character, one_line, shortened
-from .arguments import check_max_tokens, engine_options
-from .flags.serve import NOT_HERE, NOTHING_HERE
+from ..text import counted, one_line, shortened
+from .arguments import check_max_tokens, loading_options, template_options, text_of
+from .output import tell
 from .preset import Preset
 
 if TYPE_CHECKING:
-    from ..engine.transport import Forecast
-    from ..serve.service import ServiceOptions
+    from ..serve.service import ModelService, ServiceOptions
 
 DAY_S = 86400.0
+
+KEEP_S = 300.0
+"""How long a model that nobody asks stays in memory, where there are several."""
 
 KEY_BYTES = 4096
 """Of a file that holds a key, at most."""
 
 
-class ServedEngine(Service, Protocol):
-    """What answers, until it is closed.
-
-    Attributes:
-        failure: what it cannot go on after; None: it goes on.
-        forecast: what machines that share its model are predicted to take; None: there is one.
-    """
-
-    @property
-    def failure(self) -> Exception | None: ...
-
-    @property
-    def forecast(self) -> Forecast | None: ...
-
-    def close(self) -> None: ...
-
-
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    refuse(args)
-    limits, defaults = limits_of(args), defaults_of(args)
+    limits, defaults = ClientLimits(), defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
     ranks = getattr(args, "ranks", None)
@@ -87,18 +69,20 @@ def run(args: argparse.Namespace) -> None:
             closing(open_service(args, names)) as service,
         ):
             if service.forecast is not None:
-                warn(service.forecast.line)
+                tell(service.forecast.line)
             room = connections_within(limits.connections)
             if room < limits.connections:
-                warn(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
+                tell(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
             site = Site(args.preset.service(service), APIS, replace(limits, connections=room), defaults)
             address = url(args.host, sockets)
             server = Server(
                 application(site, access),
                 site,
                 drain_s,
-                ready=lambda: tell(address, service.models()),
-                draining=lambda count: warn(ending(count, drain_s)),
+                ready=lambda: greet(address, service.models()),
+                draining=lambda count: tell(
+                    f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them"
+                ),
                 over=lambda: service.failure is not None,
                 deadline=deadline,
             )
@@ -116,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
         raise KeyboardInterrupt
 
 
-def tell(address: str, models: Sequence[ModelCard]) -> None:
+def greet(address: str, models: Sequence[ModelCard]) -> None:
     """Where, once it answers, in the first line: whoever started it may wait for that; and what is served."""
     print(f"Outcore answers at {address} (Ctrl-C ends it)", flush=True)
     served = ", ".join(card.name for card in models)
@@ -125,14 +109,9 @@ def tell(address: str, models: Sequence[ModelCard]) -> None:
     )
 
 
-def ending(count: int, drain_s: float) -> str:
-    """What it waits for once it was asked to end."""
-    return f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them now"
-
-
 def cut(args: argparse.Namespace, server: Server) -> None:
     """End the process, in the middle of what does not end in time: a part of a prompt, a model that is being loaded."""
-    warn("Ended in the middle of what was under way: its time was up")
+    tell("Ended in the middle of what was under way: its time was up")
     if signal.SIGINT in server.signals:
         args.result.record |= {"error": "interrupted", "type": "KeyboardInterrupt", "exit_status": 130}
     with suppress(OSError):
@@ -141,48 +120,21 @@ def cut(args: argparse.Namespace, server: Server) -> None:
     os._exit(130 if signal.SIGINT in server.signals else 0)
 
 
-def refuse(args: argparse.Namespace) -> None:
-    """Refuse flags of ``mlx_lm.server`` that cannot be honoured, and say which of the others mean nothing.
-
-    Raises:
-        UsageError: there is one.
-    """
-    for name, why in NOT_HERE.items():
-        if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')}: not with outcore serve: {why}")
-    for name, why in NOTHING_HERE.items():
-        if getattr(args, name) is not None:
-            warn(f"Note: --{name.replace('_', '-')} says nothing here: {why}")
-
-
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The models to serve besides those of ``--models-folder``; the first answers requests that name none.
+    """The models to serve; the first answers requests that name none.
 
     Raises:
         UsageError: there is none at all.
     """
     names = [*args.models_named, *(args.model or [])]
-    folder = args.models_folder
-    if folder is not None and not any(folder.expanduser().glob("*/config.json")):
-        raise UsageError(f"--models-folder {folder}: no folder in it has a config.json")
-    if names or folder is not None:
-        return list(dict.fromkeys(names))
-    settled = setting("model")
-    if settled is None:
-        raise UsageError(
-            "give a model: --model NAME, --models-folder DIR, or OUTCORE_MODEL, or the configuration file; "
-            "outcore serve --help lists what there is"
-        )
-    return [settled.value]
-
-
-def limits_of(args: argparse.Namespace) -> ClientLimits:
-    """What clients may take."""
-    body_bytes = parse_size(args.max_body, flag="--max-body")
-    return ClientLimits(
-        connections=whole("--max-connections", args.max_connections),
-        body_bytes=body_bytes,
-    )
+    if not names:
+        if (settled := setting("model")) is None:
+            raise UsageError(
+                "give a model: --model NAME, or OUTCORE_MODEL, or the configuration file; outcore serve --help lists "
+                "what there is"
+            )
+        names = [settled.value]
+    return list(dict.fromkeys(names))
 
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
@@ -202,24 +154,13 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
         min_p=float(number("min_p", "min_p")),
         top_k=number("top_k", "top_k"),
     )
-    most = None if args.max_tokens == -1 else args.max_tokens
-    preset: Preset = args.preset
-    return preset.defaults(Defaults(sampling, most, template_arguments(args)))
-
-
-def template_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """``--chat-template-args``.
-
-    Raises:
-        UsageError: it is no JSON object, or has arguments that are not the user's to give.
-    """
-    flag = "--chat-template-args"
+    flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:
-        return request_values.template_options(json.loads(checked_text(flag, args.chat_template_args or "{}")), flag)
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, UsageError):
-            raise
-        raise UsageError(str(e) if isinstance(e, RequestError) else f"{flag}: not JSON: {one_line(e)}") from None
+        template = request_values.template_options(template_options(args.chat_template_config), flag)
+    except RequestError as e:  # an argument that is not the user's to give
+        raise UsageError(str(e)) from None
+    preset: Preset = args.preset
+    return preset.defaults(Defaults(sampling, most, template))
 
 
 def key_of(args: argparse.Namespace) -> str | None:
@@ -228,13 +169,11 @@ def key_of(args: argparse.Namespace) -> str | None:
     Raises:
         UsageError: it is empty, or no text.
     """
-    if args.api_key is not None and args.api_key_file is not None:
-        raise UsageError("--api-key-file: there is an --api-key already; give one of them")
     if args.api_key_file is not None:
         return key_in(args.api_key_file)
-    key: str | None = args.api_key if args.api_key is not None else os.environ.get("OUTCORE_API_KEY") or None
-    if key is not None and not checked_text("--api-key", key).strip():
-        raise UsageError("--api-key: empty")
+    key = os.environ.get("OUTCORE_API_KEY") or None
+    if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
+        raise UsageError("OUTCORE_API_KEY: empty")
     return key
 
 
@@ -278,7 +217,7 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
     return Access(key, hosts, addresses=not local, origins=listed(args.allowed_origins))
 
 
-def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine:
+def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService:
     """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes last.
 
     Raises:
@@ -290,12 +229,13 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ServedEngine
 
     options = service_options(args)
     template = args.preset.served_template(args, names)
-    shelf = Shelf(names, args.models_folder, revision=args.revision, template=template)
+    shelf = Shelf(names, revision=args.revision, template=template)
     if len(shelf.models) > 1:
+        if getattr(args, "ranks", None) is not None:
+            raise UsageError("one model over several machines; give a folder of one")
         if args.adapter_path is not None:
             raise UsageError("--adapter-path: an adapter goes with one model; give one")
-        keep_s = real("--keep-alive", args.keep_alive, -1.0, 365 * DAY_S)
-        options = replace(options, keep_alive=keep_s if keep_s >= 0 else None)
+        options = replace(options, keep_alive=KEEP_S)
     with progress_bar() as bar:
         service = ModelService(shelf, options, bar)
         try:
@@ -313,10 +253,9 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
         UsageError: flags that do not go together.
     """
     from ..serve.service import ServiceOptions
-    from .engine import draft_options
+    from .answering import draft_tokens
 
-    draft, drafting = draft_options(args)
-    engine = engine_options(args)
+    engine = loading_options(args)
     if args.decode_concurrency != 1:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
@@ -324,38 +263,20 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     return ServiceOptions(
         load=LoadOptions(
             **engine,
-            draft=draft,
+            draft=args.draft or AUTO,
             context=args.context,
-            prefill_step_size=args.prefill_step_size,
-            trust_remote_code=args.trust_remote_code,
-            adapter_path=args.adapter_path,
+            # Memory for texts is taken as they come: little of it at first.
+            priority="speed",
             prefix_cache=args.prefix_cache,
         ),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),
-        most_waiting=whole("--max-waiting", args.max_waiting),
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
-        draft_tokens=drafting.get("num_draft_tokens"),
+        draft_tokens=draft_tokens(args).get("num_draft_tokens"),
         secret=key_of(args),
     )
 
 
-def checked_text(flag: str, text: str) -> str:
-    """What was given as text, if it is.
-
-    Raises:
-        UsageError: it holds bytes that are not UTF-8.
-    """
-    if (at := half_character(text)) is not None:
-        raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
-    return text
-
-
-def warn(text: str) -> None:
-    """One line on standard error."""
-    print(text, file=sys.stderr)
-
-
-def listed(text: str) -> list[str]:
+def listed(text: str | None) -> list[str]:
     """Names separated by commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return [word.strip() for word in (text or "").split(",") if word.strip()]

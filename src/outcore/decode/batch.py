@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from ..modules.cache_form import check_cache
 from ..modules.call_values import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
-from .batch_engine import Batch, BatchDecoder, OneByOne, Request, Resident, Token
+from .batch_engine import Request
+from .continuous import Continuous
 from .prompt import cached_tokens, check_positions, encode, note_length
-from .request_guard import error_of, guarded
 from .served import served
 from .wired import generating
 from .writing import RequestOutput, Writing, tokens_of
@@ -274,127 +274,38 @@ def _answers(
     failed: Failed | None,
 ) -> Generator[RequestOutput, None, None]:
     session.bind_again()
-    if failed is not None:
-        requests = [guarded(r) for r in requests]
     waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
+    requested = {r.uid: r for r in requests}
     writing: dict[int, Writing] = {}
-    step = prefill_step or session.plan.prefill_step
-    batch = _batch(model, session, step, prefill_step is not None)
-    with generating(model), contextlib.closing(batch):
+    sequences = Continuous(model, most=session.size.sequences, prefill_step=prefill_step, draft_tokens=0, planned=True)
+    with generating(model), contextlib.closing(sequences):
         while waiting or writing:
             check()
-            joining = _joining(waiting, [w.request for w in writing.values()], session)
-            for request in joining:
+            while waiting and sequences.running + sequences.waiting < sequences.sequences:
+                request = waiting.popleft()
                 writing[request.uid] = Writing(request, tokenizer)
-            _reserve(session, batch, writing, joining, step, failed)
-            if not writing:
-                continue
-            done.prompt_tokens += sum(len(r.tokens) for r in joining)
-            done.running = len(writing)
-            tokens = batch.step(joining)
-            done.sweeps += 1
-            done.generation_tokens += len(tokens)
-            session.metrics.tokens += len(tokens)
-            ended = _take(tokens, writing, failed is not None)
-            caches = [batch.extract(w.request.uid) if return_caches and w.error is None else None for w in ended]
-            batch.remove([w.request.uid for w in ended])
+                sequences.add(request)
+            step = sequences.step()
+            done.sweeps += bool(step.tokens)
+            done.prompt_tokens += sum(len(writing[uid].request.tokens) for uid in step.joined)
+            done.generation_tokens += len(step.tokens)
+            done.running = sequences.running
+            errors = dict(step.failed) | dict.fromkeys(step.full, BudgetError("no memory for a longer context"))
+            outputs = []
+            for token in step.tokens:
+                try:
+                    if writing[token.uid].add(token):
+                        cache = sequences.take_out(token.uid)[0] if return_caches else None
+                        sequences.remove([token.uid])
+                        outputs.append(writing.pop(token.uid).output(cache))
+                except Exception as e:  # a model may have more tokens than its tokenizer has texts for
+                    sequences.remove([token.uid])
+                    errors[token.uid] = e
             if on_step is not None:
                 on_step()
-            for w, cache in zip(ended, caches, strict=True):
-                del writing[w.request.uid]
-                output = _output(w, cache, failed)
-                if output is not None:
-                    yield output
-
-
-def _output(w: Writing, cache: list[Any] | None, failed: Failed | None) -> RequestOutput | None:
-    """What came of a sequence that has ended; None: ``failed`` was told."""
-    if failed is None:
-        return w.output(cache)
-    try:
-        if w.error is not None:
-            raise w.error
-        return w.output(cache)
-    except Exception as e:
-        failed(w.request, e)
-        return None
-
-
-def _take(tokens: Sequence[Token], writing: Mapping[int, Writing], alone: bool) -> list[Writing]:
-    """Give each sequence its next token; those that have ended.
-
-    Args:
-        alone: what goes wrong with one is its own, and ends it.
-    """
-    ended = []
-    for token in tokens:
-        w = writing[token.uid]
-        try:
-            error = error_of(w.request, len(w.tokens))
-            if error is not None:
-                raise error
-            if w.add(token):
-                ended.append(w)
-        except Exception as e:
-            if not alone:
-                raise
-            w.error = e
-            ended.append(w)
-    return ended
-
-
-def _reserve(
-    session: Session,
-    batch: Batch,
-    writing: dict[int, Writing],
-    joining: list[Request],
-    step: int,
-    failed: Failed | None,
-) -> None:
-    """Room for one more token of everybody; where there is none, the longest gives way.
-
-    Raises:
-        BudgetError: there is none, and nobody to tell that a request fails.
-    """
-    while session.residency is not None and writing:
-        longest = max(writing.values(), key=lambda w: w.length)
-        try:
-            prompt = max((len(r.tokens) for r in joining), default=1)
-            session.residency.reserve(longest.length + 1, prompt, step)
-            return
-        except BudgetError as e:
-            if failed is None or not session.transport.alone:  # others would go on with it
-                raise
-            del writing[longest.request.uid]
-            if longest.request in joining:
-                joining.remove(longest.request)
-            else:
-                batch.remove([longest.request.uid])
-            failed(longest.request, e)
-
-
-def _batch(model: nn.Module, session: Session, step: int, asked: bool) -> Batch:
-    step = session.transport.chunk(step, asked=asked)
-    shared = session.streaming is not None or not session.transport.alone
-    kind: Callable[..., Batch] = BatchDecoder if shared else Resident
-    if session.size.sequences == 1:
-        kind = OneByOne
-    return kind(model, session, prefill_step=step)
-
-
-def _joining(waiting: deque[Request], running: Sequence[Request], session: Session) -> list[Request]:
-    """Who joins with the next sweep: whom there is room for, in their order; somebody always, if nobody runs."""
-    size = session.size
-    longest = max((sum(tokens_of(r)) for r in running), default=0)
-    joining: list[Request] = []
-    prompts = 0
-    while waiting:
-        width = len(running) + len(joining) + 1
-        need = max(longest, sum(tokens_of(waiting[0])))
-        prompts += len(waiting[0].tokens)
-        full = width > size.sequences or width * need > size.room
-        if (full or (joining and prompts > max(size.joining, size.prompt))) and width > 1:
-            break
-        longest = need
-        joining.append(waiting.popleft())
-    return joining
+            for uid, error in errors.items():
+                if failed is None:
+                    raise error
+                failed(requested[uid], error)
+                writing.pop(uid, None)
+            yield from outputs

@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
 from ..engine.streaming import sweeps_of
 from ..engine.transport import Sweeps
-from ..machine.allocator import Needs, clear_cache, limits, note_held
+from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, own_memory
-from ..modules.mlx_lm_compat import generating_caches
-from ..plan.context_bytes import KV_STEP
-from .generate_step import generate_step
 from .known import Known
 from .model_runner import Pass, chunks
 from .sampling import Draw
@@ -98,22 +95,6 @@ def to_token(request: Request, token: int, logprobs: mx.array) -> Token:
     return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores)
 
 
-class Batch(Protocol):
-    """Sequences under way."""
-
-    def step(self, joining: Sequence[Request]) -> list[Token]:
-        """One more token of sequences that run, and of those that join now, as they come."""
-
-    def remove(self, uids: Sequence[int]) -> None:
-        """Sequences that have ended leave."""
-
-    def extract(self, uid: int) -> list[Any]:
-        """A sequence's caches, as for it alone."""
-
-    def close(self) -> None:
-        """End whatever is under way. Safe to call twice."""
-
-
 @dataclass
 class _Row:
     request: Request
@@ -126,12 +107,11 @@ class BatchDecoder:
 
     Args:
         prefill_step: tokens of a prompt computed at a time.
-        grow_by: tokens by which caches grow.
     """
 
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int, grow_by: int = KV_STEP) -> None:
+    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
         self._model, self._session = model, session
-        self.prefill_step, self._grow_by = prefill_step, grow_by
+        self.prefill_step = prefill_step
         self._transport = session.transport
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
@@ -187,7 +167,7 @@ class BatchDecoder:
         """Have caches grow by as much as was planned."""
         for cache in caches_in(caches):
             if hasattr(cache, "step"):
-                cache.step = self._grow_by
+                cache.step = self._session.size.step
 
     def _sweeps(self) -> Sweeps | None:
         return sweeps_of(self._session.streaming, self._transport)
@@ -297,113 +277,3 @@ def own_cache(model: nn.Module, request: Request) -> list[Any]:
 def _row(request: Request) -> _Row:
     *before, last = request.tokens
     return _Row(request, last, TokenBuffer([*request.earlier, *before]) if request.processors else None)
-
-
-class Resident:
-    """Sequences of a model that is all in memory: mlx-lm's ``BatchGenerator``, one prompt at a time as planned for."""
-
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
-        self._session = session
-        self._generator = BatchGenerator(
-            model,
-            completion_batch_size=session.size.sequences,
-            prefill_batch_size=1,
-            prefill_step_size=prefill_step,
-        )
-        self._uids: dict[int, int] = {}  # ours to mlx-lm's
-        self._requests: dict[int, Request] = {}
-        # As a model that is streamed has it (``install``): caches of all layers are merged at once otherwise.
-        self._limits = limits.hold(self, Needs(waits=True))
-
-    def step(self, joining: Sequence[Request]) -> list[Token]:
-        for request in joining:
-            (uid,) = self._generator.insert(
-                [list(request.tokens)],
-                # Who ended is removed from outside.
-                [request.max_tokens + 1],
-                caches=[copy.deepcopy(list(request.cache))] if request.cache is not None else None,
-                all_tokens=[list(request.earlier)],
-                samplers=[request.sampler or greedy_sampler],
-                logits_processors=[list(request.processors)],
-            )
-            self._uids[request.uid] = uid
-            self._requests[request.uid] = request
-        self._session.before_pass()
-        requests = {self._uids[uid]: request for uid, request in self._requests.items()}
-        _, responses = self._generator.next()
-        self._merge_caches()
-        note_held()
-        return [to_token(requests[r.uid], int(r.token), r.logprobs) for r in responses]
-
-    def _merge_caches(self) -> None:
-        """Merge, or cut, the caches layer by layer; mlx-lm leaves it to the next step, for all layers at once."""
-        with mx.stream(generation_stream):
-            for c in generating_caches(self._generator):
-                mx.eval(c.state)
-
-    def remove(self, uids: Sequence[int]) -> None:
-        if uids:
-            self._generator.remove([self._uids.pop(uid) for uid in uids])
-            for uid in uids:
-                del self._requests[uid]
-            self._merge_caches()
-
-    def extract(self, uid: int) -> list[Any]:
-        caches: list[Any] = self._generator.extract_cache([self._uids[uid]])[self._uids[uid]][0]
-        return caches
-
-    def close(self) -> None:
-        self._generator.close()
-        self._limits()
-
-
-class OneByOne:
-    """One sequence at a time, by the plain loop: for models whose caches cannot be merged, or where there is room for
-    one alone."""
-
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
-        self._model, self._session = model, session
-        self._prefill_step = prefill_step
-        self._request: Request | None = None
-        self._cache: list[Any] = []
-        self._tokens: Generator[tuple[int, mx.array], None, None] | None = None
-
-    def step(self, joining: Sequence[Request]) -> list[Token]:
-        for request in joining:
-            self._request, self._cache = request, own_cache(self._model, request)
-            self._tokens = self._run(request)
-        assert self._tokens is not None and self._request is not None
-        token, logprobs = next(self._tokens)
-        return [to_token(self._request, int(token), logprobs)]
-
-    def _run(self, request: Request) -> Generator[tuple[int, mx.array], None, None]:
-        prompt = mx.array(list(request.tokens), dtype=mx.int32)
-        options: dict[str, Any] = {
-            "max_tokens": request.max_tokens,
-            "sampler": request.sampler,
-            "logits_processors": list(request.processors),
-            "prompt_cache": self._cache,
-            "prefill_step_size": self._prefill_step,
-            "leave_last": True,
-            "private": True,
-            "earlier": request.earlier,
-        }
-
-        def reserve(_: int) -> None:
-            self._session.before_pass()
-
-        engine = functools.partial(getattr, self._session, "streaming")
-        for token, logprobs, _ in generate_step(prompt, self._model, engine, reserve=reserve, **options):
-            yield token, logprobs
-
-    def remove(self, uids: Sequence[int]) -> None:
-        if self._request is not None and self._request.uid in uids:
-            self.close()
-
-    def extract(self, uid: int) -> list[Any]:
-        return self._cache
-
-    def close(self) -> None:
-        if self._tokens is not None:
-            self._tokens.close()
-        self._tokens, self._cache = None, []

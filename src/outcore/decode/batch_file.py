@@ -22,8 +22,8 @@ from typing import Any
 import xxhash
 from filelock import lock_descriptor
 
+from ..checks import not_endless
 from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageError
-from ..options import not_endless
 from ..text import one_line, shortened
 from .openai_request import CHAT, URLS
 from .writing import RequestOutput

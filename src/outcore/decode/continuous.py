@@ -25,14 +25,14 @@ from ..engine.streaming import sweeps_of
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
-from ..plan.context_bytes import SHARED_STEP
 from ..plan.planner import ENOUGH_STEP
-from ..plan.workload import JOINING, MOST
-from .alone import Alone
+from ..plan.workload import MOST
 from .batch_engine import BatchDecoder, Request, Token, own_cache
 from .drafted_sweeps import SpeculativeDecoder
 from .known import Known, block_step, look_up, unkept
+from .one_text import Alone
 from .prefill import Prefill
+from .prompt import cached_tokens
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
 from .step import StepResult
@@ -47,6 +47,7 @@ class ScheduledSequence:
         held: how many of them ``cache`` holds, or the batch that it joined with them.
         found: of its prompt, what the prefix cache had when it joined.
         order: a later one joined later.
+        before: tokens before ``text`` that the cache it came with holds, of which it is not known what they are.
         began: when it was let in, by ``time.monotonic``.
     """
 
@@ -57,6 +58,7 @@ class ScheduledSequence:
     cache: list[Any] | None = None
     found: int = 0
     began: float = 0.0
+    before: int = 0
 
     @property
     def answered(self) -> int:
@@ -68,6 +70,16 @@ class ScheduledSequence:
         """Tokens that joining computes."""
         return len(self.text) - self.held
 
+    @property
+    def length(self) -> int:
+        """Tokens of all of its text so far."""
+        return self.before + len(self.text)
+
+    @property
+    def need(self) -> int:
+        """Tokens of it at most."""
+        return self.length - self.answered + self.request.max_tokens
+
 
 class Continuous:
     """Writes sequences with a model loaded for one.
@@ -77,6 +89,7 @@ class Continuous:
         most: sequences that share sweeps at most.
         prefill_step: tokens of a prompt computed at a time; None: as planned.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
+        planned: the model's plan has room for all sequences that share sweeps, to the ends of their answers.
 
     Attributes:
         ends: as above; of sequences that begin from now on.
@@ -91,11 +104,13 @@ class Continuous:
         most: int = MOST,
         prefill_step: int | None = None,
         draft_tokens: int | None = None,
+        planned: bool = False,
     ) -> None:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
+        self._planned = planned
         session: Session = model.outcore
         self._session, self._transport = session, session.transport
-        self._room = SequenceRoom(session, prefill_step, draft_tokens)
+        self._room = SequenceRoom(session, prefill_step, draft_tokens, planned=planned)
         alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
         (self.sequences,) = self._transport.leasts([1 if alone else most])
         self._waiting: deque[ScheduledSequence] = deque()
@@ -126,6 +141,7 @@ class Continuous:
         whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
         row = ScheduledSequence(guarded(whole), text, self._order)
         if request.cache is not None:
+            row.before = max(0, cached_tokens(request.cache) - len(request.earlier))
             row.held, row.cache = len(request.earlier), own_cache(self._model, request)
         self._waiting.append(row)
 
@@ -160,10 +176,7 @@ class Continuous:
             if (prefill := self._prefills.get(uid)) is not None:
                 row.cache, row.held = prefill.caches()
                 self.remove([uid])
-            elif isinstance(self._batch, Alone):
-                (row,) = self._taken_out(self._prefills)
-                del self._rows[uid]
-            elif isinstance(self._batch, SpeculativeDecoder):
+            elif isinstance(self._batch, Alone | SpeculativeDecoder):
                 row.cache, held = self._batch.take_out(uid)
                 row.held += held
                 self.remove([uid])
@@ -257,7 +270,7 @@ class Continuous:
                 return joining
             if self._rows:
                 try:
-                    self._room.check_alone(len(self._waiting[0].text), self._waiting[0].new)
+                    self._room.check_alone(self._waiting[0].length, self._waiting[0].new)
                     self._refused = asked
                     return []
                 except BudgetError as e:
@@ -270,21 +283,28 @@ class Continuous:
     def _next(self) -> list[ScheduledSequence]:
         """The next of the waiting, as many as may share a sweep."""
         found: list[ScheduledSequence] = []
-        prompts = 0
+        needs, prompts = [row.need for row in self._rows.values()], [0]
         for row in self._waiting:
-            prompts += len(row.text)
-            if len(self._rows) + len(found) >= self.sequences or (found and prompts > JOINING):
+            needs.append(row.need)
+            prompts.append(len(row.text))
+            if len(needs) > self.sequences or (len(needs) > 1 and not self._room.may_share(needs, prompts, len(found))):
                 break
             found.append(row)
         return found
 
     def _grow(self, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
-        """Room for one more token of everybody; where there is none, the newest waits."""
+        """Room for one more token of everybody; where there is none, the newest waits; or where there should be, the
+        longest fails."""
         while len(self._rows) > len(self._prefills) and not joining:
             try:
                 self._fit(list(self._rows.values()), [])
                 return
-            except BudgetError:
+            except BudgetError as e:
+                if self._planned and self._transport.alone:
+                    longest = max(self._rows.values(), key=lambda row: row.length)
+                    self.remove([longest.request.uid])
+                    step.failed.append((longest.request.uid, e))
+                    continue
                 newest = max(self._rows.values(), key=lambda row: row.order)
                 self.remove([newest.request.uid])
                 if not self._rows:
@@ -328,7 +348,7 @@ class Continuous:
             BudgetError: there is none within the budget.
         """
         begun = [self._rows[uid].new for uid in self._prefills]
-        self._room.fit([len(row.text) for row in rows], [row.new for row in joining], begun)
+        self._room.fit([row.length for row in rows], [row.new for row in joining], begun)
 
     # How a sweep is done
 
@@ -342,7 +362,7 @@ class Continuous:
             those whose prompts are all computed now.
         """
         chunk = self._room.step
-        if self._session.prefix is not None and self._asked_step is None:
+        if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
         together = sweeps_of(self._session.streaming, self._transport) is not None
@@ -364,7 +384,7 @@ class Continuous:
         if self._batch is None and (kind is Alone or kind is SpeculativeDecoder):
             self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
         elif self._batch is None:
-            self._batch = BatchDecoder(self._model, self._session, prefill_step=chunk, grow_by=SHARED_STEP)
+            self._batch = BatchDecoder(self._model, self._session, prefill_step=chunk)
         self._batch.prefill_step = chunk
         if part is None or not together or isinstance(self._batch, Alone):
             step.tokens = self._batch.step(requests)
@@ -395,7 +415,7 @@ class Continuous:
         going = len(self._rows) > len(self._prefills)
         # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
         room: float = self._asked_step or max(chunk, ENOUGH_STEP)
-        if not self._transport.alone or (together and not going):
+        if self._planned or not self._transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
             room = math.inf
         elif together:
@@ -430,10 +450,7 @@ class Continuous:
         batch, self._batch = self._batch, None
         rows = [row for uid, row in self._rows.items() if uid not in new]
         for row in rows if batch is not None else ():
-            if isinstance(batch, Alone):
-                row.cache, held = batch.take_out()
-                row.held += held
-            elif isinstance(batch, SpeculativeDecoder):
+            if isinstance(batch, Alone | SpeculativeDecoder):
                 row.cache, held = batch.take_out(row.request.uid)
                 row.held += held
             elif batch is not None:
@@ -448,7 +465,7 @@ class Continuous:
         """What it goes on from. ``whole``: as in ``look_up``."""
         cache, row.cache = row.cache, None
         known = Known()
-        if cache is None and row.held == 0:
+        if cache is None and row.held == 0 and not self._planned:
             found, known = look_up(self._session, row.text, chunk, whole=whole, shared=row.request.shared)
             cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
             if not self._room.records:

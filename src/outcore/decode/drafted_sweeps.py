@@ -12,16 +12,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
 from ..engine.streaming import Streaming
 from ..engine.transport import Solo
 from ..machine.allocator import clear_cache
-from ..machine.device import on_cpu
 from ..machine.interrupts import check
 from ..modules.call_values import handles
-from .batch_engine import Request, Token, own_cache, to_token
+from .batch_engine import Request, Token, to_token
 from .model_runner import ModelRunner, Pass
 from .one_text import OneText, drafting_of
 from .speculative.draft_length import SharedPass
@@ -40,9 +38,6 @@ class _DraftedSequence:
         guesses, logits: of the last sweep; ``kept``: guesses that were right, ``given``: tokens given out, so far.
     """
 
-    request: Request
-    target: ModelRunner
-    chooser: Sampler
     one: OneText
     last: int
     how: Speculation | None = None
@@ -52,6 +47,18 @@ class _DraftedSequence:
     kept: int = 0
     given: int = 0
     seconds: float = 0.0
+
+    @property
+    def request(self) -> Request:
+        return self.one.request
+
+    @property
+    def target(self) -> ModelRunner:
+        return self.one.target
+
+    @property
+    def chooser(self) -> Sampler:
+        return self.one.sampler
 
     @property
     def ready(self) -> bool:
@@ -115,24 +122,12 @@ class SpeculativeDecoder:
 
     def _joined(self, request: Request) -> _DraftedSequence:
         known = request.known
-        drafting, most = drafting_of(self._session, {"num_draft_tokens": self._most})
-        target = ModelRunner(
-            self._model,
-            functools.partial(getattr, self._session, "streaming"),
-            own_cache(self._model, request),
-            in_blocks=not on_cpu(),
-        )
-        chooser = Sampler(
-            request.sampler or greedy_sampler,
-            request.processors,
-            [*request.earlier, *request.tokens],
-        )
-        one = OneText(self._session, len(request.earlier), drafting, most, (), request.sampler, self._ends)
-        text = _DraftedSequence(request, target, chooser, one, request.tokens[-1])
+        drafting, most = drafting_of(self._session, asked=self._most)
+        one = OneText(self._model, self._session, request, drafting=drafting, most=most, ends=self._ends)
+        text, target = _DraftedSequence(one, request.tokens[-1]), one.target
         if request.begun:
             target.goes_on(request.tokens[:-1])
             return text
-        target.in_cache = known.held
         if known.logits is not None:
             text.logits = [known.logits]
             return text
@@ -254,7 +249,7 @@ class SpeculativeDecoder:
         self._count(text, right)
         if first:
             # What follows is drafted: of these logits it is known what they are like.
-            text.how = text.one.speculation(text.target, logprobs) if text.target.verifies else None
+            text.how = text.one.speculation(logprobs)
         if not right:
             self._settle(text)
         return to_token(text.request, text.last, logprobs)

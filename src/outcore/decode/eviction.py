@@ -15,11 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
+from ..checks import choice
+from ..checks import whole as whole_number
 from ..engine.session import Session
 from ..errors import PromptError, UsageError
 from ..modules.call_values import flat
-from ..options import KV_EVICTIONS, LEAST_HALVED, choice
-from ..options import whole as whole_number
+from ..options import KV_EVICTIONS, LEAST_HALVED
 from .served import NotHandedOut
 
 SINKS = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator, Iterator, Sequence
 from inspect import signature
 from typing import Any, cast
@@ -15,32 +16,25 @@ from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checks import whole as whole_number
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
-from ..machine.allocator import note_held
-from ..machine.interrupts import check
 from ..modules.cache_form import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
-from ..options import whole as whole_number
 from ..text import refuse_unknown
-from .eviction import (
-    Steps,
-    bounded_tokens,
-    eviction_of,
-    halved,
-    halving,
-    kept_at_most,
-    note_bounds,
-    refuse_unknown_text,
-)
-from .generate_step import generate_step, responses
-from .known import Known, KvBits, PrefixMatch, block_step, captured_bytes, look_up, unkept
+from .batch_engine import Request
+from .eviction import bounded_tokens, eviction_of, halved, halving, kept_at_most, note_bounds, refuse_unknown_text
+from .known import Known, KvBits, block_step, captured_bytes, look_up, unkept
 from .model_runner import MLX_LM_STEP
-from .one_text import OneText, before_sweep, drafting_of, make_room
+from .one_text import OneText, Steps, drafting_of, make_room
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
-from .served import served
+from .served import pass_on, served
+from .speculative.drafting import check_draft_length
 from .wired import generating
+
+ENDLESS = 2**62
+"""Tokens of an answer that has no limit."""
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
     "num_draft_tokens", "history", "leave_last", "kv_eviction", "shared_prefix",
@@ -140,14 +134,9 @@ def _stream(
     else:
         if most is not None and how == "none":
             max_tokens = bounded_tokens(_held(kwargs) + _length(ids, kwargs), max_tokens, most)
-        text = _PendingText(model, session, tokenizer, ids, max_tokens, kwargs)
-        max_tokens = text.max_tokens
-        if text.is_mlx_lms:
-            yield from text.responses()
-            return
-        tokens = text.steps()
+        tokens, max_tokens = _begun(model, session, tokenizer, ids, max_tokens, kwargs)
     with generating(model):
-        yield from responses(tokens, tokenizer, ids.size, max_tokens, session.metrics)
+        yield from _responses(tokens, tokenizer, ids.size, max_tokens, session)
 
 
 def _halving(
@@ -165,16 +154,14 @@ def _halving(
 
     def begin(text: list[int], tokens: int) -> Steps:
         prompt = mx.array(text[len(before) :], dtype=mx.int32)
-        return _PendingText(model, session, tokenizer, prompt, tokens, dict(kwargs)).steps()
+        return _begun(model, session, tokenizer, prompt, tokens, dict(kwargs))[0]
 
     def again(text: list[int], tokens: int) -> Steps:
         session.in_cache, session.text = 0, text
         if cache is not None:
             cache[:] = make_prompt_cache(model)
         prompt = mx.array(text, dtype=mx.int32)
-        return _PendingText(
-            model, session, tokenizer, prompt, tokens, kwargs | {"history": (), "shared_prefix": 0}
-        ).steps()
+        return _begun(model, session, tokenizer, prompt, tokens, kwargs | {"history": (), "shared_prefix": 0})[0]
 
     text = [*before, *cast(list[int], ids.tolist())]
     fits = len(text) <= most
@@ -190,142 +177,129 @@ def _length(ids: mx.array, kwargs: dict[str, Any]) -> int:
     return ids.size if embeddings is None else len(embeddings)
 
 
-class _PendingText:
-    """A text that is about to be computed: room is made for it, and what is known of it is found.
+def _begun(
+    model: nn.Module,
+    session: Session,
+    tokenizer: TokenizerWrapper,
+    ids: mx.array,
+    max_tokens: int,
+    kwargs: dict[str, Any],
+) -> tuple[Steps, int]:
+    """The steps of a text that there is room for, of which is found what was computed before, and as many tokens as its
+    answer can have; ``kwargs`` are ``stream_generate``'s."""
+    given: list[Any] | None = kwargs.get("prompt_cache")
+    shared = whole_number("shared_prefix", kwargs.get("shared_prefix", 0), 0)
+    embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
+    length, held = _length(ids, kwargs), _held(kwargs)
+    asked = kwargs.get("prefill_step_size")
+    theirs = asked or session.prefill_step_size or MLX_LM_STEP
+    bounds = given is None and window is not None and note_bounds(model, session)
+    if bounds or any(isinstance(c, RotatingKVCache) and c.keep for c in given or ()):
+        # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
+        # memory there is.
+        asked = theirs
+    bound = kept_at_most(model, given, window, min(length, theirs))
+    room = held + length + 1 if bound is None else min(held + length + 1, bound)
+    kept, kv = 0 if given is None else max(snapshot_bytes(given), session.size.states), _kv_bits(kwargs, theirs)
+    captured = captured_bytes(session, length, kv)
 
-    Args:
-        kwargs: ``stream_generate``'s, which it takes over.
+    def has_room() -> tuple[int, int]:
+        nonlocal captured
+        tokens = check_prompt(length, max_tokens, session, held, window is None)
+        note_length(held + length, session, "the prompt")
+        # For caches, and for what is kept on disk of the prompt if there is some.
+        with contextlib.suppress(BudgetError):
+            return tokens, make_room(session, room, length, asked, kept=kept + captured)
+        captured = -1
+        return tokens, make_room(session, room, length, asked, kept=kept)
 
-    Attributes:
-        max_tokens: as can be had.
-        is_mlx_lms: mlx-lm's own loop computes it (``responses``); otherwise ours does (``steps``).
-    """
+    # Ranks that share a model cut a prompt in the same way.
+    tokens = cast(list[int], ids.tolist())
+    max_tokens, step = session.transport.text_room(lambda: (length, held, *tokens), has_room, asked=asked is not None)
+    found, known = None, Known()
+    if session.prefix is not None:
+        step = block_step(step) if asked is None else step
+        same = given is None or session.prefix.like(given)
+        if same and not held and not window and embeddings is None:
+            found, known = look_up(session, tokens, step, shared=shared, kv=kv)
+            known = known if captured >= 0 else unkept(session, known, length)
+    session.found = 0 if found is None else found.tokens
+    cache = given if given is not None or found is None else found.cache
+    drafting, most = drafting_of(session, kwargs.get("draft_model"), _drafted(kwargs))
+    processors = tuple(kwargs.get("logits_processors") or ())
+    text = OneText(
+        model,
+        session,
+        Request(0, tokens, ENDLESS if max_tokens < 0 else max_tokens, kwargs.get("sampler"), processors, known=known),
+        drafting=drafting,
+        most=most,
+        ends=tokenizer.eos_token_ids,
+        before=kwargs.get("history", ()),
+        bound=bound,
+        owned=given is not None,
+        kv=kv,
+        cache=make_prompt_cache(model, max_kv_size=window) if cache is None else cache,
+    )
+    progress = kwargs.get("prompt_progress_callback") or (lambda *_: None)
+    whole = given is not None and not kwargs.get("leave_last", False)
+    steps = text.tokens(step, embeddings=embeddings, progress=progress, whole=whole)
+    if found is None or given is None:
+        return steps, max_tokens
+    return _in_place(steps, session, given, found.cache), max_tokens
 
-    def __init__(
-        self,
-        model: nn.Module,
-        session: Session,
-        tokenizer: TokenizerWrapper,
-        ids: mx.array,
-        max_tokens: int,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._model, self._session, self._tokenizer, self._ids, self._kwargs = model, session, tokenizer, ids, kwargs
-        self._before: Sequence[int] = kwargs.pop("history", ())
-        self._records = True
-        self._shared = whole_number("shared_prefix", kwargs.pop("shared_prefix", 0), 0)
-        cache: list[Any] | None = kwargs.get("prompt_cache")
-        self._length, self._held = _length(ids, kwargs), _held(kwargs)
-        self._quantize_step = kwargs.get("prefill_step_size") or session.prefill_step_size or MLX_LM_STEP
-        kept = 0 if cache is None else max(snapshot_bytes(cache), session.size.states)
-        bounds = cache is None and kwargs.get("max_kv_size") is not None and note_bounds(model, session)
-        if bounds or any(isinstance(c, RotatingKVCache) and c.keep for c in cache or ()):
-            # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
-            # memory there is.
-            kwargs["prefill_step_size"] = self._quantize_step
-        step = kwargs.get("prefill_step_size")
-        self._bound = kept_at_most(model, cache, kwargs.get("max_kv_size"), min(self._length, self._quantize_step))
-        self._kv = (
-            None
-            if kwargs.get("kv_bits") is None
-            else KvBits(
-                kwargs["kv_bits"],
-                kwargs.get("kv_group_size", 64),
-                kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START),
-                self._quantize_step,
-            )
+
+def _kv_bits(kwargs: dict[str, Any], step: int) -> KvBits | None:
+    if kwargs.get("kv_bits") is None:
+        return None
+    start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
+    return KvBits(kwargs["kv_bits"], kwargs.get("kv_group_size", 64), start, step)
+
+
+def _drafted(kwargs: dict[str, Any]) -> int | None:
+    asked = kwargs.get("num_draft_tokens")
+    return None if asked is None else check_draft_length(asked)
+
+
+def _responses(
+    tokens: Steps, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int, session: Session
+) -> Iterator[GenerationResponse]:
+    """Tokens as mlx-lm hands them out, with their text."""
+    detokenizer = tokenizer.detokenizer
+    began = time.perf_counter()
+    first = began
+    for n, (token, logprobs, drafted) in enumerate(tokens, start=1):
+        if n == 1:
+            first = time.perf_counter()
+        session.metrics.tokens += 1
+        stop = token in tokenizer.eos_token_ids
+        last = stop or n == max_tokens
+        if not stop:
+            detokenizer.add_token(token)
+        if last:
+            detokenizer.finalize()
+        since = time.perf_counter() - first
+        response = GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=drafted,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tokens / (first - began),
+            generation_tokens=n,
+            generation_tps=(n - 1) / since if n > 1 else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=("stop" if stop else "length") if last else None,
         )
-        bounded = kwargs.get("max_kv_size") is None
-
-        def has_room() -> tuple[int, int]:
-            tokens = check_prompt(self._length, max_tokens, session, self._held, bounded)
-            note_length(self._held + self._length, session, "the prompt")
-            return tokens, self._make_room(step, kept)
-
-        self.max_tokens, kwargs["prefill_step_size"] = session.transport.text_room(
-            lambda: [self._length, self._held, *cast(list[int], ids.tolist())], has_room, asked=step is not None
-        )
-        if session.prefix is not None and step is None:
-            kwargs["prefill_step_size"] = block_step(kwargs["prefill_step_size"])
-        self._found, self._known = self._look_up(cache)
-        session.found = 0 if self._found is None else self._found.tokens
-        if self._found is not None and cache is None:
-            kwargs |= {"prompt_cache": self._found.cache, "private": True, "leave_last": True}  # nobody goes on with it
-        self._drafting, self._most = drafting_of(session, kwargs)
-        plain = self._drafting is None and cache is None and kwargs.get("kv_bits") is None
-        self.is_mlx_lms = session.streaming is None and plain and session.prefix is None and session.transport.alone
-        self._cache = cache
-
-    def _make_room(self, step: int | None, kept: int) -> int:
-        """For caches, and for what is kept on disk of the prompt if there is some; tokens of a chunk of it."""
-        if captured := captured_bytes(self._session, self._length, self._kv):
-            with contextlib.suppress(BudgetError):
-                return make_room(self._session, self._room(1), self._length, step, kept=kept + captured)
-            self._records = False
-        return make_room(self._session, self._room(1), self._length, step, kept=kept)
-
-    def _look_up(self, cache: list[Any] | None) -> tuple[PrefixMatch | None, Known]:
-        prefix, kwargs = self._session.prefix, self._kwargs
-        ours = cache is None or (prefix is not None and prefix.like(cache))
-        if self._held or kwargs.get("input_embeddings") is not None or kwargs.get("max_kv_size") or not ours:
-            return None, Known()
-        found, known = look_up(
-            self._session,
-            cast(list[int], self._ids.tolist()),
-            kwargs["prefill_step_size"],
-            shared=self._shared,
-            kv=self._kv,
-        )
-        return found, known if self._records else unkept(self._session, known, self._length)
-
-    def _room(self, tokens: int) -> int:
-        """Tokens that caches hold with so many of an answer."""
-        all_of_it = self._held + self._length + tokens
-        return all_of_it if self._bound is None else min(all_of_it, self._bound)
-
-    def responses(self) -> Generator[GenerationResponse, None, None]:
-        """By mlx-lm."""
-        self._kwargs.pop("leave_last", None)
-        told = self._kwargs.pop("prompt_progress_callback", None)
-
-        def computed(done: int, total: int) -> None:
-            note_held()  # before mlx-lm gives freed memory back
-            check()  # signals are held until the first token
-            if told is not None:
-                told(done, total)
-
-        self._kwargs["prompt_progress_callback"] = computed
-        with generating(self._model):
-            made = generate_resident(
-                self._model, self._tokenizer, self._ids, max_tokens=self.max_tokens, **self._kwargs
-            )
-            for n, response in enumerate(made, 1):
-                self._session.metrics.tokens += 1
-                yield response
-                # Mlx-lm computes one token ahead.
-                before_sweep(self._session, self._room(n + 2))
-
-    def steps(self) -> Steps:
-        """Sweep by sweep."""
-        session = self._session
-        sampler, ends = self._kwargs.get("sampler"), self._tokenizer.eos_token_ids
-        text = OneText(session, self._held, self._drafting, self._most, self._before, sampler, ends, self._bound)
-        tokens = generate_step(
-            self._ids,
-            self._model,
-            lambda: session.streaming,
-            max_tokens=2**62 if self.max_tokens < 0 else self.max_tokens,
-            quantize_step=self._quantize_step,
-            known=self._known,
-            reserve=text.reserve,
-            speculation=text.speculation,
-            counted=text.count,
-            hidden=text.hidden(),
-            **self._kwargs,
-        )
-        if self._found is None or self._cache is None:
-            return tokens
-        return _in_place(tokens, session, self._cache, self._found.cache)
+        try:
+            yield response
+        except GeneratorExit:
+            raise
+        except BaseException as e:
+            pass_on(tokens, e)
+            raise
+        if last:
+            tokens.close()
+            return
 
 
 def _in_place(tokens: Steps, session: Session, given: Sequence[Any], found: Sequence[Any]) -> Steps:

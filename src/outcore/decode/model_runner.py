@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache
 
-from ..engine.streaming import Streaming, sweeps_of
-from ..engine.transport import Sweeps, transport_of
+from ..engine.session import Session
+from ..engine.streaming import sweeps_of
+from ..engine.transport import Sweeps
 from ..engine.undo import Undo
 from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
@@ -29,6 +30,7 @@ from ..machine.interrupts import check
 from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..modules.call_values import caches_in, flat, handles
 from .hidden_states import HiddenStates
+from .kv_slices import KvBits
 
 _Built = TypeVar("_Built")
 
@@ -48,12 +50,9 @@ class ModelRunner:
     """A model and its caches, token by token or many tokens to a sweep.
 
     Args:
-        engine: what streams the model now; None where everything is resident.
         cache: as from ``mlx_lm.models.cache.make_prompt_cache``; what it holds already stays.
         owned: somebody else goes on with the caches, so whatever fails they are what they were before it.
-        kv_bits, kv_group_size, quantized_kv_start: as in ``mlx_lm.generate.generate_step``.
-        quantize_step: tokens of a prompt after which keys and values are quantized: mlx-lm's chunks, which are longer
-            than ours where memory is short. An answer may not depend on that.
+        kv: how keys and values are quantized; None: they are not.
         in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
             whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
@@ -67,14 +66,11 @@ class ModelRunner:
     def __init__(
         self,
         model: nn.Module,
-        engine: Callable[[], Streaming | None],
+        session: Session,
         cache: list[Any],
         *,
         owned: bool = False,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-        quantize_step: int = MLX_LM_STEP,
+        kv: KvBits | None = None,
         in_blocks: bool = False,
         snapshots: int = 0,
         hidden: HiddenStates | None = None,
@@ -86,18 +82,10 @@ class ModelRunner:
         self.prompt_s = 0.0
         self.in_cache = 0
         self._model = model
-        self._engine = engine
-        self.transport = transport_of(model)
+        self._session = session
+        self.transport = session.transport
         self.owned = owned
-        self._bits = kv_bits
-        self._quantize_step = quantize_step
-        self._quantized_from = quantized_kv_start
-        self._quantize = functools.partial(
-            maybe_quantize_kv_cache,
-            quantized_kv_start=quantized_kv_start,
-            kv_group_size=kv_group_size,
-            kv_bits=kv_bits,
-        )
+        self._kv = kv
         self._fed: list[int] = []  # tokens of the last sweep
         self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
         self._committed = 0  # how many of them are part of the text
@@ -108,12 +96,12 @@ class ModelRunner:
     @property
     def resident(self) -> bool:
         """Whether nothing is streamed now."""
-        return self._engine() is None
+        return self._session.streaming is None
 
     @property
     def verifies(self) -> bool:
         """Whether several tokens can be computed in one sweep and taken back again."""
-        streaming = self._engine()
+        streaming = self._session.streaming
         return not (self.transport.eager or (streaming is not None and streaming.evaluates))
 
     @contextmanager
@@ -123,7 +111,7 @@ class ModelRunner:
         Yields:
             what takes the caches back later, until the next sweep begins; None where nobody goes on with them.
         """
-        streaming, cache = self._engine(), self.cache if self.owned else None
+        streaming, cache = self._session.streaming, self.cache if self.owned else None
         before, pending = self.in_cache, self._pending
         try:
             if streaming is not None:
@@ -159,6 +147,7 @@ class ModelRunner:
         step: int,
         embeddings: mx.array | None = None,
         passed: Callable[[int], object] = lambda _: None,
+        computed: Callable[[int], object] = lambda _: None,
     ) -> mx.array:
         """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
 
@@ -168,12 +157,13 @@ class ModelRunner:
             embeddings: (tokens, hidden), instead of the ids.
             passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
                 values are quantized behind it.
+            computed: called when chunks were computed that are not the last, with the same.
 
         Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
         """
         began = time.perf_counter()
         passes = self.prompting(ids, step, embeddings, passed)
-        total = sum(each.tokens for each in passes)
+        total = left = sum(each.tokens for each in passes)
         if (sweeps := self._sweeps()) is not None:
             lengths, graph = [each.tokens for each in passes], sweeps.graph
             context = self.context + total
@@ -186,12 +176,16 @@ class ModelRunner:
                 if passes:
                     # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
                     self.evaluate()
+                    left -= tokens
+                    computed(total - left)
             (logits,) = found
         else:
             # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
             for each in passes[:-1]:
                 each.run()
                 self.evaluate()
+                left -= each.tokens
+                computed(total - left)
                 check()
             logits = passes[-1].run()
         return self.prompted(logits, total, time.perf_counter() - began)
@@ -205,7 +199,7 @@ class ModelRunner:
     ) -> list[Pass]:
         """The passes of ``prompt``, in whose sweeps others' may be too; ``prompted`` is to be told what the last one
         puts out."""
-        total, held = len(ids) if embeddings is None else len(embeddings), self.in_cache
+        total, held, kv = len(ids) if embeddings is None else len(embeddings), self.in_cache, self._kv
         if self.hidden is not None:
             self.hidden.expect(held + total)
         return [
@@ -215,12 +209,12 @@ class ModelRunner:
                     ids[part],
                     None if embeddings is None else embeddings[part],
                     at=held + part.start,
-                    quantize=(held + part.stop) % self._quantize_step == 0 or part.stop >= total - 1,
+                    quantize=kv is not None and ((held + part.stop) % kv.step == 0 or part.stop >= total - 1),
                     built=functools.partial(passed, part.stop),
                 ),
                 part.stop - part.start,
             )
-            for part in chunks(total, step, None if self._bits is None else self._quantize_step)
+            for part in chunks(total, step, None if kv is None else kv.step)
         ]
 
     def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
@@ -277,7 +271,7 @@ class ModelRunner:
 
     def drain(self) -> None:
         """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""
-        if (streaming := self._engine()) is not None:
+        if (streaming := self._session.streaming) is not None:
             streaming.drain()
 
     def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
@@ -374,12 +368,14 @@ class ModelRunner:
     @property
     def _anywhere(self) -> bool:
         """Whether all caches can be taken back to any token."""
-        return self._bits is None and all(map(by_offset, flat(self.cache)))
+        return self._kv is None and all(map(by_offset, flat(self.cache)))
 
     def _will_quantize(self, tokens: int) -> bool:
         """Whether some cache gets quantized within so many tokens: mlx-lm does so right after the one that is due."""
+        if self._kv is None:
+            return False
         offsets = [c.offset for c in flat(self.cache) if hasattr(c, "to_quantized")]
-        return self._bits is not None and any(offset + tokens >= self._quantized_from for offset in offsets)
+        return any(offset + tokens >= self._kv.start for offset in offsets)
 
     def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
         if (sweeps := self._sweeps()) is not None and len(passes) > 1:
@@ -393,7 +389,7 @@ class ModelRunner:
 
     def _sweeps(self) -> Sweeps | None:
         """What computes several passes layer by layer; None: they follow each other."""
-        return sweeps_of(self._engine(), self.transport)
+        return sweeps_of(self._session.streaming, self.transport)
 
     def evaluate(self, *logits: mx.array) -> None:
         """These, and what the passes so far left behind."""
@@ -406,7 +402,7 @@ class ModelRunner:
         """A pass of a prompt. Of all but the last only what they leave behind is computed: hidden states with it."""
         held = None if self.hidden is None else self.hidden.end
         logits = self._forward(ids, embeddings, at=at, **how)
-        streaming = self._engine()
+        streaming = self._session.streaming
         if self.hidden is not None and self.hidden.end != held and streaming is not None:
             streaming.leaves(self.hidden.arrays[-1])
         return logits
@@ -433,9 +429,9 @@ class ModelRunner:
                 "kv_bits: mlx-lm does not compute this model's attention with quantized keys and values; leave it out"
             ) from e
         built()
-        if quantize:
+        if quantize and (kv := self._kv) is not None:
             try:
-                self._quantize(self.cache)
+                maybe_quantize_kv_cache(self.cache, kv.start, kv.group_size, kv.bits)
             except NotImplementedError as e:
                 raise UsageError("kv_bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
         if self._undo is not None:

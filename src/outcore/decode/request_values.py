@@ -6,8 +6,8 @@ import math
 from collections.abc import Container
 from typing import Any
 
+from ..checks import COUNT, LEAST_TEMPERATURE
 from ..errors import RequestError
-from ..options import COUNT, LEAST_TEMPERATURE
 from ..text import half_character, shortened
 
 LARGE = 1e30

@@ -23,9 +23,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm import sample_utils
 
+from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
 from ..errors import UsageError
 from ..machine.random_state import random_state_kept
-from ..options import COUNT, LEAST_TEMPERATURE, real, whole
 
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""

@@ -10,13 +10,13 @@ from dataclasses import replace
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
-from ..plan.context_bytes import KV_STEP, SHARED_STEP
+from ..plan.cache_size import KV_STEP, SHARED_STEP
 from ..plan.draft_choice import REPEATED, SeveralDrafts, pays_for_several
 from ..plan.draft_cost import MOST, SELF
 from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps, replanned_bytes
 from ..plan.prediction import guess_s
-from ..plan.workload import for_sequences
+from ..plan.workload import JOINING, for_sequences
 from ..sizes import format_size
 from .known import captured_bytes
 from .one_text import make_room
@@ -32,6 +32,7 @@ class SequenceRoom:
     Args:
         asked_step: tokens of a prompt that are to be computed at a time; None: as planned.
         asked_drafts: tokens that may be drafted of a text for a sweep; None: as many as are worth it.
+        planned: as in ``Continuous``.
 
     Attributes:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
@@ -41,9 +42,16 @@ class SequenceRoom:
             they are drafted, and where there is no room for the others beside one that is much longer.
     """
 
-    def __init__(self, session: Session, asked_step: int | None = None, asked_drafts: int | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        asked_step: int | None = None,
+        asked_drafts: int | None = None,
+        *,
+        planned: bool = False,
+    ) -> None:
         self._session, self._base, self._asked_step = session, session.size, asked_step
-        self._asked_drafts = asked_drafts
+        self._asked_drafts, self._planned = asked_drafts, planned
         self._draft = None if session.residency is None else session.residency.layers.draft
         self._transport = session.transport
         self._transport.rest()
@@ -68,10 +76,25 @@ class SequenceRoom:
         """
         self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
+    def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
+        """Whether sequences may be under way together, before there is room for them.
+
+        Args:
+            needs: tokens of each at most. prompts: of those that join; so many of them do before the last.
+        """
+        size = self._session.size
+        if not self._planned:
+            return not joining or sum(prompts) <= JOINING
+        joins = not joining or sum(prompts) <= max(size.joining, size.prompt)
+        return joins and len(needs) <= size.sequences and len(needs) * max(needs) <= size.room
+
     def _fit_here(self, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int] = ()) -> int:
         """The same on this rank; tokens of the longest that there is room for."""
         session = self._session
         residency, size = session.residency, session.size
+        if self._planned:
+            make_room(session, max(lengths) + 1, max(joining, default=1), self._asked_step)
+            return session.size.context
         if len(lengths) > 1 and session.streaming is not None and session.streaming.beside is not None:
             # A layer's turn has one text's: others would be computed with what is another's.
             raise BudgetError("keys and values that are kept on disk are those of one text at a time")
@@ -204,8 +227,10 @@ class SequenceRoom:
     def rest(self) -> None:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
         residency = self._session.residency
-        self._see_draft()
         self._transport.rest()
+        if self._planned:
+            return
+        self._see_draft()
         if residency is not None and self._session.size is not self._base:
             residency.release(self._base)
 

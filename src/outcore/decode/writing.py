@@ -47,15 +47,9 @@ class Writing:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        self.error: Exception | None = None
         self._text = self.tokenizer.detokenizer
         self._seen = 0  # characters in which no stop string begins
         self._end: int | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return tokens_of(self.request)[0] + len(self.tokens)
 
     def add(self, token: Token) -> bool:
         """Take the next token; whether it was the last."""

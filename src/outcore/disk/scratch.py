@@ -98,7 +98,9 @@ class Scratch:
                 why = "it is no folder"
             elif e.errno == errno.ENOENT and not folder.parent.is_dir():
                 why = f"there is no folder {folder.parent} to make it in; make that, or name another"
-            raise StoreError(f"{folder}: keys and values cannot be kept there: {why}; see --kv-dir") from e
+            raise StoreError(
+                f"{folder}: keys and values cannot be kept there: {why}; name another folder (OUTCORE_CACHE, or kv_dir)"
+            ) from e
         try:
             cached = self._calls.open_cached(path)
             direct = self._calls.open_direct(path) if io != "cached" else None
@@ -200,7 +202,7 @@ class Scratch:
             raise ClosedError("this model was closed, and with it went what its caches had on disk")
 
     def _failed(self, e: OSError, nbytes: int) -> StoreError:
-        advice = "free some, or name another folder (--kv-dir)"
+        advice = "free some, or name another folder (OUTCORE_CACHE, or kv_dir)"
         return StoreError(
             f"{self.folder}: {format_size(nbytes)} of keys and values could not be written: {e.strerror}; {advice}"
         )

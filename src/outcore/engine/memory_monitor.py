@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -13,7 +14,9 @@ from ..errors import BudgetError
 from ..machine.pressure import GroupAlarm, Pressure, read_pressure
 from .governor import Decision, Governor
 from .residency import Residency
-from .state import State
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 NOTES = 4
 """Notes that are kept of what went and came back, the last ones; a run may be long."""
@@ -36,20 +39,21 @@ class Watch:
         read: what the system says of memory; None: ``read_pressure``.
 
     Attributes:
-        decisions: pass before which something was done, and what.
+        decisions: pass before which something was done, and what. ``notes``: for the user, of the last ones.
     """
 
     def __init__(
         self,
-        state: State,
+        engine: Engine,
         residency: Residency,
         governor: Governor | None = None,
         read: Callable[[], Pressure] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.state, self.residency = state, residency
+        self.engine, self.residency = engine, residency
         self.governor = governor or Governor()
         self.decisions: list[tuple[int, Act]] = []
+        self.notes: list[str] = []
         self._alarm = GroupAlarm() if read is None else None
         if self._alarm is not None:
             weakref.finalize(self, self._alarm.close)
@@ -63,7 +67,7 @@ class Watch:
 
     def attach(self) -> None:
         """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
-        streaming = self.state.streaming
+        streaming = self.engine.streaming
         if streaming is not None:
             streaming.before_sweep.join(self.before_pass)
             streaming.after_unit.join(self.within_pass)
@@ -78,7 +82,7 @@ class Watch:
         self._passes += 1
         self._since += 1
         self.residency.layers.note_arrivals()
-        self._ended = self._ended or (self.state.streaming is not None and self.state.streaming.sweep_s is not None)
+        self._ended = self._ended or (self.engine.streaming is not None and self.engine.streaming.sweep_s is not None)
         decision, self._pending = self._pending, None
         if decision is None and self.governor.due(self._clock(), self._since):
             decision = self._look()
@@ -108,7 +112,7 @@ class Watch:
             self._alarm.close()
 
     def _look(self, within: bool = False) -> Decision:
-        layers, plan, streaming = self.residency.layers, self.state.plan, self.state.streaming
+        layers, plan, streaming = self.residency.layers, self.engine.plan, self.engine.streaming
         kept = mx.get_cache_memory()
         held = mx.get_active_memory() + kept
         # What the next prompt will be computed with is free until it comes; while one is computed, it is taken.
@@ -138,6 +142,4 @@ class Watch:
             return
         self.governor.acted(self._clock(), self._read(), decision)
         self.decisions.append((self._passes, Act(*((count, 0) if growth < 0 else (0, count)), decision.reason)))
-        own = [n for n in self.state.notes if n.startswith("pass ")][-NOTES:]
-        others = [n for n in self.state.notes if not n.startswith("pass ")]
-        self.state.notes = (*others, *own, f"pass {self._passes}: {what}: {decision.reason}")
+        self.notes = [*self.notes[-NOTES:], f"pass {self._passes}: {what}: {decision.reason}"]

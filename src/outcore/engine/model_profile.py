@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,10 +24,9 @@ from ..modules.module_tree import named_parameters
 from ..modules.nested_linear import NestedLinear
 from ..modules.switches import Switch, find_switch
 from ..modules.trace import Trace, rehearse
+from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.context import planned_context
 from ..plan.model_size import (
-    COPIED,
-    COPIED_ELSEWHERE,
     METAL_REUSE_BYTES,
     REST_BYTES,
     REUSE_BYTES,
@@ -57,9 +56,11 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
-from .state import State
 from .transport import Forecast, Transport
 from .vocabulary import Slice, Table, slices_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class Share(Protocol):
@@ -73,7 +74,7 @@ class Share(Protocol):
     def layers(self) -> tuple[Layer, ...]:
         """Those of the whole model."""
 
-    def install(self, state: State) -> Transport:
+    def install(self, engine: Engine) -> Transport:
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from .replanner import Replanner
-from .state import State
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 Counts = tuple[tuple[int, int], ...]
 """Layers, and slots of their caches."""
@@ -21,26 +23,25 @@ class Pools:
         stream: streams by a plan, through another ring.
     """
 
-    def __init__(self, state: State, plans: Replanner, stream: Callable[[Plan], None]) -> None:
-        self.state = state
+    def __init__(self, engine: Engine, plans: Replanner) -> None:
+        self.engine = engine
         self._plans = plans
-        self._stream = stream
         self._before: Counts | None = None  # slots, before they were fewer
 
     @property
     def spare(self) -> list[int]:
         """Bytes of each slot that can be given up: one of each layer stays."""
-        return [self._slot] * (_slots(self.state.plan.pools) - len(self.state.plan.pools))
+        return [self._slot] * (_slots(self.engine.plan.pools) - len(self.engine.plan.pools))
 
     @property
     def returning(self) -> list[int]:
         """Bytes of each slot that was given up."""
-        return [self._slot] * (_slots(self._whole) - _slots(self.state.plan.pools))
+        return [self._slot] * (_slots(self._whole) - _slots(self.engine.plan.pools))
 
     def move(self, slots: int) -> int:
         """So many slots fewer, or more where that is negative, by the shares that layers had at first. Returns how many
         it were."""
-        now, whole = self.state.plan.pools, self._whole
+        now, whole = self.engine.plan.pools, self._whole
         wanted = max(len(whole), min(_slots(whole), _slots(now) - slots))
         share = wanted / max(1, _slots(whole))
         counts = {i: max(1, int(n * share)) for i, n in whole}
@@ -62,7 +63,7 @@ class Pools:
         Raises:
             BudgetError: there is no room for it.
         """
-        budget = self.state.plan.budget_bytes
+        budget = self.engine.plan.budget_bytes
         # Less may be free than was to be used: then what there is must do, as it does while a model is loaded.
         fitting = self._plans.pooled(size, allowed, step) or self._plans.pooled(size, budget, step)
         if fitting is None:
@@ -73,22 +74,22 @@ class Pools:
 
     @property
     def _whole(self) -> Counts:
-        return self._before or self.state.plan.pools
+        return self._before or self.engine.plan.pools
 
     @property
     def _slot(self) -> int:
         """Bytes of a slot, on average."""
-        return self.state.plan.pool_bytes // max(1, _slots(self.state.plan.pools))
+        return self.engine.plan.pool_bytes // max(1, _slots(self.engine.plan.pools))
 
     def _change(self, plan: Plan) -> None:
         """Run by another plan, of which the caches may be all that differs."""
-        before, streaming = self.state.plan, self.state.streaming
+        before, streaming = self.engine.plan, self.engine.streaming
         if plan.pools and streaming is not None and streaming.experts is not None and _ring(before) == _ring(plan):
             streaming.drain()
             streaming.experts.resize([n for _, n in plan.pools])
         else:
-            self._stream(plan)
-        self.state.adopt(plan)
+            self.engine.stream(plan)
+        self.engine.adopt(plan)
 
 
 def _slots(counts: Counts) -> int:

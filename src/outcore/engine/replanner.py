@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError
 from ..plan.draft_cost import MTP, SELF
@@ -15,15 +15,17 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_steps, replan, replanned_bytes
 from ..sizes import format_size
-from .state import State
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class Replanner:
     """Asks the planner, by what the model is now."""
 
-    def __init__(self, state: State, calibration: Calibration) -> None:
-        self.state = state
-        self.calibration = calibration
+    def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
+        self.engine = engine
+        self.calibration, self._chunk = calibration, chunk
         self._back: tuple[Plan, int, int] | None = None  # layers that may come back, by this plan and as many shed
 
     def make(
@@ -40,7 +42,7 @@ class Replanner:
             BudgetError: there is none for that budget.
         """
         # Some drafts are made with the model's own head: as long as that is there, it has to stay.
-        drafting, head = None if undrafted else self.state.drafting, self.state.plan.head_streamed
+        drafting, head = None if undrafted else self.engine.drafting, self.engine.plan.head_streamed
         # One that is streamed stays so: its arrays are gone.
         stays = False if head else True if drafting is not None and drafting.kind in (SELF, MTP) else None
         if not for_context:
@@ -65,31 +67,31 @@ class Replanner:
 
     def without_residents(self, budget: int) -> Plan:
         """The plan without residents for that budget, or the smallest there is."""
-        plan = self.state.plan
-        smaller = self.least(self.state.size, budget, resident=0, prefill_step=plan.prefill_step)
+        plan = self.engine.plan
+        smaller = self.least(self.engine.size, budget, resident=0, prefill_step=plan.prefill_step)
         return replace(smaller, budget_bytes=plan.budget_bytes)
 
     def pooled(self, size: ModelSize, budget: int, step: int | None) -> Plan | None:
         """The fastest plan with expert caches; None: there is no room for any."""
         steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
-        least = self.state.plan.smallest_budget_bytes
+        least = self.engine.plan.smallest_budget_bytes
         return expert_plan(size, budget, least, rings=SLOTS, steps=steps, slots=None, calibration=self.calibration)
 
     def with_pools(self, pools: tuple[tuple[int, int], ...]) -> Plan:
         """The plan with these expert caches."""
-        return with_pools(self.state.size, self.state.plan, pools, self.calibration)
+        return with_pools(self.engine.size, self.engine.plan, pools, self.calibration)
 
     def with_residents(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
         """The plan as it is, with these layers resident and chunks of so many tokens."""
-        return replan(size, replace(self.state.plan, prefill_step=step), resident, self.calibration)
+        return replan(size, replace(self.engine.plan, prefill_step=step), resident, self.calibration)
 
     def nbytes(self, size: ModelSize, resident: Sequence[int], step: int) -> int:
         """The peak of that plan."""
-        return replanned_bytes(size, replace(self.state.plan, prefill_step=step), resident)
+        return replanned_bytes(size, replace(self.engine.plan, prefill_step=step), resident)
 
     def returning(self, shed: Sequence[int], count: int | None) -> list[int]:
         """Of these layers up to ``count`` that the budget has room for, evenly placed."""
-        plan, size = self.state.plan, self.state.size
+        plan, size = self.engine.plan, self.engine.size
         # The last of what is streamed stays so: a ring without units could not be filled again.
         most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
 
@@ -110,9 +112,9 @@ class Replanner:
         resident and smaller chunks if need be; of the model as it is, or of this size."""
         # What is drafted gives way to the text, and so does room for longer prompts.
         for larger in (self.grown(tokens, prompt, size=size), self.grown(tokens, prompt, least=True, size=size)):
-            step = self.state.prefill_step_size or prefill_steps(larger.prompt)[-1]
+            step = self._chunk or prefill_steps(larger.prompt)[-1]
             with contextlib.suppress(BudgetError):
-                budget = self.state.plan.budget_bytes
+                budget = self.engine.plan.budget_bytes
                 self.make(replace(larger, drafted=0), budget, for_context=True, prefill_step=step)
                 return True
         return False
@@ -120,14 +122,14 @@ class Replanner:
     def grown(self, tokens: int, prompt: int, *, least: bool = False, size: ModelSize | None = None) -> ModelSize:
         """What the model weighs with a context and a prompt of at least so many tokens; ``least``: of a prompt of no
         more, but a chunk as it is now."""
-        size = size or self.state.size
+        size = size or self.engine.size
         tokens = max(tokens, size.context)
-        longest = min(size.prompt, self.state.plan.prefill_step) if least else size.prompt
+        longest = min(size.prompt, self.engine.plan.prefill_step) if least else size.prompt
         return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
 
     def steps(self, larger: ModelSize, prompt: int) -> list[int]:
         """Chunks that a prompt may be cut into, largest first; for an answer no larger ones than there are."""
-        steps, now = prefill_steps(larger.prompt), self.state.plan.prefill_step
+        steps, now = prefill_steps(larger.prompt), self.engine.plan.prefill_step
         return steps if prompt > 1 else [now, *(s for s in steps if s < now)]
 
     def refusal(self, larger: ModelSize, tokens: int, prompt: int, kept: int, step: int) -> BudgetError:
@@ -142,7 +144,7 @@ class Replanner:
             smallest = e.smallest
         least = f" ({format_size(smallest, round_up=True)} at least)" if smallest else ""
         return BudgetError(
-            f"a context of {tokens} tokens{of_these} does not fit into {format_size(self.state.plan.budget_bytes)} "
+            f"a context of {tokens} tokens{of_these} does not fit into {format_size(self.engine.plan.budget_bytes)} "
             f"with this model: give it more memory{least}, or ask for fewer tokens",
             smallest,
         )

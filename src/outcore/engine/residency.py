@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -15,32 +16,29 @@ from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps, thin
-from .model_profile import ModelProfile
 from .resident_layers import ResidentLayers
-from .state import State
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 GROWTH = 256
 """Tokens by which the reserve for context grows at a time, as mlx-lm's caches do."""
 
 
 class Residency:
-    """What stands behind ``model.outcore`` while the model runs.
+    """Makes room in a running model.
 
     Args:
-        stream: starts streaming by a plan, through a ring of its own.
+        chunk: tokens of a prompt to compute at a time, if they were asked for.
 
     Attributes:
         layers: what of the model is in memory.
-        check_disk: raises a StoreError where the disk has no room for a plan's keys and values.
+        calibration: of the machine; what layers are expected to take.
     """
 
-    def __init__(
-        self, state: State, profile: ModelProfile, calibration: Calibration, stream: Callable[[Plan], None]
-    ) -> None:
-        self.state = state
-        self.calibration = calibration
-        self.layers = ResidentLayers(state, profile, calibration, stream)
-        self.check_disk: Callable[[Plan, ModelSize], None] = lambda *_: None
+    def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
+        self.engine, self.calibration, self.chunk = engine, calibration, chunk
+        self.layers = ResidentLayers(engine, calibration, chunk)
         self._plans = self.layers.plans
 
     def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
@@ -50,7 +48,7 @@ class Residency:
             return True
         if (draft := self.layers.draft) is None:
             return False
-        without = draft.profile_without(self.layers.profile, self.state.plan.head_streamed)
+        without = draft.profile_without(self.layers.profile, self.engine.plan.head_streamed)
         return self._plans.holds(tokens, prompt, without.size)
 
     def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
@@ -66,20 +64,20 @@ class Residency:
         Raises:
             BudgetError: there is no room for it within the budget however little is resident.
         """
-        state = self.state
-        plan, size = state.plan, state.size
-        step = step or state.prefill_step_size
+        engine = self.engine
+        plan, size = engine.plan, engine.size
+        step = step or self.chunk
         if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
             if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
                 # Chunks may have become small for want of room, or because they were asked to be once.
                 self._lengthen()
             if step is None or min(step, prompt) <= plan.prefill_step:
-                return step or state.plan.prefill_step
+                return step or engine.plan.prefill_step
         kept = max(kept, size.kept)
         # Room for more than what is asked for, so that it is not asked for with every token; else for that.
         grown = [-(-tokens // GROWTH) * GROWTH, tokens] if tokens > plan.context else [plan.context]
-        if state.max_context is not None:
-            grown[0] = max(tokens, min(grown[0], state.max_context))
+        if engine.profile.max_context is not None:
+            grown[0] = max(tokens, min(grown[0], engine.profile.max_context))
         larger = [replace(self._plans.grown(context, prompt), kept=kept) for context in dict.fromkeys(grown)]
         steps = [min(step, prompt)] if step else self._plans.steps(larger[-1], prompt)
         # Room for longer prompts is the last to give way: it is asked for again as they come.
@@ -91,9 +89,9 @@ class Residency:
                 self.layers.give_up_draft()
                 return self.reserve(tokens, prompt, step, kept)
             raise self._plans.refusal(least, tokens, prompt, kept, steps[-1]) from None
-        if size.drafted and not state.size.drafted and state.drafting is not None and state.plan.streams:
-            state.note(f"nothing is drafted: beside a text of {tokens} tokens the budget has no room for guesses")
-        return step or state.plan.prefill_step
+        if size.drafted and not engine.size.drafted and engine.drafting is not None and engine.plan.streams:
+            engine.note(f"nothing is drafted: beside a text of {tokens} tokens the budget has no room for guesses")
+        return step or engine.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:
         """Room for the same model with more sequences, or longer ones; as ``reserve``. ``steps``: chunks of prompts, of
@@ -106,7 +104,7 @@ class Residency:
         try:
             self._fit(larger, steps)
         except BudgetError:
-            if keep_draft or not self.state.plan.streams or not self._fits_undrafted(larger, steps):
+            if keep_draft or not self.engine.plan.streams or not self._fits_undrafted(larger, steps):
                 raise
             self.layers.give_up_draft()
             if self.layers.given_up is None:
@@ -118,24 +116,24 @@ class Residency:
         if self.layers.given_up is None:
             return size
         draft, head_streamed = self.layers.given_up
-        return replace(draft.size_without(size, head_streamed), layers=self.state.size.layers)
+        return replace(draft.size_without(size, head_streamed), layers=self.engine.size.layers)
 
     def release(self, smaller: ModelSize) -> None:
         """The same model with fewer sequences, or shorter ones, when others have left. Slots and layers that were in
         the way take back what is free then, if memory is there."""
-        state, layers = self.state, self.layers
-        state.size = smaller
-        if state.plan.pools:
-            layers.pools.fit(smaller, state.plan.prefill_step, self._allowed)
+        engine, layers = self.engine, self.layers
+        engine.resize(smaller)
+        if engine.plan.pools:
+            layers.pools.fit(smaller, engine.plan.prefill_step, self._allowed)
             return
-        layers.replan(state.plan.resident)
-        if state.plan.peak_bytes > state.plan.budget_bytes:
+        layers.replan(engine.plan.resident)
+        if engine.plan.peak_bytes > engine.plan.budget_bytes:
             # Fewer, but with room for a longer one, or for drafts: layers may have come back meanwhile.
-            step = state.prefill_step_size
+            step = self.chunk
             steps = prefill_steps(smaller.prompt) if step is None else [min(step, smaller.prompt)]
             self._fit_one_of([smaller, replace(smaller, drafted=0)], steps)
         else:
-            layers.take(state.plan.budget_bytes if layers.room is None else layers.room())
+            layers.take(engine.plan.budget_bytes if layers.room is None else layers.room())
 
     # How it is done
 
@@ -149,22 +147,22 @@ class Residency:
         self._fit(last, steps)
 
     def _fit(self, larger: ModelSize, steps: Sequence[int]) -> None:
-        size = self.state.size
+        size = self.engine.size
         try:
-            if self.state.plan.pools:
-                self.state.size = larger
+            if self.engine.plan.pools:
+                self.engine.resize(larger)
                 self.layers.pools.fit(larger, steps[0] if len(steps) == 1 else None, self._allowed)
-            elif self.state.plan.streams:
+            elif self.engine.plan.streams:
                 self._fit_streamed(larger, steps)
             else:
                 self._fit_whole(larger, steps)
         except BudgetError:
-            self.state.size = size
+            self.engine.resize(size)
             raise
 
     def _fits_undrafted(self, larger: ModelSize, steps: Sequence[int]) -> bool:
         """Whether there is a draft, and without it there would be room: nobody gives it up in vain."""
-        draft, plan = self.layers.draft, self.state.plan
+        draft, plan = self.layers.draft, self.engine.plan
         if draft is None:
             return False
         without = draft.profile_without(replace(self.layers.profile, size=larger), plan.head_streamed).size
@@ -177,7 +175,7 @@ class Residency:
     @property
     def _allowed(self) -> int:
         """Bytes of the budget that may be used now: it was made when there was more, perhaps."""
-        plan, room = self.state.plan, self.layers.room
+        plan, room = self.engine.plan, self.layers.room
         if room is None:
             return plan.budget_bytes
         # What is held, with what the plan keeps free for MLX to use again.
@@ -186,18 +184,18 @@ class Residency:
 
     def _lengthen(self) -> None:
         """The longest chunks that there is room for beside what is resident."""
-        state = self.state
-        plan, size = state.plan, state.size
+        engine = self.engine
+        plan, size = engine.plan, engine.size
         stay = [*self.layers.sheddable, *self.layers.coming]
         longer = (s for s in prefill_steps(size.prompt) if plan.prefill_step < s)
         fits = (s for s in longer if self._need(size, stay, s) <= plan.budget_bytes)
-        state.adopt(self._plans.with_residents(size, plan.resident, next(fits, plan.prefill_step)))
+        engine.adopt(self._plans.with_residents(size, plan.resident, next(fits, plan.prefill_step)))
 
     def _fit_streamed(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
-        plan, layers, before = self.state.plan, self.layers, self.layers.sheddable
-        if self.state.streaming is not None:
-            self.state.streaming.adopt_none()
+        plan, layers, before = self.engine.plan, self.layers, self.layers.sheddable
+        if self.engine.streaming is not None:
+            self.engine.streaming.adopt_none()
         allowed = self._allowed
         best: tuple[Plan, list[int]] | None = None
         for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
@@ -212,17 +210,16 @@ class Residency:
             return
         planned, stay = best
         wider = (s for s in steps if s > planned.prefill_step and self._need(larger, stay, s) <= allowed)
-        self.state.size = larger
-        self.state.plan = replace(plan, prefill_step=next(wider, planned.prefill_step))
+        self.engine.adopt(replace(plan, prefill_step=next(wider, planned.prefill_step)), larger)
         layers.move([i for i in before if i not in stay])
-        layers.replan(self.state.plan.resident)
+        layers.replan(self.engine.plan.resident)
 
     def _fit_through_smaller_slots(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Another ring, with slots that leave more room; layers that stayed in memory come back as far as they fit."""
-        plan, layers = self.state.plan, self.layers
+        plan, layers = self.engine.plan, self.layers
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, resident=0, prefill_step=step)
-        self.state.size = self._on_disk(larger, smaller)
+        self.engine.resize(self._on_disk(larger, smaller))
         layers.stream_by(smaller)
         room = plan.budget_bytes - smaller.peak_bytes
         if layers.room is not None:
@@ -231,15 +228,14 @@ class Residency:
 
     def _fit_whole(self, larger: ModelSize, steps: Sequence[int]) -> None:
         """Room beside a model that is all in memory, or by streaming from now on."""
-        plan = self.state.plan
+        plan = self.engine.plan
         whole = (self._plans.with_residents(larger, plan.resident, step) for step in steps)
         if (fits := next((p for p in whole if p.peak_bytes <= plan.budget_bytes), None)) is not None:
-            self.state.size = larger
-            self.state.adopt(fits)
+            self.engine.adopt(fits, larger)
             return
         step = steps[0] if len(steps) == 1 else None
         smaller = self._plans.make(larger, plan.budget_bytes, for_context=True, prefill_step=step)
-        self.state.size = self._on_disk(larger, smaller)
+        self.engine.resize(self._on_disk(larger, smaller))
         if smaller.streams:
             self.layers.stream_by(smaller)
 
@@ -250,12 +246,12 @@ class Residency:
             StoreError: the disk has no room for them; nothing has changed.
         """
         size = replace(size, on_disk=bool(plan.kv_slot))
-        self.check_disk(plan, size)
+        self.engine.check_disk(plan, size)
         return size
 
     def _need(self, size: ModelSize, stay: Sequence[int], step: int) -> int:
         return self._plans.nbytes(size, self._resident_with(stay), step)
 
     def _resident_with(self, stay: Sequence[int]) -> list[int]:
-        fixed = set(self.state.plan.resident) - set(self.layers.sheddable)
+        fixed = set(self.engine.plan.resident) - set(self.layers.sheddable)
         return sorted({*fixed, *stay})

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,14 +27,13 @@ from .kv_disk import KvDisk
 from .model_profile import ModelProfile
 from .pools import Pools
 from .replanner import Replanner
-from .state import State
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class ResidentLayers:
     """What of the model is in memory.
-
-    Args:
-        stream: starts streaming by a plan, through a ring of its own.
 
     Attributes:
         room: tells how many bytes more may be taken now; None: as many as the budget allows.
@@ -42,13 +42,11 @@ class ResidentLayers:
         shed_layers: that were resident and are streamed now.
     """
 
-    def __init__(
-        self, state: State, profile: ModelProfile, calibration: Calibration, stream: Callable[[Plan], None]
-    ) -> None:
-        self.state = state
-        self._profile, self._calibration, self._stream = profile, calibration, stream
-        self.plans = Replanner(state, calibration)
-        self.pools = Pools(state, self.plans, stream)
+    def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
+        self.engine = engine
+        self._calibration = calibration
+        self.plans = Replanner(engine, calibration, chunk)
+        self.pools = Pools(engine, self.plans)
         self.shed_layers: set[int] = set()
         self.room: Callable[[], int] | None = None
         self.draft: DroppableDraft | None = None
@@ -59,42 +57,42 @@ class ResidentLayers:
     @property
     def profile(self) -> ModelProfile:
         """Of the model as it is now."""
-        return replace(self._profile, size=self.state.size)
+        return replace(self.engine.profile, size=self.engine.size)
 
     @property
     def modules(self) -> list[nn.Module]:
         """Each layer's, by the plan's indices."""
-        return [layer.module for layer in self._profile.layers]
+        return [layer.module for layer in self.engine.profile.layers]
 
     def nbytes(self, layers: Iterable[int]) -> int:
         """Bytes of layers in memory."""
-        size = self.state.size
+        size = self.engine.size
         return sum(size.layers[i].resident + (size.kv(i) if size.on_disk else 0) for i in layers)
 
     @property
     def sheddable(self) -> list[int]:
         """Resident layers that could be streamed instead, through the slots that there are."""
-        plan, layers = self.state.plan, self.state.size.layers
+        plan, layers = self.engine.plan, self.engine.size.layers
 
         def fits(i: int) -> bool:
             parts = split_layer(layers[i], (), plan.unit_bytes) if plan.streams else ()
-            return self._profile.units[i] is not None and all(p.slot <= plan.unit_bytes for p in parts)
+            return self.engine.profile.units[i] is not None and all(p.slot <= plan.unit_bytes for p in parts)
 
         return [] if plan.pools else [i for i in plan.resident if fits(i)]
 
     @property
     def coming(self) -> list[int]:
         """Layers that were shed and that the next pass brings to stay."""
-        streaming, modules = self.state.streaming, self.modules
+        streaming, modules = self.engine.streaming, self.modules
         return [i for i in sorted(self.shed_layers) if streaming is not None and streaming.is_coming(modules[i])]
 
     @property
     def spare_bytes(self) -> int:
         """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots."""
-        plan = self.state.plan
+        plan = self.engine.plan
         if plan.pools:
             return sum(self.pools.spare)
-        if (layers := self.sheddable) or not plan.streams or self.state.streaming is None:
+        if (layers := self.sheddable) or not plan.streams or self.engine.streaming is None:
             return self.nbytes(layers)
         if self.draft is not None:
             return self.draft.draft.weights
@@ -106,15 +104,15 @@ class ResidentLayers:
     @property
     def returning_bytes(self) -> list[int]:
         """Of each part that was given up and that the budget has room for."""
-        return self.pools.returning if self.state.plan.pools else [self.nbytes([i]) for i in self.returning()]
+        return self.pools.returning if self.engine.plan.pools else [self.nbytes([i]) for i in self.returning()]
 
     def give(self, nbytes: int) -> tuple[int, str]:
         """Give up so many bytes, or what there is. Returns how many layers or slots of experts went, and what it was,
         for the user; empty for nothing."""
-        parts = self.pools.spare if self.state.plan.pools else [self.nbytes([i]) for i in self.sheddable]
+        parts = self.pools.spare if self.engine.plan.pools else [self.nbytes([i]) for i in self.sheddable]
         if parts:
             count = min(len(parts), 1 + sum(total < nbytes for total in accumulate(parts)))
-            if self.state.plan.pools:
+            if self.engine.plan.pools:
                 return (n := self.pools.move(count)), f"{counted(n, 'expert')} shed" if n else ""
             return (n := self.shed(count)), f"{counted(n, 'resident layer')} shed" if n else ""
         what = "what drafts given up, for" if self.draft is not None else "slots made smaller by"
@@ -123,7 +121,7 @@ class ResidentLayers:
     def take(self, nbytes: int) -> tuple[int, str]:
         """Take up to so many bytes back. Returns how many layers or slots, and what it was; empty for nothing."""
         count = sum(total <= nbytes for total in accumulate(self.returning_bytes))
-        if self.state.plan.pools:
+        if self.engine.plan.pools:
             return (n := self.pools.move(-count)), f"{counted(n, 'expert')} taken back" if n else ""
         if self.widen():
             return 0, "slots made larger again"
@@ -132,7 +130,7 @@ class ResidentLayers:
     def shed(self, count: int) -> int:
         """Stream ``count`` more layers, so that those that stay lie evenly. Returns how many it were."""
         before = self.sheddable
-        if not self.state.plan.streams:
+        if not self.engine.plan.streams:
             return self._begin_to_stream(before, count)
         stay = thin(before, max(0, len(before) - count))
         self.move([i for i in before if i not in stay])
@@ -141,14 +139,14 @@ class ResidentLayers:
     def returning(self, count: int | None = None) -> list[int]:
         """Of the layers that were shed, up to ``count`` that the budget has room for, evenly placed: a longer context,
         or more sequences, may have taken it."""
-        if self.state.streaming is None or self.state.plan.pools:
+        if self.engine.streaming is None or self.engine.plan.pools:
             return []
         return self.plans.returning(sorted(self.shed_layers), count)
 
     def regrow(self, count: int) -> int:
         """Let up to ``count`` layers that were shed come back with the next pass, as far as the budget allows. Returns
         how many will."""
-        streaming, coming = self.state.streaming, self.coming
+        streaming, coming = self.engine.streaming, self.coming
         back, modules = self.returning(len(coming) + count), self.modules
         if streaming is not None:
             # Those that come already are among them, or have no room any more.
@@ -158,28 +156,28 @@ class ResidentLayers:
 
     def note_arrivals(self) -> None:
         """Write down what came back with the last pass."""
-        streaming, modules = self.state.streaming, self.modules
+        streaming, modules = self.engine.streaming, self.modules
         back = {i for i in self.shed_layers if streaming is not None and streaming.is_resident(modules[i])}
         if back:
             self.shed_layers -= back
-            self.replan([*self.state.plan.resident, *back])
+            self.replan([*self.engine.plan.resident, *back])
 
     def come_down(self, room: int) -> Plan:
         """Before anything is loaded: the plan, with fewer residents where there is no room for it.
 
         Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
         """
-        plan = self.state.plan
+        plan = self.engine.plan
         if plan.peak_bytes > room:
-            smaller = self.plans.least(self.state.size, room, prefill_step=plan.prefill_step)
+            smaller = self.plans.least(self.engine.size, room, prefill_step=plan.prefill_step)
             self.shed_layers |= set(plan.resident) - set(smaller.resident)
-            self.state.plan = replace(smaller, budget_bytes=plan.budget_bytes)
-        return self.state.plan
+            self.engine.adopt(replace(smaller, budget_bytes=plan.budget_bytes))
+        return self.engine.plan
 
     def shrink(self, nbytes: int) -> int:
         """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns
         how many are."""
-        before = self.state.plan
+        before = self.engine.plan
         if self.sheddable or not self.spare_bytes:
             return 0
         if self.draft is not None:
@@ -193,35 +191,34 @@ class ResidentLayers:
     def stream_by(self, plan: Plan) -> int:
         """Stream by a plan, through slots of its own; smaller ones can be made larger again. Returns how many layers
         left memory."""
-        before = self.state.plan
+        before = self.engine.plan
         if before.streams:
             self._wide = self._wide or (before.slots, before.unit_bytes)
         else:
             mx.synchronize()
-        self._stream(plan)
-        self.state.plan = plan
+        self.engine.stream(plan)
         gone = set(before.resident) - set(plan.resident)
         self.shed_layers |= set() if plan.pools else gone
         return len(gone)
 
     def widen(self) -> bool:
         """The slots as they were before they were made smaller, if there is room for them."""
-        plan = self.state.plan
+        plan = self.engine.plan
         if self._wide is None or self.room is None:
             return False
         slots, unit = self._wide
-        wide = replan(self.state.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self._calibration)
+        wide = replan(self.engine.size, replace(plan, slots=slots, unit_bytes=unit), plan.resident, self._calibration)
         if wide.peak_bytes > plan.budget_bytes or wide.peak_bytes - plan.peak_bytes > self.room():
             return False
-        self._stream(wide)
-        self.state.plan, self._wide = wide, None
+        self.engine.stream(wide)
+        self._wide = None
         return True
 
     def give_up_draft(self, nbytes: int = 0) -> int:
         """What drafts goes out of memory, for good; the text's own repetitions may draft. Returns bytes that are free
         then: ``nbytes``, if there are as many."""
-        draft, before = self.draft, self.state.plan
-        if draft is None or not before.streams or self.state.streaming is None:
+        draft, before = self.draft, self.engine.plan
+        if draft is None or not before.streams or self.engine.streaming is None:
             return 0
         self.draft = None
         try:
@@ -231,22 +228,20 @@ class ResidentLayers:
             logging.getLogger("outcore").warning("%s; what drafts cannot be given up", error)
             return 0
         self.given_up = draft, before.head_streamed
-        self._profile = draft.profile_without(self.profile, before.head_streamed)
-        self.state.size = self._profile.size
+        self.engine.without_draft(draft.profile_without(self.profile, before.head_streamed))
         draft.end()
         if not draft.high_bits:
             self.replan(before.resident)
-            return before.peak_bytes - self.state.plan.peak_bytes
+            return before.peak_bytes - self.engine.plan.peak_bytes
         # Other units, whose slots are larger: layers that stayed in memory come back as there is room.
         smaller = self.plans.without_residents(before.peak_bytes - nbytes)
-        self.shed_layers = {i for i, unit in enumerate(self._profile.units) if unit is not None}
-        self._stream(smaller)
-        self.state.plan = smaller
+        self.shed_layers = {i for i, unit in enumerate(self.engine.profile.units) if unit is not None}
+        self.engine.stream(smaller)
         return before.peak_bytes - smaller.peak_bytes
 
     def _begin_to_stream(self, before: Sequence[int], count: int) -> int:
         """Stream a model that was all in memory: the slots are made of what is freed."""
-        plan, size = self.state.plan, self.state.size
+        plan, size = self.engine.plan, self.engine.size
         freed = self.nbytes(thin(before, count))
         whole = replan(size, plan, plan.resident, self._calibration).peak_bytes
         # The chunk stays: it is memory that is given back, not speed of prompts.
@@ -262,21 +257,21 @@ class ResidentLayers:
 
     def move(self, layers: Sequence[int]) -> None:
         """Stream these layers from the next pass on."""
-        streaming, modules = self.state.streaming, self.modules
+        streaming, modules = self.engine.streaming, self.modules
         if not layers or streaming is None:
             return
         streaming.shed([modules[i] for i in layers])
         self.shed_layers |= set(layers)
-        stay = [i for i in self.state.plan.resident if i not in layers]
+        stay = [i for i in self.engine.plan.resident if i not in layers]
         self.replan(stay)
         # Layers that are streamed in parts take memory for each token of a prompt. Long ones ask for room as they come.
-        while self.state.plan.peak_bytes > self.state.plan.budget_bytes and self.state.size.prompt > 1:
-            self.state.size = replace(self.state.size, prompt=self.state.size.prompt // 2)
+        while self.engine.plan.peak_bytes > self.engine.plan.budget_bytes and self.engine.size.prompt > 1:
+            self.engine.resize(replace(self.engine.size, prompt=self.engine.size.prompt // 2))
             self.replan(stay)
 
     def replan(self, resident: Iterable[int]) -> None:
         """The plan with these layers resident, for the model as it is now."""
-        self.state.adopt(replan(self.state.size, self.state.plan, resident, self._calibration))
-        plan, streaming = self.state.plan, self.state.streaming
+        self.engine.adopt(replan(self.engine.size, self.engine.plan, resident, self._calibration))
+        plan, streaming = self.engine.plan, self.engine.streaming
         if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
             kv.resize(plan.kv_slot)

@@ -18,9 +18,8 @@ from ..errors import StoreError
 from ..machine.cache_folder import cache_dir, keep_document, require_own
 from ..machine.device import device_kind
 from ..machine.small_files import read_small
-from ..plan.draft_choice import Choice, SeenDrafts, chance_of, partly
-from ..plan.draft_cost import NGRAM, SELF, Draft
-from ..plan.joint_plan import Planned
+from ..plan.draft_choice import Choice, SeenDrafts, chance_of
+from ..plan.draft_cost import NGRAM, Draft
 
 SCHEMA = 1
 FOLDER = "drafts-seen"
@@ -38,8 +37,7 @@ class Counts:
 
     Attributes:
         sweeps: after prompts; ``tokens``: that they made.
-        guesses, wrong: guesses that were looked at, and those that were not right, as many as there would have been
-            with no layer whole.
+        guesses, wrong: guesses that were looked at, and those that were not right.
         guess_s: seconds of one, of late; None: not known.
     """
 
@@ -112,7 +110,7 @@ def begun(choice: Choice | None, draft: Draft, seen: SeenDrafts) -> AcceptanceSt
     """What a model's first text begins with: what is expected of what drafts for it."""
     experience = AcceptanceStats()
     if choice is not None and choice.planned is not None:
-        experience.expect(draft.kind, chance_of(draft, choice.planned, seen), choice.drafted)
+        experience.expect(draft.kind, chance_of(draft, seen), choice.drafted)
     return experience
 
 
@@ -135,8 +133,5 @@ def keep_drafts(of: weakref.ref[Session], identity: str, draft: Draft, dtype: st
 def _counts(session: Session, learnt: AcceptanceStats, draft: Draft) -> Counts:
     source = NGRAM if draft.kind == NGRAM else draft.kind
     guesses, right = learnt.counts.get(source, (0, 0))
-    wrong = guesses - right
-    if draft.kind == SELF and wrong:
-        wrong = min(guesses, round(wrong / partly(Planned(session.plan, session.size, draft))))
     seconds = learnt.guess.get(source)
-    return Counts(learnt.sweeps, learnt.made, guesses, wrong, seconds.value if seconds is not None else None)
+    return Counts(learnt.sweeps, learnt.made, guesses, guesses - right, seconds.value if seconds is not None else None)

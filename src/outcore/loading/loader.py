@@ -24,8 +24,8 @@ from ..decode.speculative.drafting import Drafting
 from ..decode.speculative.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
 from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
+from ..engine.binding import Progress, ReadSettings
 from ..engine.droppable_draft import DroppableDraft
-from ..engine.install import Progress, ReadSettings, install
 from ..engine.session import Session
 from ..errors import StoreError, StoreSpaceError
 from ..machine.kernels import keep_kernels
@@ -146,7 +146,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
-    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas)
+    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas, report)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     _tell_first(prepared, report)
@@ -160,32 +160,42 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     with contextlib.ExitStack() as unless:
         if drafting is not None and drafting.model is not None:
             unless.callback(drafting.model.outcore.close)
-        session = install(profile, prepared.plan, calibration, reading, prepared.cpu_streams, report, o.govern, o.lazy)
+        prefix = prefix_cache(profile.lazy, o)
+        notes = prepared.notes
+        if prefix is None and o.prefix_cache != "off":
+            notes += (NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size),)
+        session = Session(
+            prepared.plan,
+            profile,
+            calibration,
+            reading,
+            cpu_streams=prepared.cpu_streams,
+            govern=o.govern,
+            lazy=o.lazy,
+            prefill_step_size=o.prefill_step_size,
+            notes=notes,
+            prefix=prefix,
+            experience=_expectations(prepared, o.dtype),
+            random_after=profile.lazy.random_after,
+        )
         try:
-            session.notes, session.drafting = (*prepared.notes, *session.notes), drafting
             high_bits = None
             if prepared.draft is not None and prepared.draft.bits is not None:
-                session.drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
+                drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
             if head is not None:
-                session.drafting = _by_head(session, profile.lazy.model, head)
+                drafting = _by_head(session, profile.lazy.model, head)
+            session.draft_with(drafting, _droppable(session, drafting, prepared, o.kv_disk, high_bits))
             # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
             session.transport.numbers(list)
         except BaseException:
             session.close()
             raise
         unless.pop_all()
-    _droppable(session, prepared, o.kv_disk, high_bits)
-    session.prefill_step_size = o.prefill_step_size
-    session.prefix, session.random_after = prefix_cache(profile.lazy, o), profile.lazy.random_after
-    if session.prefix is None and o.prefix_cache != "off":
-        session.note(NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size))
-    session.experience = _expectations(prepared, o.dtype)
+    identity = profile.lazy.checkpoint.identity()
     if prepared.draft is not None:
-        session.closing.join(
-            partial(keep_drafts, weakref.ref(session), profile.lazy.checkpoint.identity(), prepared.draft, o.dtype)
-        )
+        session.closing.join(partial(keep_drafts, weakref.ref(session), identity, prepared.draft, o.dtype))
     if session.plan.pools:
-        session.closing.join(partial(keep_experience, weakref.ref(session), profile.lazy.checkpoint.identity()))
+        session.closing.join(partial(keep_experience, weakref.ref(session), identity))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
 
@@ -284,11 +294,17 @@ def _by_head(session: Session, model: nn.Module, head: MtpHead) -> Drafting:
     return Drafting(MTP, MTP, head, SharedParts(model))
 
 
-def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits: dict[str, TensorInfo] | None) -> None:
-    """Have what drafts given up where memory is short, if it is in memory."""
-    draft, drafting = prepared.draft, session.drafting
-    if draft is None or not isinstance(drafting, Drafting) or drafting.model is None or session.residency is None:
-        return
+def _droppable(
+    session: Session,
+    drafting: Drafting | None,
+    prepared: Preparation,
+    kv_disk: str,
+    high_bits: dict[str, TensorInfo] | None,
+) -> DroppableDraft | None:
+    """How what drafts is given up where memory is short, if it is in memory."""
+    draft = prepared.draft
+    if draft is None or drafting is None or drafting.model is None:
+        return None
     of = weakref.ref(session)
 
     def end() -> None:
@@ -299,10 +315,10 @@ def _droppable(session: Session, prepared: Preparation, kv_disk: str, high_bits:
         if own is not None:
             own.close()
         if (session := of()) is not None:
-            session.drafting = Drafting(NGRAM, NGRAM)
+            session.draft_with(Drafting(NGRAM, NGRAM))
 
     found = high_bits or {}
-    session.residency.layers.draft = DroppableDraft(
+    return DroppableDraft(
         draft, prepared.profile.size.context, kv_disk, end, found, partial(_check_files, found, _stamps(found))
     )
 

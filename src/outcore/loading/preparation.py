@@ -18,7 +18,7 @@ from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..engine.install import Progress
+from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
 from ..machine.device import on_cpu
@@ -137,26 +137,9 @@ def prepare(
     if ranks is not None:
         o = ranks.options(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
-    lazy = _opened_lazily(folder, o)
-    streams = (o.cpu_streams or cores()) if on_cpu() else 1
-    known, _ = load_calibration(folder, streams)
-    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
-    kind, which = draft_kind(o)
-    profile = measured(lazy, o, known)
-    _check_experts(profile, o)
-    shared = None if ranks is None else ranks.share_out(profile, o, folder, known, budget)
-    if shared is not None:
-        profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
-    elif not mirrors:
-        # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
-    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
-    known = calibration if known is not None else None
-    if shared is not None:
-        draft = shared.draft
-    else:
-        profile, draft = with_draft(profile, kind, which, folder, o, known)
-    planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
+    opened = _opened(folder, o, budget)
+    profile, calibration, draft = opened.profile, opened.calibration, opened.draft
+    planning = Planning(profile.size, opened.kind, draft, ring_options(o), blocks=not on_cpu())
     if ranks is not None:
         planning = ranks.room_for_draft(planning, o, budget)
         draft = planning.draft
@@ -165,21 +148,21 @@ def prepare(
         size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
         if ranks is not None:
             size, plan = ranks.several(
-                size, plan, o, lambda fixed: _plan_for_several(profile.size, fixed, alone, budget, calibration)
+                size, plan, o, lambda fixed: _plan_for_several(opened.profile.size, fixed, alone, budget, calibration)
             )
         one = _One(replace(profile, size=size), plan, draft)
     else:
-        one = _plan_for_one(profile, planning, folder, o, known, calibration, budget, least)
+        one = _plan_for_one(profile, planning, folder, o, opened.known, calibration, budget, least)
     profile, plan = one.profile, one.plan
-    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
-    notes += _about_kv(profile, plan, o) + told
+    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, opened.kind, o)
+    notes += _about_kv(profile, plan, o) + opened.told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    found = one if shared is None else shared
+    found = one if opened.shared is None else opened.shared
     prepared = Preparation(
         profile,
         plan,
-        streams,
+        opened.cpu_streams,
         notes,
         calibration,
         one.draft,
@@ -188,9 +171,48 @@ def prepare(
         one.refused,
         found.choices,
         found.choice,
-        mirrors,
+        opened.mirrors,
     )
     return prepared if ranks is None else ranks.predicted(prepared, o)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A model before it is planned for, and what drafts for it; ``known``: the calibration, if there is one; ``told``:
+    notes on mirrors."""
+
+    profile: ModelProfile
+    kind: str
+    draft: Draft | None
+    cpu_streams: int
+    known: Calibration | None
+    calibration: Calibration
+    mirrors: tuple[Replica, ...]
+    told: tuple[str, ...]
+    shared: SharedOut | None
+
+
+def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
+    """Open a model and what drafts for it, of all copies that there are the one that is fastest within the budget."""
+    lazy = _opened_lazily(folder, o)
+    streams = (o.cpu_streams or cores()) if on_cpu() else 1
+    known, _ = load_calibration(folder, streams)
+    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
+    kind, which = draft_kind(o)
+    profile = measured(lazy, o, known)
+    _check_experts(profile, o)
+    shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
+    if shared is not None:
+        profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
+    elif not mirrors:
+        # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
+        profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
+    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
+    known = calibration if known is not None else None
+    draft = shared.draft if shared is not None else None
+    if shared is None:
+        profile, draft = with_draft(profile, kind, which, folder, o, known)
+    return _Opened(profile, kind, draft, streams, known, calibration, mirrors, told, shared)
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from ..checks import whole
 from ..errors import BudgetError, UsageError
-from ..options import AUTO, SHARE, whole
+from ..options import AUTO, SHARE
 from ..sizes import MOST_BYTES, format_size, parse_size
 from . import memory_calls
 from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit

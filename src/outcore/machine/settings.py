@@ -21,7 +21,6 @@ from typing import Any
 from platformdirs import PlatformDirs
 
 from ..errors import UsageError
-from ..options import LoadOptions
 from ..text import one_line, shortened
 from .small_files import read_small
 
@@ -112,6 +111,8 @@ def _checked(key: str, found: Setting) -> Setting:
     if key == "monitor" and found.value not in (ON, OFF):
         raise UsageError(f"{found.source}: {shortened(found.value)}: give {ON} or {OFF}")
     if key == "memory":
+        from ..options import LoadOptions  # takes 10 ms, and few have settled that
+
         try:
             LoadOptions(memory=found.value, flags=True)
         except UsageError as e:

@@ -49,7 +49,7 @@ class SnapshotRecorder:
     def session(self) -> Session | None:
         """The model's; None: it was closed or dropped."""
         session = self._session()
-        return None if session is None or session.closed else session
+        return None if session is None or session.state.value == "closed" else session
 
     def take(self) -> dict[str, Any] | None:
         """The model as it is now; None: it is gone. docs/usage.md says what is in it."""

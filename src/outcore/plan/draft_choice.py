@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .draft_cost import NGRAM, SELF, Draft
+from .draft_cost import NGRAM, Draft
 from .joint_plan import Planned
 from .machine_profile import Calibration
 from .model_size import ModelSize
@@ -29,18 +29,14 @@ OTHER = 0.6
 REPEATED, TRIED = 1.3, 2
 """Tokens that a sweep gives where the text's own repetitions draft, and guesses that are tried for it."""
 
-WHOLE = 0.35
-"""Layers that a draft has whole make it better: what it gets wrong falls as this power of the share that it has not
-(28M parameters, 4 bits, 2 of them high: .27 wrong with none whole, .24 with a quarter, .22 with half of them)."""
-
 MARGIN = 0.97
 """A draft is taken that takes less than this share of the time of what is simpler."""
 
 
 @dataclass(frozen=True)
 class SeenDrafts:
-    """What drafting has shown of a way to draft for a model: ``tokens`` a sweep, how likely a guess is right with no
-    layer whole, seconds of a guess; None where it has not shown that."""
+    """What drafting has shown of a way to draft for a model: ``tokens`` a sweep, how likely a guess is right, seconds
+    of a guess; None where it has not shown that."""
 
     tokens: float | None = None
     chance: float | None = None
@@ -119,7 +115,7 @@ def expected_of(
             (Choice(name, planned, "", tried, tokens, seconds / tokens), Choice(name, planned, token_s=swept(0))),
             key=lambda c: c.token_s,
         )
-    chance = chance_of(draft, planned, seen)
+    chance = chance_of(draft, seen)
     best = Choice(name, planned, token_s=swept(0), first=first)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted):
         tokens = (1 - chance ** (n + 1)) / (1 - chance)
@@ -150,19 +146,10 @@ def pays_for_several(
     return False
 
 
-def chance_of(draft: Draft, planned: Planned, seen: SeenDrafts) -> float:
+def chance_of(draft: Draft, seen: SeenDrafts) -> float:
     """How likely a guess is right."""
     assumed = CHANCES.get(min(draft.bits, 4), OTHER) if draft.bits is not None else OTHER
-    chance = assumed if seen.chance is None else seen.chance
-    return 1 - (1 - min(max(chance, 0.0), 0.999)) * partly(planned)
-
-
-def partly(planned: Planned) -> float:
-    """By how much less a draft gets wrong, where it has some of the layers whole."""
-    layers, draft = planned.size.layers, planned.draft
-    if draft is None or draft.kind != SELF or not any(layer.joined for layer in layers):
-        return 1.0
-    return float((1 - min(len(planned.plan.resident), len(layers) - 1) / len(layers)) ** WHOLE)
+    return min(max(assumed if seen.chance is None else seen.chance, 0.0), 0.999)
 
 
 def fastest(choices: Sequence[Choice]) -> Choice:

@@ -6,23 +6,30 @@ drafted. There is more than one way to make room for it; of those that fit, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ..errors import BudgetError
 from ..sizes import format_size
-from ..text import counted
 from .draft_cost import AUTO, NGRAM, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .plan import Plan
-from .planner import ASSUMED, make_plan, replan, resident_budget, smallest_budget, too_large
+from .planner import ASSUMED, make_plan, refusal, replan, resident_budget, smallest_budget
 
 AHEAD = 8
 """Slots at most where a model drafts and memory is left: with 28M parameters behind 20 MB/s, nothing resident, tokens
 took .88 of the time with 8 that they took with 3."""
+
+POINTS = 16
+NEAR = 0.95
+"""A budget is enough when it gives this share of the speed that all the memory there is would give."""
+
+COMPUTING = 0.9
+"""Where streaming gives this share of the speed that everything in memory does, the disk is not what is waited for:
+handing units over takes some time too."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +140,11 @@ class Planning:
 
     def refusal(self, budget: int) -> str:
         """That a budget is too small, for what, and which is not."""
-        size, resident = self.size, self.options.get("resident")
-        what = f" with {counted(resident, 'resident layer')}" if resident else ""
-        what += f" and a context of {size.context} tokens"
-        if size.prompt < size.context:
-            what += f", {size.prompt} of them a prompt's"
+        beside = ""
         if self.draft is not None and self.kind != AUTO:
-            what += f", and --draft {self.draft.name}"
-            what += f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
-        return (
-            f"a budget of {format_size(budget)} is too small for this model{what}: "
-            f"the smallest that works is {format_size(self.smallest, round_up=True)}{too_large(size)}"
-        )
+            weights = f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
+            beside = f", and --draft {self.draft.name}{weights}"
+        return refusal(self.size, budget, self.smallest, self.options.get("resident"), beside)
 
 
 def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
@@ -157,3 +157,38 @@ def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
             break
         plan = wider
     return plan
+
+
+def speed_curve(
+    planning: Planning, calibration: Calibration, *, points: int = POINTS, also: Sequence[int] = ()
+) -> list[Plan]:
+    """Plans from the smallest budget that works to everything resident, evenly spaced.
+
+    Args:
+        planning: what plans are made of; with a number of resident layers asked for there is but one plan.
+        also: budgets that shall be among them.
+    """
+    least = planning.smallest
+    most = max(least, resident_budget(planning.largest))
+    steps = [least + i * (most - least) // (points - 1) for i in range(points)]
+    budgets = sorted({*steps, *(b for b in also if least <= b <= most)})
+    return [planning.at(budget, calibration).plan for budget in budgets]
+
+
+def knee(plans: Sequence[Plan], available: int) -> Plan | None:
+    """Of the plans that fit into ``available`` bytes, the smallest that is about as fast as the fastest; None: none."""
+    fitting = [p for p in plans if p.budget_bytes <= available]
+    if not fitting:
+        return None
+    fastest = min(p.token_s for p in fitting)
+    return next(p for p in fitting if p.token_s <= fastest / NEAR)
+
+
+def computing_from(plans: Sequence[Plan]) -> Plan | None:
+    """The smallest plan from which on computing is the limit: about as fast as with nothing streamed. None: the disk is
+    the limit until nothing is, or what nothing streams is not among them."""
+    if plans[-1].streams:
+        return None
+    slowest = plans[-1].token_s / COMPUTING
+    first = next(i for i in range(len(plans)) if all(p.token_s <= slowest for p in plans[i:]))
+    return plans[first] if plans[first].streams else None

@@ -19,19 +19,55 @@ Fixed numbers: what a calibration alone foresaw of predictions-cpu.json, and of 
 lay within the first."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is resident, what is streamed, and where the bytes go. All sizes in bytes.
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Where a plan's bytes go.
+
+    Attributes:
+        weight_bytes: that stay. ``pool_bytes``: slots for single experts.
+        slots: of the ring; ``unit_bytes``: the largest unit that one holds.
+        kv_slot: of a slot for a layer's keys and values; 0: all of them stay in memory.
+        allocator_bytes: freed memory that is kept for reuse.
+    """
+
+    weight_bytes: int
+    slots: int
+    unit_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+    allocator_bytes: int
+    pool_bytes: int = 0
+    kv_slot: int = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of memory that a slot takes."""
+        return slot_bytes(self.unit_bytes) if self.slots else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at once, if all goes as planned."""
+        return (
+            self.weight_bytes
+            + self.slots * self.slot_bytes
+            + self.pool_bytes
+            + self.cache_bytes
+            + self.activation_bytes
+            + self.allocator_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(MemoryUse):
+    """What is resident, and what is streamed. All sizes in bytes.
 
     Attributes:
         resident: indices of layers that stay in memory as a whole; streamed: those of which something is streamed.
         kept: pieces of streamed layers that stay in memory.
         parts: what is streamed, in the order of layers and of calls inside them; the head is not one of them.
-        pools: slots for single experts, by layer; ``pool_bytes``: what they take; ``experts``: that these layers have.
+        pools: slots for single experts, by layer; ``experts``: that these layers have.
             Of such layers the rest stays in memory, and parts are streamed for long passes alone.
-        kv_slot: bytes of a slot for a layer's keys and values; 0: all of them stay in memory.
         head_streamed: the head is streamed in slices of at most ``unit_bytes``.
-        unit_bytes: the largest unit that a slot holds.
         prefill_step: tokens of a prompt computed at a time.
         smallest_budget_bytes: the smallest budget with which this model, context and number of slots would work.
         token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
@@ -45,20 +81,12 @@ class Plan:
     kept: tuple[tuple[int, tuple[int, ...]], ...]
     parts: tuple[StreamedPart, ...]
     head_streamed: bool
-    slots: int
-    unit_bytes: int
-    weight_bytes: int
-    cache_bytes: int
-    activation_bytes: int
-    allocator_bytes: int
     prefill_step: int
     context: int
     bytes_per_token: int
     smallest_budget_bytes: int
     pools: tuple[tuple[int, int], ...] = ()
-    pool_bytes: int = 0
     experts: int = 0
-    kv_slot: int = 0
     token_s: float = 0.0
     ttft_s: float = 0.0
     calibrated: bool = False
@@ -107,23 +135,6 @@ class Plan:
         return self.ttft_s + ANSWER * self.token_s
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of memory that a slot takes."""
-        return slot_bytes(self.unit_bytes) if self.slots else 0
-
-    @property
     def split(self) -> bool:
         """Whether parts of layers are streamed one after the other."""
         return len(self.parts) > len(self.streamed)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes in use at once, if all goes as planned."""
-        return (
-            self.weight_bytes
-            + self.slots * self.slot_bytes
-            + self.pool_bytes
-            + self.cache_bytes
-            + self.activation_bytes
-            + self.allocator_bytes
-        )

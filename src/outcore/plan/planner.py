@@ -167,12 +167,7 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
         # Layers in parts wait for each other: memory that the head takes may be worth more to them.
     if found is not None:
         return _with_larger_step(size, found, steps)
-    what = f" with {counted(asked.resident, 'resident layer')}" if asked.resident else ""
-    raise BudgetError(
-        f"a budget of {format_size(budget)} is too small for this model{what} and a context of {size.context} "
-        f"tokens: the smallest that works is {format_size(least, round_up=True)}{too_large(size)}",
-        least,
-    )
+    raise BudgetError(refusal(size, budget, least, asked.resident), least)
 
 
 def _fastest(
@@ -244,15 +239,25 @@ def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
     return min([candidates.smallest(counts, head, step, slots, unit) for head in asked.heads(size) for unit in units])
 
 
-def too_large(size: ModelSize) -> str:
-    """For the end of a refusal: that layers have to stay in memory for want of slots that are large enough; empty if
-    none has to."""
-    needed = [n for n in map(smallest_slot, size.layers) if n > size.most_unit]
-    if not needed:
-        return ""
+def refusal(size: ModelSize, budget: int, least: int, resident: int | None = None, beside: str = "") -> str:
+    """That a budget is too small, for what, and which is not; and that layers have to stay in memory for want of slots
+    that are large enough, if some have to.
+
+    Args:
+        beside: what else it is for.
+    """
+    what = f" with {counted(resident, 'resident layer')}" if resident else ""
+    what += f" and a context of {size.context} tokens"
+    what += f", {size.prompt} of them a prompt's" if size.prompt < size.context else ""
+    stay = ""
+    if needed := [n for n in map(smallest_slot, size.layers) if n > size.most_unit]:
+        stay = (
+            f" ({len(needed)} of {len(size.layers)} layers stay in memory: streaming one takes a slot of "
+            f"{format_size(max(needed), round_up=True)}, and this device's hold {format_size(size.most_unit)} at most)"
+        )
     return (
-        f" ({len(needed)} of {len(size.layers)} layers stay in memory: streaming one takes a slot of "
-        f"{format_size(max(needed), round_up=True)}, and this device's hold {format_size(size.most_unit)} at most)"
+        f"a budget of {format_size(budget)} is too small for this model{what}{beside}: "
+        f"the smallest that works is {format_size(least, round_up=True)}{stay}"
     )
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -24,6 +24,9 @@ from .events import RequestError
 
 OPEN = {"/", "/health"}
 """Paths that need no key."""
+
+LOCAL = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+"""Origins of this machine."""
 
 FRAMING = "request_framing"
 """Code of errors after which nobody knows where the next request begins."""
@@ -81,14 +84,12 @@ class Access:
 
     def shared_with(self, origin: str) -> bool:
         """Whether pages of this origin, which is not the server's own, may ask and read."""
-        if "*" in self.origins or origin in self.origins:
-            return True
-        return "localhost" in self.origins and _local(origin)
+        local = "localhost" in self.origins and LOCAL.fullmatch(origin) is not None
+        return local or "*" in self.origins or origin in self.origins
 
     def _may_ask(self, origin: str, host: str | None) -> bool:
-        if self.shared_with(origin):
-            return True
-        return host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        own = host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        return own or self.shared_with(origin)
 
 
 class Guard:
@@ -158,14 +159,6 @@ class Cors(CORSMiddleware):
         response = super().preflight_response(request_headers)
         response.status_code = 200
         return response
-
-
-def _local(origin: str) -> bool:
-    try:
-        name = urlsplit(origin).hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _name(host: str) -> str:

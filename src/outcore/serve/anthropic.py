@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..options import COUNT
+from ..checks import COUNT
 from .anthropic_answers import MessageWriter
 from .api import Defaults, HttpRequest, ParsedRequest, Route
 from .events import GenerationRequest, ModelCard, Service

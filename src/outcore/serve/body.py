@@ -81,7 +81,7 @@ class HeldBody:
 
 
 def _too_large(most: int) -> RequestError:
-    why = f"the body is larger than {most} bytes, the most that is taken here (--max-body)"
+    why = f"the body is larger than {most} bytes, the most that is taken here"
     return RequestError(why, "request_too_large", status=413)
 
 

@@ -10,7 +10,6 @@ whether that is wanted still: where nobody does any more, or the server ends, it
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import queue
@@ -18,24 +17,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decode.continuous import Continuous
 from ..decode.step import StepResult
-from ..decode.wired import generating
-from ..engine.session import Session
 from ..errors import OutcoreError, RequestError
-from ..machine.allocator import clear_cache
 from ..machine.interrupts import asking
 from ..machine.threads import join
-from ..monitoring import publish
 from ..text import one_line
-from .choice import ChoiceFinished, ChoiceJob, ChoiceStarted, Writer, as_request_error
-from .loaded import Call, Loaded
+from .choice import ChoiceJob, Writer, as_request_error
+from .events import Begun, Ended
+from .model_slot import Loaded, ModelSlot
 
 log = logging.getLogger("outcore.serve")
 
@@ -44,6 +40,9 @@ RETRY_S = 5.0
 
 LOOK_S = 0.5
 """Seconds after which it looks whether the ranks that share the model are still there, when nobody asks."""
+
+Call = tuple[Callable[[], Any], Future[Any]]
+"""Something else that is done on the thread, between steps."""
 
 
 class EngineThread:
@@ -57,8 +56,7 @@ class EngineThread:
         most_waiting: jobs that may wait.
 
     Attributes:
-        loaded: the model that is in memory; read from other threads, never waited for.
-        loading: the name of the one that is being loaded.
+        slot: the model that is in memory; read from other threads, never waited for.
         failure: what no rank of several can go on after; the thread has ended.
     """
 
@@ -72,20 +70,16 @@ class EngineThread:
         keep_alive: float | None = None,
         most_waiting: int = 256,
     ) -> None:
-        self._open = open_model
-        self._options: dict[str, Any] = {"most": most, "prefill_step": prefill_step, "draft_tokens": draft_tokens}
-        self._keep_alive, self._most_waiting = keep_alive, most_waiting
-        self.loaded: Loaded | None = None
-        self.loading: str | None = None
+        options = {"most": most, "prefill_step": prefill_step, "draft_tokens": draft_tokens}
+        self.slot = ModelSlot(open_model, keep_alive, **options)
+        self._most_waiting = most_waiting
         self.failure: Exception | None = None
-        self.before: dict[str, dict[str, int]] = {}  # counters of models that were let go
         self._inbox: queue.SimpleQueue[ChoiceJob | Call | None] = queue.SimpleQueue()
         self._pending: deque[ChoiceJob] = deque()
         self._uids = itertools.count()
         self._open_jobs = 0  # submitted, and not over
         self._lock = threading.Lock()
         self._closing = False
-        self._alive = keep_alive
         self._thread = threading.Thread(target=self._run, name="outcore-engine", daemon=True)
 
     # From any thread
@@ -97,7 +91,7 @@ class EngineThread:
     @property
     def running(self) -> int:
         """Choices that are being written."""
-        loaded = self.loaded
+        loaded = self.slot.loaded
         return loaded.sequences.running if loaded is not None else 0
 
     @property
@@ -115,12 +109,7 @@ class EngineThread:
             if self._closing:
                 raise _ended()
             if self.waiting + len(jobs) > self._most_waiting:
-                raise RequestError(
-                    f"{self.waiting} requests wait already; try again later",
-                    "too_many_requests",
-                    status=429,
-                    retry_after=RETRY_S,
-                )
+                raise too_many(self.waiting)
             self._open_jobs += len(jobs)
             # With the lock held: what is in when the thread ends is told so.
             for job in jobs:
@@ -132,13 +121,15 @@ class EngineThread:
             job.unwanted = True
         self._inbox.put(None)
 
-    def call(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do something on the engine's thread, between steps; ``done`` gets what it returns or raises."""
+    def call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Do something on the engine's thread, between steps."""
+        future: Future[Any] = Future()
         with self._lock:
-            if not self._closing:
-                self._inbox.put(Call(work, done))
-                return
-        done(_ended())
+            if self._closing:
+                future.set_exception(_ended())
+            else:
+                self._inbox.put((work, future))
+        return future
 
     def close(self, wait_s: float | None = None) -> None:
         """End: what is under way fails, and the model is closed. Safe to call twice."""
@@ -152,32 +143,23 @@ class EngineThread:
 
     def load(self, name: str, keep_alive: float | None) -> None:
         """Have a model in memory, by way of ``call``. Where another one is being asked, that goes on first."""
-        there = self._name
-        if there is not None and there != name and (self._asked or self._pending):
-            raise RequestError(f"{there} is answering; try again later", "busy", status=503, retry_after=RETRY_S)
-        if there != name:
-            self._switch(name)
-        self._stay(keep_alive)
+        slot = self.slot
+        if slot.name not in (None, name) and (slot.asked or self._pending):
+            raise RequestError(f"{slot.name} is answering; try again later", "busy", status=503, retry_after=RETRY_S)
+        if slot.name != name:
+            slot.switch(name)
+        slot.stay(keep_alive)
 
-    def unload(self, name: str | None = None) -> None:
+    def unload(self, name: str) -> None:
         """Let the model go, by way of ``call``, unless it is being asked.
 
         Raises:
             RequestError: several machines share it.
         """
-        if self.loaded is not None and self.loaded.leader is not None:
+        if self.slot.loaded is not None and self.slot.loaded.leader is not None:
             raise RequestError("the model stays loaded: several machines share it", "not_supported")
-        if name in (None, self._name) and not self._asked:
-            self._drop()
-
-    @property
-    def _name(self) -> str | None:
-        return self.loaded.name if self.loaded is not None else None
-
-    @property
-    def _asked(self) -> bool:
-        """Whether the model is writing."""
-        return self.loaded is not None and bool(self.loaded.jobs)
+        if self.slot.name == name and not self.slot.asked:
+            self.slot.drop()
 
     def _run(self) -> None:
         try:
@@ -196,7 +178,7 @@ class EngineThread:
             with self._lock:
                 self._closing = True
             self._fail_all(_ended())
-            self._refuse()
+            self._take_in(lambda job: self._failed(job, _ended()), lambda call: call[1].set_exception(_ended()))
             # What is queued on a thread's streams goes with them, and MLX may count it as under way for ever: near a
             # memory limit it would wait for that.
             with contextlib.suppress(RuntimeError):
@@ -206,7 +188,7 @@ class EngineThread:
 
     def _ends_with(self, error: Exception) -> bool:
         """Whether the thread ends with an error, as all ranks do that share the model."""
-        if self.loaded is None or (leader := self.loaded.leader) is None:
+        if self.slot.loaded is None or (leader := self.slot.loaded.leader) is None:
             return False
         leader.fail(one_line(error))
         log.error("all machines end: %s", one_line(error), exc_info=not isinstance(error, OutcoreError))
@@ -216,59 +198,50 @@ class EngineThread:
 
     def _listen(self) -> None:
         """Take what has come; wait for it where there is nothing else to do."""
-        idle, patience = not self._pending and not self._asked, self._patience()
-        if idle and self.loaded is not None:
-            self._rest(self.loaded)
-            patience = LOOK_S if self.loaded.leader is not None else self._patience()
-        with contextlib.suppress(queue.Empty):
-            item = self._inbox.get(timeout=patience) if idle else self._inbox.get_nowait()
-            while True:
-                if isinstance(item, ChoiceJob):
-                    self._pending.append(item)
-                elif isinstance(item, Call):
-                    self._do(item)
-                item = self._inbox.get_nowait()
-        if not self._asked and not self._pending and self._patience() == 0:
-            self._drop()
-        self._leave()
-
-    def _patience(self) -> float | None:
-        """Seconds until the model is unloaded; None: it stays."""
-        until = self.loaded.until if self.loaded is not None else None
-        return None if until is None else max(0.0, until - time.monotonic())
-
-    def _do(self, call: Call) -> None:
-        try:
-            result = call.work()
-        except Exception as e:
-            result = e
-        call.done(result)
-
-    def _leave(self) -> None:
-        """Jobs that nobody wants any more end."""
+        slot = self.slot
+        wait_s: float | None = 0.0
+        if not self._pending and not slot.asked:
+            slot.rest()
+            wait_s = LOOK_S if slot.loaded is not None and slot.loaded.leader is not None else slot.left_s
+        self._take_in(self._pending.append, _do, wait_s)
+        if not slot.asked and not self._pending and slot.left_s == 0:
+            slot.drop()
         for job in [job for job in self._pending if job.unwanted]:
             self._pending.remove(job)
             self._over(job)
-        loaded = self.loaded
-        if loaded is None:
-            return
-        gone = [uid for uid, writer in loaded.jobs.items() if writer.job.unwanted]
-        self._remove(loaded, gone)
+        if (loaded := slot.loaded) is not None:
+            gone = [uid for uid, writer in loaded.jobs.items() if writer.job.unwanted]
+            for uid in gone:
+                self._over(loaded.jobs.pop(uid).job)
+            if gone:
+                loaded.sequences.remove(gone)
+
+    def _take_in(
+        self, on_job: Callable[[ChoiceJob], None], on_call: Callable[[Call], None], wait_s: float | None = 0
+    ) -> None:
+        """Empty the inbox; wait so long for the first of it (None: for ever)."""
+        with contextlib.suppress(queue.Empty):
+            item = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
+            while True:
+                if isinstance(item, ChoiceJob):
+                    on_job(item)
+                elif item is not None:
+                    on_call(item)
+                item = self._inbox.get_nowait()
 
     def _work(self) -> None:
         """One step."""
-        if self._pending and not self._asked and self._name != self._pending[0].model:
-            name = self._pending[0].model
+        slot = self.slot
+        if self._pending and not slot.asked and slot.name != (name := self._pending[0].model):
             try:
-                self._switch(name)
+                self._pending[0].load_s = slot.switch(name).load_s
             except Exception as e:
                 log.warning("%s cannot be loaded: %s", name, one_line(e))
-                self._fail_pending(name, e)
+                for job in [job for job in self._pending if job.model == name]:
+                    self._pending.remove(job)
+                    self._failed(job, e)
                 return
-            assert self.loaded is not None
-            self._pending[0].load_s = self.loaded.load_s
-        loaded = self.loaded
-        if loaded is None:
+        if (loaded := slot.loaded) is None:
             return
         while self._pending and self._pending[0].model == loaded.name:
             self._take(loaded, self._pending.popleft())
@@ -289,7 +262,7 @@ class EngineThread:
         Raises:
             _Unwanted: by nobody.
         """
-        loaded = self.loaded
+        loaded = self.slot.loaded
         if self._closing or (loaded is not None and all(writer.job.unwanted for writer in loaded.jobs.values())):
             raise _Unwanted
 
@@ -300,10 +273,7 @@ class EngineThread:
         except Exception as e:
             self._failed(job, e)
             return
-        loaded.until = None
-        if not loaded.awake:
-            loaded.awake = True
-            loaded.busy.enter_context(generating(loaded.model))
+        loaded.wake()
         loaded.jobs[uid] = writer
         loaded.sequences.ends = job.tokenizer.eos_token_ids
         loaded.sequences.add(request)
@@ -312,50 +282,47 @@ class EngineThread:
         now = time.monotonic()
         for uid, prompt_s in step.joined.items():
             job = loaded.jobs[uid].job
-            job.joined_at = now
-            job.tell(ChoiceStarted(job.load_s, now - prompt_s - job.asked_at, prompt_s, step.found.get(uid, 0)))
-        over: dict[int, ChoiceFinished | Exception] = {}
+            job.joined_at, queued_s = now, now - prompt_s - job.asked_at
+            prompt_tokens, found = len(job.prompt.tokens), step.found.get(uid, 0)
+            job.tell(Begun(job.model, prompt_tokens, found, job.load_s, queued_s, prompt_s))
+        over: dict[int, Ended | Exception] = {}
         for token in step.tokens:
-            writer = loaded.jobs[token.uid]
             loaded.tokens += 1
             try:
-                outs = writer.add(token)
+                said = loaded.jobs[token.uid].add(token)
             except Exception as e:  # a model may have more tokens than its tokenizer has texts for
                 over[token.uid] = e
                 continue
-            for out in outs:
-                if isinstance(out, ChoiceFinished):
-                    over[token.uid] = out
+            for event in said:
+                if isinstance(event, Ended):
+                    over[token.uid] = event
                 else:
-                    writer.job.tell(out)
+                    loaded.jobs[token.uid].job.tell(event)
         # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
         loaded.sequences.remove(list(over))
         for uid, end in over.items():
-            if isinstance(end, ChoiceFinished):
-                self._end(loaded, uid, end)
-            else:
-                self._failed(loaded.jobs.pop(uid).job, end)
+            self._end(loaded, uid, end)
         for uid in step.full:
             log.warning("an answer ended for want of memory for a longer context")
-            self._end(loaded, uid, loaded.jobs[uid].end("length"))
+            *said, full = loaded.jobs[uid].end("length")
+            for event in said:
+                loaded.jobs[uid].job.tell(event)
+            assert isinstance(full, Ended)
+            self._end(loaded, uid, full)
         concerned = Counter(id(error) for _, error in step.failed)
         for uid, error in step.failed:
-            writer = loaded.jobs.pop(uid)
             # What failed for several together is not the length of one's prompt.
-            self._failed(writer.job, error, concerned[id(error)] == 1)
+            self._failed(loaded.jobs.pop(uid).job, error, concerned[id(error)] == 1)
 
-    def _end(self, loaded: Loaded, uid: int, over: ChoiceFinished) -> None:
+    def _end(self, loaded: Loaded, uid: int, end: Ended | Exception) -> None:
         job = loaded.jobs.pop(uid).job
+        if isinstance(end, Exception):
+            self._failed(job, end)
+            return
         self._over(job)
         if job.keep_alive is not None:
-            self._stay(job.keep_alive)
-        job.tell(over)
-
-    def _remove(self, loaded: Loaded, uids: Sequence[int]) -> None:
-        for uid in uids:
-            self._over(loaded.jobs.pop(uid).job)
-        if uids:
-            loaded.sequences.remove(uids)
+            self.slot.stay(job.keep_alive)
+        job.tell(end)
 
     def _over(self, job: ChoiceJob) -> None:
         with self._lock:
@@ -365,98 +332,34 @@ class EngineThread:
         self._over(job)
         job.tell(as_request_error(error, job, alone))
 
-    def _fail_pending(self, name: str, error: Exception) -> None:
-        for job in [job for job in self._pending if job.model == name]:
-            self._pending.remove(job)
-            self._failed(job, error)
-
     def _fail_all(self, error: Exception) -> None:
         """Whatever is under way or waits fails; the model goes, since nobody knows what state it is in. What comes
         meanwhile, perhaps from those who are told, is not of this error."""
-        loaded = self.loaded
-        for writer in list(loaded.jobs.values()) if loaded is not None else []:
-            self._failed(writer.job, error)
-        if loaded is not None:
-            loaded.jobs.clear()
-        loaded = None
-        self._drop()
+        if self.slot.loaded is not None:
+            for writer in list(self.slot.loaded.jobs.values()):
+                self._failed(writer.job, error)
+            self.slot.loaded.jobs.clear()
+        self.slot.drop()
         while self._pending:
             self._failed(self._pending.popleft(), error)
-
-    def _refuse(self) -> None:
-        """The thread ends: nothing more will be done of what came."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._inbox.get_nowait()
-                if isinstance(item, ChoiceJob):
-                    self._failed(item, _ended())
-                elif isinstance(item, Call):
-                    item.done(_ended())
-
-    # Models
-
-    def _switch(self, name: str) -> None:
-        self._drop()
-        self.loading, began = name, time.monotonic()
-        try:
-            model = self._open(name)
-        finally:
-            self.loading = None
-        publish(model, "serve", name)
-        session: Session = model.outcore
-        own = Continuous(model, **self._options)
-        sequences = session.transport.leader(own) or own
-        self.loaded = Loaded(name, model, sequences, time.monotonic() - began)
-        self._stay(None)
-
-    def _stay(self, keep_alive: float | None) -> None:
-        """Let the model stay for so long after it was asked last; None: as the server says; negative: for good. What
-        ranks share stays for good."""
-        if self.loaded is None or self.loaded.leader is not None:
-            return
-        seconds = self._keep_alive if keep_alive is None else keep_alive
-        self._alive = None if seconds is None or seconds < 0 else seconds
-        # While it is asked, the time has not begun.
-        self.loaded.until = None if self._alive is None or self.loaded.jobs else time.monotonic() + self._alive
-
-    def _rest(self, loaded: Loaded) -> None:
-        """Nobody asks the model for anything now."""
-        loaded.busy.close()
-        loaded.awake = False
-        if loaded.leader is not None:
-            loaded.leader.rest()
-        if loaded.until is None and self._alive is not None:
-            loaded.until = time.monotonic() + self._alive
-        clear_cache()
-
-    def counters(self, name: str, loaded: Loaded | None) -> dict[str, int]:
-        """What a model has done, loaded now or before."""
-        found = Counter(self.before.get(name, {}))
-        if loaded is not None and loaded.name == name:
-            found.update(loaded.counters)
-        return dict(found)
-
-    def _drop(self) -> None:
-        loaded, self.loaded = self.loaded, None
-        if loaded is None:
-            return
-        self.before[loaded.name] = self.counters(loaded.name, loaded)
-        with contextlib.suppress(Exception):
-            loaded.sequences.close()
-        with contextlib.suppress(Exception):
-            loaded.busy.close()
-        try:
-            loaded.session.close()
-        except Exception:
-            log.exception("%s cannot be closed", loaded.name)
-        # What refers to itself would stay beside the next model; nor may callers refer to this one.
-        del loaded
-        gc.collect()
-        clear_cache()
 
 
 class _Unwanted(BaseException):
     """A step was broken off that nobody waits for."""
+
+
+def _do(call: Call) -> None:
+    work, future = call
+    try:
+        future.set_result(work())
+    except Exception as e:
+        future.set_exception(e)
+
+
+def too_many(waiting: int) -> RequestError:
+    """That so many wait already."""
+    why = f"{waiting} requests wait already; try again later"
+    return RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)
 
 
 def _ended() -> RequestError:

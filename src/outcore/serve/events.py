@@ -117,13 +117,16 @@ class Begun:
     Attributes:
         model: the name of the one that does.
         prompt_tokens: of the prompt, ``cached_tokens`` of which need not be computed.
-        load_s: seconds that loading the model took, if it was loaded for this.
+        load_s: seconds that loading the model took, if it was loaded for this. ``queued_s``: of waiting before the
+            prompt was computed, those included. ``prompt_s``: of computing it.
     """
 
     model: str
     prompt_tokens: int
     cached_tokens: int = 0
     load_s: float = 0.0
+    queued_s: float = 0.0
+    prompt_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .events import Event, Finished, Service
 from .limits import ConnectionGate
 
-__all__ = ["Counted", "ServerMetrics"]
-
 FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 OF_MODELS = {
@@ -40,17 +38,13 @@ class ServerMetrics:
 
     def __init__(self, service: Service, gate: ConnectionGate) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter("outcore_requests", "Requests answered", ("route", "status"), registry=self._registry)
-        self.first_token = Histogram(
-            "outcore_first_token_seconds",
-            "Seconds from a request to the first of its answer",
-            buckets=FIRST_TOKEN_S,
-            registry=self._registry,
-        )
-        self.prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of prompts answered", registry=self._registry)
-        self.cached_tokens = Counter(
-            "outcore_prompt_tokens_cached", "Of those, tokens that were not computed again", registry=self._registry
-        )
+        own: dict[str, Any] = {"registry": self._registry}
+        self.requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)
+        self.prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of prompts answered", **own)
+        text = "Of those, tokens that were not computed again"
+        self.cached_tokens = Counter("outcore_prompt_tokens_cached", text, **own)
+        text = "Seconds from a request to the first of its answer"
+        self.first_token = Histogram("outcore_first_token_seconds", text, buckets=FIRST_TOKEN_S, **own)
         self._registry.register(_Engine(service, gate))
 
     def event(self, event: Event) -> None:

@@ -1,11 +1,9 @@
-"""Ollama's API for chats and completions: bodies to what the engine is asked, events to lines of JSON."""
+"""Ollama's API: bodies of chats and completions to what the engine is asked, and its addresses."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -13,36 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ..checks import COUNT
 from ..decode.request_values import LARGE
-from ..options import COUNT
-from .api import (
-    JSON_LINES,
-    Defaults,
-    Handled,
-    HttpRequest,
-    ParsedRequest,
-    ResponseWriter,
-    Route,
-    decoded,
-    encoded,
-    refused,
-)
-from .events import (
-    Begun,
-    Called,
-    Ended,
-    Event,
-    Finished,
-    GenerationRequest,
-    RequestError,
-    Sampling,
-    Service,
-    TextPart,
-    TokenLogprob,
-)
-from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
+from .api import Defaults, Handled, HttpRequest, ParsedRequest, Route, refused
+from .events import GenerationRequest, Sampling, Service
+from .ollama_answers import OllamaWriter, timestamp
+from .ollama_models import Named, plain_name, pull, running, show, tags
 from .openai import NO_EMBEDDINGS
-from .openai_answers import logprob_entries
 from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
@@ -154,7 +129,7 @@ class Turn(Part):
     content: str = ""
     images: list[Any] = []
     thinking: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] = []
     tool_call_id: str = ""
     tool_name: str = ""
     name: str = ""
@@ -271,7 +246,7 @@ def _loaded(body: OllamaBody, service: Service, empty: dict[str, Any]) -> Awaita
 def _conversation(turns: Sequence[Turn]) -> list[Message]:
     """As chat templates take them. Calls have ids, which Ollama's clients mostly leave out, in their order."""
     messages: list[Message] = []
-    unanswered, calls = Unanswered([]), 0
+    unanswered, calls = list[Message](), 0
     for i, turn in enumerate(turns):
         if turn.images:
             raise opaque("image", f"messages[{i}].images", ("content",))
@@ -288,10 +263,10 @@ def _conversation(turns: Sequence[Turn]) -> list[Message]:
                     }
                     for n, call in enumerate(turn.tool_calls)
                 ]
-                calls, unanswered = calls + len(turn.tool_calls), Unanswered(made["tool_calls"])
+                calls, unanswered = calls + len(turn.tool_calls), list(made["tool_calls"])
         elif turn.role == "tool":
             name = turn.tool_name or turn.name
-            if (call := unanswered.first(turn.tool_call_id, name)) is not None:
+            if (call := _answered(unanswered, turn.tool_call_id, name)) is not None:
                 made |= {"tool_call_id": call["id"], "name": name or call["function"]["name"]}
             else:
                 made |= {k: v for k, v in (("tool_call_id", turn.tool_call_id), ("name", name)) if v}
@@ -299,115 +274,13 @@ def _conversation(turns: Sequence[Turn]) -> list[Message]:
     return messages
 
 
-class Unanswered:
-    """Calls whose results have not come."""
-
-    def __init__(self, calls: Sequence[Message]) -> None:
-        self._open = dict(enumerate(calls))
-        self._places: dict[tuple[str, str], deque[int]] = {}
-        for place, call in self._open.items():
-            for key in (("id", call["id"]), ("name", call["function"]["name"]), ("any", "")):
-                self._places.setdefault(key, deque()).append(place)
-
-    def first(self, call_id: str, name: str) -> Message | None:
-        """The first of this id, else of this name, else at all; it is answered then."""
-        places = self._places.get(("id", call_id) if call_id else ("name", name) if name else ("any", ""), deque())
-        while places:
-            if (call := self._open.pop(places.popleft(), None)) is not None:
-                return call
-        return None
-
-
-class OllamaWriter(ResponseWriter):
-    """Writes an answer as lines of JSON or as one object.
-
-    Args:
-        chat: of a chat, else of a completion.
-        model: its name as the client gave it.
-        clock: seconds, of which the whole time that an answer took is made.
-    """
-
-    media_type = JSON_LINES
-
-    def __init__(
-        self, streams: bool, ignored: Sequence[str] = (), *, chat: bool, model: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        super().__init__(streams, ignored)
-        self._chat, self._model, self._clock, self._start = chat, model, clock, clock()
-        self._begun, self._reason = Begun(model, 0), "stop"
-
-    def event(self, event: Event) -> bytes:
-        record = self._record(event)
-        return encoded(record) + b"\n" if record else b""
-
-    def failed(self, error: RequestError) -> bytes:
-        return encoded(error_body(error)) + b"\n"
-
-    def keepalive(self) -> bytes:
-        """A record without text: clients parse every line, an empty one too."""
-        return encoded(self._part()) + b"\n"
-
-    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The last record, with all that those before it said."""
-        pieces = [e for e in events if isinstance(e, TextPart)]
-        calls = [_call(e) for e in events if isinstance(e, Called)]
-        last: dict[str, Any] = {}
-        for event in events:
-            if not isinstance(event, TextPart | Called):
-                last = self._record(event) or last
-        text, thinking = "".join(p.text for p in pieces), "".join(p.reasoning for p in pieces)
-        return last | self._part(text, thinking, calls, [token for p in pieces for token in p.logprobs], done=True)
-
-    def _record(self, event: Event) -> dict[str, Any] | None:
-        match event:
-            case Begun():
-                self._begun = event
-            case TextPart():
-                return self._part(event.text, event.reasoning, logprobs=event.logprobs)
-            case Called():
-                return self._part(calls=[_call(event)])
-            case Ended():
-                self._reason = "length" if event.reason == "length" else "stop"
-            case Finished():
-                return self._part(done=True) | self._figures(event)
-        return None
-
-    def _part(
-        self, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = (),
-        logprobs: Sequence[TokenLogprob] = (), done: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        said: dict[str, Any] = {"role": "assistant", "content": text} if self._chat else {"response": text}
-        if thinking:
-            said["thinking"] = thinking
-        if calls:
-            said["tool_calls"] = list(calls)
-        record: dict[str, Any] = {"model": self._model or self._begun.model, "created_at": timestamp(datetime.now(UTC))}
-        record |= {"message": said} if self._chat else said
-        if logprobs:
-            record["logprobs"] = logprob_entries(logprobs)
-        return record | {"done": done}
-
-    def _figures(self, finished: Finished) -> dict[str, Any]:
-        """Nanoseconds and tokens. What the cache had of the prompt counts to it."""
-        seconds = {"total": self._clock() - self._start, "load": self._begun.load_s,
-                   "prompt_eval": finished.prompt_s, "eval": finished.generation_s}  # fmt: skip
-        return {
-            "done_reason": self._reason,
-            **{f"{name}_duration": round(value * 1e9) for name, value in seconds.items()},
-            "prompt_eval_count": finished.prompt_tokens,
-            "eval_count": finished.tokens,
-        }
-
-
-def _call(called: Called) -> dict[str, Any]:
-    function = {"index": called.number, "name": called.name, "arguments": decoded(called.arguments)}
-    return {"id": called.id, "function": function}
-
-
-def error_body(error: RequestError) -> dict[str, Any]:
-    """An error as the API tells it."""
-    return {"error": str(error)}
+def _answered(unanswered: list[Message], call_id: str, name: str) -> Message | None:
+    """The call that a result belongs to, which is answered then: the first of this id, else of this name, else at
+    all."""
+    for n, call in enumerate(unanswered):
+        if call["id"] == call_id if call_id else name in ("", call["function"]["name"]):
+            return unanswered.pop(n)
+    return None
 
 
 FILES = "models are folders of files; put one where the server finds it, or start it with --model"

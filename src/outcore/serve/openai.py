@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ..checks import COUNT
 from ..decode.request_values import template_options
-from ..options import COUNT
 from .api import Defaults, HttpRequest, ParsedRequest, Route, refused
 from .events import GenerationRequest, ModelCard, Service
 from .openai_answers import ChatWriter, CompletionWriter
@@ -198,8 +198,6 @@ class ChatBody(TextBody):
     reasoning_effort: Effort | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    add_generation_prompt: bool | None = None  # vLLM's, as the next
-    continue_final_message: bool | None = None
 
 
 class CompletionBody(TextBody):
@@ -266,17 +264,6 @@ def continues(messages: Sequence[Message], where: str = "messages") -> bool:
     return last[-1:] == [True]
 
 
-def _continued(body: ChatBody, messages: Sequence[Message]) -> bool:
-    """By vLLM's fields if they are given; else an answer at the end is gone on with, as llama.cpp does."""
-    if body.add_generation_prompt and body.continue_final_message:
-        raise wrong("continue_final_message", "not together with add_generation_prompt")
-    continued = not body.add_generation_prompt and body.continue_final_message is not False and continues(messages)
-    if body.add_generation_prompt is False and not continued:
-        why = "an answer needs its beginning; end with the assistant's message to go on with, or send a prompt"
-        raise wrong("add_generation_prompt", why, UNSUPPORTED)
-    return continued
-
-
 def chosen_tool(choice: Any, names: Iterable[str]) -> str:
     """``GenerationRequest.tool_choice`` of a word, or of an object that names a function; None: auto.
 
@@ -310,7 +297,7 @@ def chat(request: HttpRequest, service: Service) -> ParsedRequest:
     ask = replace(
         body.request(request.defaults, body.max_completion_tokens, body.max_tokens),
         messages=messages,
-        continued=_continued(body, messages),
+        continued=continues(messages),
         tools=tools,
         tool_choice=chosen_tool(body.tool_choice, (tool["function"]["name"] for tool in tools)),
         parallel_tools=body.parallel_tool_calls,

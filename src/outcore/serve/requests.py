@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..checks import COUNT, LEAST_TEMPERATURE
 from ..decode import request_values
 from ..decode.request_values import LARGE, stop_strings
-from ..options import COUNT, LEAST_TEMPERATURE
 from ..text import shortened
 from .body import read_json
 from .events import RequestError, Sampling

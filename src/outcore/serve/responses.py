@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..options import COUNT
+from ..checks import COUNT
 from .api import HttpRequest, ParsedRequest, Route
 from .events import GenerationRequest, Service
 from .openai import (

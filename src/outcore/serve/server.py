@@ -23,10 +23,7 @@ from starlette.types import ASGIApp
 from ..errors import OutcoreError, UsageError
 from ..text import one_line
 from .connection import Connection
-from .deadline import Deadline
 from .site import Site
-
-__all__ = ["Server", "connections_within", "listen", "url"]
 
 FILES = 512
 """Descriptors that are left to models, logs and connections that are being accepted or closed."""
@@ -56,6 +53,28 @@ LEAST_ENDING_S = 1.0
 
 EXIT_S = 0.4
 """Seconds, at the end of those, that Python and the system take to let go of a process of gigabytes."""
+
+
+class Deadline:
+    """Calls ``cut``, which ends the process, when a moment has come, unless the ``with`` block has ended before."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut = cut
+        self._timers: list[threading.Timer] = []
+
+    def by(self, at: float) -> None:
+        """The process is to have ended by then, a time of ``time.monotonic``; the earliest that was given counts."""
+        timer = threading.Timer(max(0.0, at - time.monotonic()), self._cut)
+        timer.name, timer.daemon = "outcore-deadline", True
+        timer.start()
+        self._timers.append(timer)
+
+    def __enter__(self) -> Deadline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
 
 
 class Server(uvicorn.Server):
@@ -88,7 +107,7 @@ class Server(uvicorn.Server):
         self.site, self.drain_s, self.ready, self.draining, self.over = site, drain_s, ready, draining, over
         self.signals: list[int] = []
         self.signalled_at: float | None = None
-        self._deadline = deadline or Deadline(lambda: None)
+        self._by = deadline.by if deadline is not None else lambda at: None
         gated = type("GatedConnection", (Connection,), {"gate": site.gate})
         super().__init__(
             uvicorn.Config(
@@ -135,10 +154,10 @@ class Server(uvicorn.Server):
         began = self.signalled_at or time.monotonic()
         ending_s = max(LEAST_ENDING_S, min(ENDING_S, self.drain_s / 2))
         answers_s = max(0.0, self.drain_s - ending_s)
-        self._deadline.by(began + answers_s + ending_s - EXIT_S)
+        self._by(began + answers_s + ending_s - EXIT_S)
         await self._until(began + answers_s, lambda: not self.site.under_way, signals=2)
         ended = time.monotonic()
-        self._deadline.by(ended + ending_s - EXIT_S)
+        self._by(ended + ending_s - EXIT_S)
         self.site.ended.set()
         until = ended + ending_s / 2
         await self._until(until, lambda: not self.site.under_way and not self._unsent(), signals=3)
@@ -251,12 +270,12 @@ def connections_within(wanted: int) -> int:
     mlx-lm's ``utils`` sets RLIMIT_NOFILE to 2048, and what it may be raised to to 4096, when it is imported.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    most = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
-    if soft != unlimited and soft < most:
-        for number in (most, 10240):  # macOS: OPEN_MAX, see setrlimit(2)
-            with suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(number, most)), hard))
-                break
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if soft == unlimited else max(1, min(wanted, soft - FILES))
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    for number in (most, 10240):  # macOS: OPEN_MAX, see setrlimit(2)
+        with suppress(ValueError, OSError):
+            if soft < number:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, most), hard))
+            break
+    return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES))

@@ -1,4 +1,4 @@
-"""What the APIs are answered by: requests become jobs of the engine, and what it says of them becomes events."""
+"""What the APIs are answered by: requests become jobs of the engine, whose events are those of an answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import mlx.nn as nn
 
 from ..checkpoint.lazy_model import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
 from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..engine.transport import Forecast
@@ -21,22 +22,11 @@ from ..errors import LinkError, OutcoreError, RequestError
 from ..loading.loader import load_model
 from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_compat import set_chat_template
-from ..options import LoadOptions, whole
+from ..options import LoadOptions
 from ..text import one_line
-from .choice import ChoiceFinished, ChoiceJob, ChoiceStarted, Out, TokenEvent
-from .engine_thread import RETRY_S, EngineThread
-from .events import (
-    Begun,
-    Called,
-    Ended,
-    Event,
-    Finished,
-    GenerationRequest,
-    ModelCard,
-    Sampling,
-    TextPart,
-    TokenLogprob,
-)
+from .choice import ChoiceJob
+from .engine_thread import EngineThread, too_many
+from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard
 from .prompting import Prompt, Prompter
 from .shelf import Offered, Shelf
 from .token_text import TokenTexts
@@ -81,16 +71,8 @@ class ServiceOptions:
             check_draft_length(self.draft_tokens, self.load.name("num_draft_tokens"))
 
 
-@dataclass
-class _Known:
-    """A model's tokenizer, and what is made of it."""
-
-    prompter: Prompter
-    texts: TokenTexts
-
-
 class ModelService:
-    """Answers by the models of a shelf: an ``exchange.Service``.
+    """Answers by the models of a shelf: an ``events.Service``.
 
     Args:
         progress: called with what is being done while a model is loaded, bytes done and bytes in all.
@@ -104,7 +86,7 @@ class ModelService:
     ) -> None:
         self.shelf, self.options = shelf, options or ServiceOptions()
         self._progress = progress
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[Prompter, TokenTexts]] = {}
         # Tokenizers are used by one thread at a time, which is not the engine's.
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
@@ -119,46 +101,62 @@ class ModelService:
         )
         self.engine.start()
 
-    # exchange.Service
-
     async def answer(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of an answer, as they come."""
         model = self.shelf.named(ask.model)
-        prompt = await self._read(model, ask, most=self._room(model))
+        prompt = await self._read(model, ask, self._room(model))
         limit = self._limit(model, len(prompt.tokens), ask.max_tokens)
-        answer = _Answer(prompt, model.name, ask.choices)
-        known = self._known[model.name]
-        jobs = [
-            ChoiceJob(
-                model.name,
-                known.prompter.tokenizer,
-                known.texts,
-                prompt.tokens,
-                answer.teller(choice),
-                limit,
-                _sampling(ask, choice),
-                prompt.stop,
-                prompt.grammar,
-                ask.logprobs,
-                ask.keep_alive,
-                prompt.shared,
-            )
-            for choice in range(ask.choices)
-        ]
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
+
+        def tell(event: Event | Exception) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody is there
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        prompter, texts = self._known[model.name]
+        seed, jobs = ask.sampling.seed, []
+        for n in range(ask.choices):
+            # Those of one seed are not to be the same.
+            sampling = ask.sampling if seed is None else replace(ask.sampling, seed=seed + n)
+            jobs.append(
+                ChoiceJob(
+                    model.name, n, prompt, prompter.tokenizer, texts, tell, limit, sampling, ask.logprobs,
+                    ask.keep_alive,
+                )
+            )  # fmt: skip
         self.engine.submit(jobs)
+        begun, ends, first = Begun(model.name, len(prompt.tokens)), list[Ended](), 0.0
         try:
-            async for event in answer.events(lambda choice: self.engine.cancel([jobs[choice]])):
-                if isinstance(event, Finished):
-                    drafted, accepted = sum(job.drafted for job in jobs), sum(job.accepted for job in jobs)
-                    event = replace(event, drafted=drafted, accepted=accepted)
+            while len(ends) < len(jobs):
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event  # the other choices are of no use then
+                if isinstance(event, Begun):
+                    if first:
+                        continue
+                    begun, first = event, time.monotonic()
+                elif isinstance(event, Ended):
+                    ends.append(event)
                 yield event
+            yield Finished(
+                begun.prompt_tokens,
+                sum(end.tokens for end in ends),
+                begun.cached_tokens,
+                sum(end.reasoning_tokens for end in ends),
+                begun.queued_s,
+                begun.prompt_s,
+                time.monotonic() - first,
+                sum(job.drafted for job in jobs),
+                sum(job.accepted for job in jobs),
+                len(jobs),
+            )
         finally:
             self.engine.cancel(jobs)
 
     async def count(self, ask: GenerationRequest) -> int:
         """Tokens of the prompt."""
         model = self.shelf.named(ask.model)
-        return len((await self._read(model, ask, most=self._counted(model))).tokens)
+        room = self._room(model)
+        return len((await self._read(model, ask, None if room is None else max(room, COUNTED))).tokens)
 
     def models(self) -> Sequence[ModelCard]:
         """All that can be asked for."""
@@ -170,26 +168,28 @@ class ModelService:
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
         """Have a model in memory; ``keep_alive`` 0: unload it."""
-        model = self.shelf.named(name)
-        if keep_alive == 0:
-            await self._call(lambda: self.engine.unload(model.name))
-        else:
-            await self._call(lambda: self.engine.load(model.name, keep_alive))
+        model, engine = self.shelf.named(name), self.engine
+        unloads = keep_alive == 0
+        work = engine.call(lambda: engine.unload(model.name) if unloads else engine.load(model.name, keep_alive))
+        try:
+            await asyncio.wrap_future(work)
+        except (RequestError, LinkError):
+            raise
+        except OutcoreError as e:
+            raise RequestError(one_line(e), "insufficient_memory", status=503) from e
         return self._card(model)
 
     def state(self) -> Mapping[str, Any]:
         """What the engine does now."""
-        engine, loaded = self.engine, self.engine.loaded
-        status = "closing" if self._closing else "loading" if engine.loading is not None else "ok"
-        models: dict[str, Any] = {}
-        for name in [*engine.before, *([loaded.name] if loaded is not None else [])]:
-            plan = loaded.session.plan if loaded is not None and loaded.name == name else None
-            memory = {"memory_bytes": 0} if plan is None else {
-                "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes
-            }  # fmt: skip
-            models[name] = engine.counters(name, loaded) | memory
+        engine, loaded = self.engine, self.engine.slot.loaded
+        models: dict[str, dict[str, int]] = engine.slot.counters
+        for name, counters in models.items():
+            counters["memory_bytes"] = 0
+            if loaded is not None and loaded.name == name:
+                plan = loaded.session.plan
+                counters |= {"memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}
         return {
-            "status": status,
+            "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",
             "running": engine.running,
             "waiting": engine.waiting,
             "most": self.options.most,
@@ -206,7 +206,7 @@ class ModelService:
     @property
     def forecast(self) -> Forecast | None:
         """What the machines that share the model are predicted to take; None: it is one machine's."""
-        loaded = self.engine.loaded
+        loaded = self.engine.slot.loaded
         return loaded.session.transport.forecast if loaded is not None else None
 
     def close(self, wait_s: float | None = None) -> None:
@@ -215,24 +215,16 @@ class ModelService:
         self.engine.close(wait_s)
         self._reader.shutdown(wait=wait_s is None, cancel_futures=True)
 
-    # How
-
     def _room(self, model: Offered) -> int | None:
         """Tokens of a prompt and its answer together at most; None: any number."""
         given = self.options.most_context or longest_context(model.config)
         return min((n for n in (given, model.positions) if n is not None), default=None)
 
-    def _counted(self, model: Offered) -> int | None:
-        """The same where they are only counted."""
-        room = self._room(model)
-        return None if room is None else max(room, COUNTED)
-
-    async def _read(self, model: Offered, ask: GenerationRequest, most: int | None = None) -> Prompt:
+    async def _read(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
         # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
         waiting = self._arrived + self.engine.waiting
         if waiting + self.engine.running + ask.choices > self.options.most + self.options.most_waiting:
-            why = f"{waiting} requests wait already; try again later"
-            raise RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)
+            raise too_many(waiting)
         loop = asyncio.get_running_loop()
         self._arrived += ask.choices
         try:
@@ -248,7 +240,7 @@ class ModelService:
         finally:
             self._arrived -= ask.choices
 
-    def _prepare(self, model: Offered, ask: GenerationRequest, most: int | None = None) -> Prompt:
+    def _prepare(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
         """On the prompts' thread."""
         if model.name not in self._known:
             options = dict(self.options.tokenizer)
@@ -259,8 +251,10 @@ class ModelService:
             tokenizer = load_tokenizer(model.folder, options, eos=model.config.get("eos_token_id"))
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
-            self._known[model.name] = _Known(Prompter(tokenizer, _vocabulary(model.config)), TokenTexts(tokenizer))
-        return self._known[model.name].prompter.prepare(ask, most)
+            vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
+            prompter = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None)
+            self._known[model.name] = prompter, TokenTexts(tokenizer)
+        return self._known[model.name][0].prepare(ask, most)
 
     def _limit(self, model: Offered, prompt: int, asked: int | None) -> int:
         positions = self._room(model)
@@ -282,147 +276,10 @@ class ModelService:
             session.prefix.salt(self.options.secret)
         return model
 
-    async def _call(self, work: Callable[[], Any]) -> Any:
-        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def settle(result: Any) -> None:
-            if future.done():
-                return
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-        def done(result: Any) -> None:
-            with suppress(RuntimeError):  # nobody is there any more
-                loop.call_soon_threadsafe(settle, result)
-
-        self.engine.call(work, done)
-        try:
-            return await future
-        except (RequestError, LinkError):
-            raise
-        except OutcoreError as e:
-            raise RequestError(one_line(e), "insufficient_memory", status=503) from e
-
     def _card(self, model: Offered) -> ModelCard:
-        loaded = self.engine.loaded
+        loaded = self.engine.slot.loaded
         if loaded is None or loaded.name != model.name:
             return model.card
-        left = None if loaded.until is None else loaded.until - time.monotonic()
-        return replace(
-            model.card,
-            loaded=True,
-            memory_bytes=loaded.session.plan.peak_bytes,
-            expires_at=None if left is None else time.time() + max(0.0, left),
-        )
-
-
-class _Answer:
-    """Makes events of what the engine tells of the choices of one request. To be made within the event loop."""
-
-    def __init__(self, prompt: Prompt, model: str, choices: int) -> None:
-        self._prompt, self._model = prompt, model
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Out]] = asyncio.Queue()
-        self._choices = [_Choice(i, prompt) for i in range(choices)]
-
-    def teller(self, choice: int) -> Callable[[Out], None]:
-        """What the engine calls, on its thread."""
-
-        def tell(out: Out) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody is there
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (choice, out))
-
-        return tell
-
-    async def events(self, enough: Callable[[int], None]) -> AsyncGenerator[Event, None]:
-        """All of them.
-
-        Args:
-            enough: called with a choice that has ended before the engine ended it.
-
-        Raises:
-            RequestError: of a choice; the others are of no use then.
-        """
-        begun: ChoiceStarted | None = None
-        first = time.monotonic()
-        while not all(choice.over for choice in self._choices):
-            index, out = await self._queue.get()
-            if isinstance(out, Exception):
-                raise out
-            if isinstance(out, ChoiceStarted):
-                if begun is None:
-                    begun, first = out, time.monotonic()
-                    tokens = len(self._prompt.tokens)
-                    yield Begun(self._model, tokens, out.found, load_s=out.load_s)
-                continue
-            choice = self._choices[index]
-            if choice.over:
-                continue
-            for event in choice.heard(out):
-                yield event
-            if choice.over and isinstance(out, TokenEvent):
-                enough(index)
-        yield Finished(
-            len(self._prompt.tokens),
-            sum(choice.tokens for choice in self._choices),
-            reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
-            cached_tokens=begun.found if begun is not None else 0,
-            queued_s=begun.queued_s if begun is not None else 0.0,
-            prompt_s=begun.prompt_s if begun is not None else 0.0,
-            generation_s=time.monotonic() - first,
-            choices=len(self._choices),
-        )
-
-
-class _Choice:
-    """One choice's text, as it is read."""
-
-    def __init__(self, index: int, prompt: Prompt) -> None:
-        self.index, self.over = index, False
-        self.tokens = self.reasoning_tokens = 0
-        self._parser = prompt.parser(index)
-        self._called = False
-        self._logprobs: list[TokenLogprob] = []
-
-    def heard(self, out: TokenEvent | ChoiceFinished) -> list[Event]:
-        """The events of what the engine tells."""
-        if isinstance(out, TokenEvent):
-            self.tokens += 1
-            self.reasoning_tokens += self._parser.thinking
-            if out.logprob is not None:
-                self._logprobs.append(out.logprob)
-            events = self._with_logprobs(self._parser.feed(out.text))
-            return [*events, *self._end("stop", None)] if self._parser.over else events
-        events = self._with_logprobs([*self._parser.feed(out.text), *self._parser.finish(out.reason == "length")])
-        return [*events, *self._end(out.reason, out.stop)]
-
-    def _end(self, reason: Literal["stop", "length"], stop: str | None) -> list[Event]:
-        rest = [TextPart(self.index, logprobs=tuple(self._logprobs))] if self._logprobs else []
-        self.over = True
-        called = self._called and reason == "stop" and stop is None
-        ended = Ended(self.index, "tool_calls" if called else reason, self.tokens, self.reasoning_tokens, stop)
-        return [*rest, ended]
-
-    def _with_logprobs(self, pieces: Sequence[TextPart | Called]) -> list[Event]:
-        found: list[Event] = []
-        for piece in pieces:
-            self._called |= isinstance(piece, Called)
-            if isinstance(piece, TextPart) and self._logprobs:
-                piece = replace(piece, logprobs=tuple(self._logprobs))
-                self._logprobs = []
-            found.append(piece)
-        return found
-
-
-def _sampling(ask: GenerationRequest, choice: int) -> Sampling:
-    """Of one choice; those of one seed are not to be the same."""
-    sampling = ask.sampling
-    return sampling if sampling.seed is None or choice == 0 else replace(sampling, seed=sampling.seed + choice)
-
-
-def _vocabulary(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model has embeddings for, if its configuration says so."""
-    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return found if isinstance(found, int) else None
+        left_s, memory_bytes = self.engine.slot.left_s, loaded.session.plan.peak_bytes
+        expires_at = None if left_s is None else time.time() + left_s
+        return replace(model.card, loaded=True, memory_bytes=memory_bytes, expires_at=expires_at)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,14 +55,15 @@ class Offered:
         template = self.template if self.template is not None else _template(self.folder)
         files = [path.stat() for path in checkpoint.files]
         said = json.dumps([str(self.folder), [[f.st_size, f.st_mtime_ns] for f in files]])
-        quantization = self.config.get("quantization") or {}
+        bits = (self.config.get("quantization") or {}).get("bits")
+        bits = bits if isinstance(bits, int) and bits > 0 else None
         return ModelCard(
             self.name,
             created=int(max((f.st_mtime for f in files), default=0)),
             nbytes=checkpoint.nbytes,
             family=str(self.config.get("model_type", "")),
-            parameters=_parameters(checkpoint, quantization),
-            quantization=f"{quantization['bits']}-bit" if "bits" in quantization else _most(checkpoint).lower(),
+            parameters=_parameters(checkpoint, bits),
+            quantization=f"{bits}-bit" if bits is not None else _dtype(checkpoint),
             context=longest_context(self.config),
             template=template,
             tools="tools" in template,
@@ -71,36 +73,37 @@ class Offered:
         )
 
 
+def _models_in(folder: Path) -> list[Path]:
+    """The models in a folder that is none itself."""
+    if (folder / "config.json").exists():
+        return []
+    return sorted(path.parent for path in folder.glob("*/config.json"))
+
+
 class Shelf:
     """All of them.
 
     Args:
+        names: of models, or of folders that hold folders of models.
         template: a chat template in place of their own.
 
     Raises:
         UsageError: none, or two of one name. CheckpointError: one that cannot be opened.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        folder: Path | None = None,
-        *,
-        revision: str | None = None,
-        template: str | None = None,
-    ) -> None:
-        found = [Offered(*_shown(name, resolve_model(name, revision)), template) for name in dict.fromkeys(names)]
+    def __init__(self, names: Sequence[str], *, revision: str | None = None, template: str | None = None) -> None:
+        folders = {name: inside for name in dict.fromkeys(names) if (inside := _models_in(Path(name).expanduser()))}
+        single = [name for name in dict.fromkeys(names) if name not in folders]
+        found = []
+        for name in single:
+            path = resolve_model(name, revision)
+            # A folder is called by its own name, since where it lies is nobody's business.
+            found.append(Offered(path.resolve().name if Path(name).expanduser().is_dir() else name, path, template))
         same = Counter(model.name for model in found)
         # Two folders of one name are told apart by where they lie.
         found = [replace(m, name=str(m.folder)) if same[m.name] > 1 else m for m in found]
         named = list(found)
-        if folder is not None:
-            if not folder.expanduser().is_dir():
-                raise UsageError(f"{folder}: no such folder of models")
-            inside = sorted(path.parent for path in folder.expanduser().glob("*/config.json"))
-            found += [Offered(path.name, path, template) for path in inside]
-        if not found:
-            raise UsageError("no model to serve: give --model NAME, or a folder that holds model folders")
+        found += [Offered(path.name, path, template) for inside in folders.values() for path in inside]
         self.models = {model.name: model for model in found}
         if len(self.models) < len(found):
             raise UsageError("two models of one name: give each once")
@@ -112,6 +115,8 @@ class Shelf:
                 if model in named:
                     raise
                 del self.models[model.name]
+        if not self.models:
+            raise UsageError("no model to serve: give --model NAME, or a folder that holds model folders")
 
     @property
     def default(self) -> Offered:
@@ -142,33 +147,22 @@ class Shelf:
         )
 
 
-def _shown(name: str, folder: Path) -> tuple[str, Path]:
-    """What a model is called: a folder by its own name, since where it lies is nobody's business."""
-    return (folder.resolve().name if Path(name).expanduser().is_dir() else name), folder
-
-
-def _parameters(checkpoint: Checkpoint, quantization: Mapping[str, Any]) -> int:
+def _parameters(checkpoint: Checkpoint, bits: int | None) -> int:
     """Numbers that its tensors stand for; of quantized ones by the bits that most of them have."""
-    bits = quantization.get("bits")
     count = 0
     for name, tensor in checkpoint.tensors.items():
-        elements = 1
-        for length in tensor.shape:
-            elements *= length
-        if tensor.dtype == "U32" and isinstance(bits, int) and bits > 0:
-            elements = elements * 32 // bits
-        elif bits is not None and name.endswith((".scales", ".biases")):
-            continue
-        count += elements
+        if bits is None or not name.endswith((".scales", ".biases")):
+            packed = bits is not None and tensor.dtype == "U32"
+            count += math.prod(tensor.shape) * 32 // bits if packed and bits else math.prod(tensor.shape)
     return count
 
 
-def _most(checkpoint: Checkpoint) -> str:
-    """The dtype of most of its bytes."""
-    nbytes: dict[str, int] = {}
+def _dtype(checkpoint: Checkpoint) -> str:
+    """Of most of its bytes."""
+    nbytes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
-        nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(nbytes, key=lambda dtype: nbytes[dtype], default="")
+        nbytes[tensor.dtype] += tensor.nbytes
+    return max(nbytes, key=lambda dtype: nbytes[dtype], default="").lower()
 
 
 def _template(folder: Path) -> str:

@@ -6,7 +6,7 @@ from outcore.cli.commands import Command
 
 
 def _command(name: str, help: str, extra: str | None = None) -> Command:
-    return Command(help, f"outcore_bench.flags.{name}:setup_arg_parser", f"outcore_bench.commands.{name}:run", extra)
+    return Command(help, f"outcore_bench.flags:{name}", f"outcore_bench.commands.{name}:run", extra)
 
 
 COMMANDS = {
@@ -17,4 +17,4 @@ COMMANDS = {
     "perplexity": _command("perplexity", "how well a model foretells a text; mlx-lm's definition"),
     "report": _command("report", "one page, and Markdown, from result files of outcore bench", "report"),
 }
-FLAGS = {"plan": "outcore_bench.flags.plan:add_flags"}
+FLAGS = {"plan": "outcore_bench.flags:plan"}

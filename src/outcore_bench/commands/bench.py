@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from outcore.sizes import parse_size
 from outcore_cluster.group import RankGroup
 
 from ..document import Document
-from ..jobs import BenchSettings
+from ..jobs import BenchSettings, RunSettings
 from ..ranked_runner import RankedRunner
 from ..runner import Runner, shown_command
 from ..table import WIDTH, show
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         )
         document = runner.run()
     show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
-    args.result.record = asdict(document)
+    args.result.record = document.record()
     if all(row.error is not None for row in document.rows):
         raise OutcoreError(f"no row could be measured: {document.rows[0].label}: {document.rows[0].error}")
 
@@ -68,33 +68,14 @@ def settings(args: argparse.Namespace) -> BenchSettings:
         batch = tuple(int(n) for n in _list(args.batch))
     except ValueError:
         raise UsageError(f"--batch {args.batch}: give whole numbers, separated by commas") from None
-    if args.pipeline:
-        raise UsageError("--pipeline: is for several machines, and outcore bench measures one; leave it out")
-    generated: int | None = args.generation_tokens
-    if generated is not None and generated < 2:
-        raise UsageError(f"--generation-tokens {generated}: at least 2, as decoding is timed from the second one on")
     return BenchSettings(
         modes=_list(args.modes) or (() if getattr(args, "ranks", None) is None else (OUTCORE,)),
         memory=_list(args.memory),
         resident=_list(args.resident),
         io=_list(args.io) or (AUTO,),
-        cache=args.cache,
         batch=batch or (1,),
-        tokens=args.tokens if generated is None else generated - 1,
-        prompt_tokens=args.prompt_tokens,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        delay=args.delay,
-        prefill_step_size=args.prefill_step_size,
-        quantize_activations=args.quantize_activations,
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.dtype,
-        cpu_streams=args.cpu_streams,
-        slots=args.slots,
-        threads=args.threads,
         limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
-        limit_modes=_list(args.limit_modes),
-        timeline=args.timeline,
+        run=RunSettings(**{f.name: getattr(args, f.name) for f in fields(RunSettings)}),
     )
 
 

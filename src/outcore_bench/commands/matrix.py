@@ -15,13 +15,11 @@ from outcore.errors import OutcoreError, UsageError
 from outcore.machine.memory import given_budget
 from outcore.text import printable
 
-from ..heatmap import heatmap
-from ..jobs import BenchSettings
+from ..jobs import RunSettings
 from ..matrix import Grid
 from ..matrix_runner import MatrixRunner
-from ..matrix_table import show_matrix
 from ..runner import shown_command
-from ..table import WIDTH
+from ..table import WIDTH, show
 
 
 def run(args: argparse.Namespace) -> None:
@@ -44,22 +42,20 @@ def run(args: argparse.Namespace) -> None:
             settings,
             output,
             shlex.join(["outcore", "matrix", *shown_command(args.argv, names)]),
-            overwrite=args.overwrite,
+            overwrite=args.force,
             progress=bar.count,
         )
         if runner.reused:
             warn(f"outcore matrix: {runner.reused} runs are there already in {output}")
         summary = runner.run()
-    notes = []
-    picture = {}
-    try:
-        picture = heatmap(summary)
-    except UsageError as e:  # matplotlib is optional, and the numbers are there without it
-        notes.append(f"no heat map: {e}; then run the same command again")
-    runner.finish(picture, notes)
-    show_matrix(summary, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
+    console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
+    if (best := summary.compared().by_budget()) is not None:
+        show(best, console)
+        console.print()
+    for line in summary.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     runs = sum(c.state == "measured" for c in summary.cells)
-    print(f"{printable(str(output))}: {runs} runs, {', '.join(['matrix.json', *picture])}")
+    print(f"{printable(str(output))}: {runs} runs, matrix.json")
     args.result.record = summary.record()
     if summary.verdict() is None:
         raise OutcoreError(f"no point could be measured: {summary.cells[0].point.label}: {summary.cells[0].why}")
@@ -79,13 +75,13 @@ def axes(args: argparse.Namespace) -> Grid:
     )
 
 
-def each_run(args: argparse.Namespace) -> BenchSettings:
+def each_run(args: argparse.Namespace) -> RunSettings:
     """What all runs have in common, checked.
 
     Raises:
         UsageError: one of the flags cannot be used.
     """
-    return BenchSettings(
+    return RunSettings(
         cache=args.cache,
         tokens=args.tokens,
         prompt_tokens=args.prompt_tokens,

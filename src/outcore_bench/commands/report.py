@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
         raise DocumentError("nothing to report: none of the files is a result of outcore bench, matrix or perplexity")
     is_page = args.output.suffix.lower() in (".html", ".htm")
     html_file = args.output if is_page else args.output / "report.html"
-    text_file = args.markdown or (None if is_page else args.output / "report.md")
+    text_file = None if is_page else args.output / "report.md"
     begin, drawn = summary(inputs), sections(inputs)
     _write(html_file, page(begin, drawn))
     if text_file:

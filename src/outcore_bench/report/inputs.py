@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import types
-import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ from outcore.errors import UsageError
 from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 from outcore.text import one_line
 
-from ..document import SCHEMA, Document, DocumentError
+from ..document import SCHEMA, Document, DocumentError, validated
 from ..matrix_summary import SCHEMA as MATRIX_SCHEMA
-from ..matrix_summary import GridSummary as Matrix
+from ..matrix_summary import GridSummary
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
@@ -55,7 +52,7 @@ class Inputs:
     """
 
     documents: list[Document] = field(default_factory=list)
-    matrices: list[Matrix] = field(default_factory=list)
+    matrices: list[GridSummary] = field(default_factory=list)
     perplexities: list[Perplexities] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -72,14 +69,11 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
         schema = _schema(path)
         try:
             if schema == SCHEMA:
-                document = Document.read(path)
-                _check(document, Document, "document")
-                inputs.documents.append(document)
+                inputs.documents.append(Document.read(path))
             elif schema == PERPLEXITY_SCHEMA:
                 inputs.perplexities.append(_perplexities(parse_json(read_small(path, INDEX_BYTES))))
             elif schema == MATRIX_SCHEMA:
-                matrix = Matrix.of(parse_json(read_small(path, INDEX_BYTES)))
-                _check(matrix, Matrix, "document")
+                matrix = GridSummary.of(parse_json(read_small(path, INDEX_BYTES)))
                 inputs.matrices.append(matrix)
                 if (best := matrix.by_budget()) is not None:
                     inputs.documents.append(best)
@@ -108,36 +102,5 @@ def _schema(path: Path) -> str:
 def _perplexities(raw: dict[str, Any]) -> Perplexities:
     known = {f.name for f in fields(PerplexityRow)}
     machine = raw.get("machine") or {}
-    rows = tuple(PerplexityRow(**{k: v for k, v in row.items() if k in known}) for row in raw["rows"])
-    found = Perplexities(raw["created"], machine if isinstance(machine, dict) else {"cpu": str(machine)}, rows)
-    _check(found, Perplexities, "document")
-    return found
-
-
-def _check(value: Any, hint: Any, where: str) -> None:
-    """Hold ``value`` against an annotation: JSON that fits a dataclass's names may still have wrong types in it."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in inner:
-            return
-        _check(value, next(h for h in inner if h is not type(None)), where)
-    elif is_dataclass(hint):
-        if not isinstance(value, hint):  # type: ignore[arg-type]
-            raise ValueError(f"{where} is {value!r:.60}, not a {getattr(hint, '__name__', hint)}")
-        for name, of in typing.get_type_hints(hint).items():
-            _check(getattr(value, name), of, name if where == "document" else f"{where}.{name}")
-    elif origin in (list, tuple, dict):
-        # JSON has no tuples, so the dataclass's own may arrive as lists.
-        if not isinstance(value, origin):
-            raise ValueError(f"{where} is {value!r:.60}, not a {origin.__name__}")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        of = inner[-1] if origin is dict else inner[0]
-        for key, item in items:
-            _check(item, of, f"{where}[{key}]")
-    elif hint is float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{where} is {value!r:.60}, not a finite number")
-    elif not isinstance(value, hint) or (hint is int and (isinstance(value, bool) or abs(value) >= 2**63)):
-        raise ValueError(f"{where} is {value!r:.60}, not {hint.__name__}")
+    rows = tuple(validated(PerplexityRow, {k: v for k, v in row.items() if k in known}) for row in raw["rows"])
+    return Perplexities(str(raw["created"]), machine if isinstance(machine, dict) else {"cpu": str(machine)}, rows)

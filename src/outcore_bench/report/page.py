@@ -45,4 +45,4 @@ def rows_of(sections: Sequence[Section]) -> list[list[Section]]:
 
 
 def _small(section: Section) -> bool:
-    return len(section.charts) == 1 and not section.charts[0].narrow and not section.table
+    return len(section.charts) == 1 and not section.wide

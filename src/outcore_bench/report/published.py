@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ from .tables import NOTHING, Line, ReportTable, machine_name, number, percent, r
 
 # Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
 _SAME_SHARE = 0.01
+
+_MAC, _PAD, _PHONE = "M2 Ultra, tokens/s", "iPad M3, tokens/s", "iPhone A17, tokens/s"
+_COLUMNS = ("", "Perplexity", _MAC, _PAD, _PHONE, "Ours, tokens/s", "Resident", "Memory", "I/O share", "Source")
+
+_TABLES = (
+    (2, "everything resident, Mac Studio", "full_resident_mac_studio", None, 1.0),
+    (3, "memory with no layer resident", "memory_reduction_at_0_resident", None, 0.0),
+    (4, "Qwen3.5-9B-8bit by layers resident, Mac Studio", "mac_studio_9b_8bit", "Qwen3.5-9B-8bit", None),
+    (5, "everything resident on 8 GB devices", "device_baseline", None, 1.0),
+    (6, "no layer resident on 8 GB devices", "device_streaming", None, 0.0),
+    (7, "Qwen3.5-9B-6bit by budget", "hybrid_9b_6bit", "Qwen3.5-9B-6bit", None),
+    (8, "Qwen3.5-9B-6bit with adaptive residency, iPad", "adaptive_9b_6bit_ipad", "Qwen3.5-9B-6bit", None),
+    (9, "Qwen3.5-4B-4bit by layers resident", "sweep_4b_4bit", "Qwen3.5-4B-4bit", None),
+)
+"""Number, title and key of each; the model and the share of layers that are resident, where a row does not say them."""
 
 
 @dataclass(frozen=True)
@@ -57,226 +72,81 @@ def model_key(name: str, bits: int | None = None, dtype: str | None = None) -> s
 
 def published_tables(inputs: Inputs) -> list[PublishedTable]:
     """All tables, in the paper's order."""
-    data, ours = published_data(), _Ours(inputs)
-    return [
-        _full_resident(data, ours),
-        _memory_reduction(data, ours),
-        _mac_studio(data, ours),
-        _device_baseline(data, ours),
-        _device_streaming(data, ours),
-        _hybrid(data, ours),
-        _adaptive(data, ours),
-        _sweep(data, ours),
-    ]
+    tables = []
+    for of, title, key, model, share in _TABLES:
+        lines: list[Line] = []
+        for raw in published_data()[key]:
+            lines.append(_theirs(of, raw))
+            lines += _ours(inputs, of, raw, raw.get("model", model), _share(raw) if share is None else share)
+        table = ReportTable(_COLUMNS, tuple(lines), text=("Source",)).without_empty_columns()
+        tables.append(PublishedTable(of, title, table, sum(line.kind == "ours" for line in lines)))
+    return tables
 
 
-class _Ours:
-    """Rows of results, found by model and residency."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.documents = inputs.documents
-        self._perplexity = {
-            model_key(row.model, row.bits, row.dtype or "bfloat16"): (
-                row.ppl,
-                str(p.machine.get("cpu") or "some machine"),
-            )
-            for p in inputs.perplexities
-            for row in p.rows
-            if row.ppl is not None
-        }
-
-    def perplexity(self, model: str) -> tuple[float, str] | None:
-        """Of that model, and the machine that it was measured on."""
-        return self._perplexity.get(model_key(model))
-
-    def of_model(self, model: str) -> Iterator[Document]:
-        for d in self.documents:
-            bits = (d.model.quantization or {}).get("bits")
-            if model_key(d.model.name, bits if isinstance(bits, int) else None, d.model.dtype) == model_key(model):
-                yield d
-
-    def rows(self, model: str, share: float, *, streaming: bool = False) -> Iterator[tuple[Document, BenchRow]]:
-        """Rows of that model with that share of its layers resident, in this project's loop or, at 1, mlx-lm's."""
-        for d in self.of_model(model):
-            for row in d.rows:
-                found = resident_share(row)
-                wanted = row.mode == "outcore" if share < 1 or streaming else row.mode in ("outcore", "mlx-lm")
-                has = speed(row) is not None or row.predicted_tps is not None
-                if wanted and has and row.error is None and found is not None and abs(found - share) <= _SAME_SHARE:
-                    yield d, row
+def _share(raw: dict[str, Any]) -> float:
+    return raw["resident"] / raw.get("layers", 32) if isinstance(raw["resident"], int) else 1.0
 
 
-def _source_of(d: Document, row: BenchRow) -> str:
-    verb = "measured on" if speed(row) is not None else "predicted for"
-    return f"{verb} {machine_name(d.machine)}"
+def _theirs(of: int, raw: dict[str, Any]) -> Line:
+    resident = f"{raw.get('resident')} of {raw.get('layers', 32)} layers"
+    name = str(raw.get("model") or (resident if isinstance(raw["resident"], int) else raw["resident"]))
+    if of == 7:
+        name = f"{raw['budget_gb'] or 'no'} {'GB' if raw['budget_gb'] else 'budget'}: {name}"
+    tps = {_MAC: None if of == 8 else raw.get("tps"), _PAD: raw.get("ipad_tps"), _PHONE: raw.get("iphone_tps")}
+    if of == 8:
+        name, tps[_PAD] = f"{raw['mode']}: {name}", raw["tps"]
+    peak = raw.get("mem_gb", raw.get("streaming_gb"))
+    cells: dict[str, Any] = {column: NOTHING if value is None else str(value) for column, value in tps.items()}
+    cells |= {
+        "": name,
+        "Perplexity": f"{raw['ppl']:.3f}" if "ppl" in raw else NOTHING,
+        "Resident": f"{raw['normal_gb']:.2f} GB" if "normal_gb" in raw else NOTHING,
+        "Memory": f"{peak:.2f} GB" if peak is not None else f"{raw['mem_mb']} MB",
+        "I/O share": percent(raw["io_pct"] / 100) if "io_pct" in raw else NOTHING,
+        "Source": "published" + ": M2 Ultra" * (of in (2, 4)) + (f"; {raw['note']}" if "note" in raw else ""),
+    }
+    return Line(tuple(cells.get(column, NOTHING) for column in _COLUMNS))
 
 
-def _tps(row: BenchRow) -> str:
-    value = speed(row)
-    return number(row.predicted_tps if value is None else value)
+def _ours(inputs: Inputs, of: int, raw: dict[str, Any], model: str, share: float) -> Iterator[Line]:
+    key = model_key(model)
+    if of == 2:
+        for p in inputs.perplexities:
+            for told in p.rows:
+                if told.ppl is not None and model_key(told.model, told.bits, told.dtype or "bfloat16") == key:
+                    where = f"measured on {p.machine.get('cpu') or 'some machine'}"
+                    yield _line({"": "ours: perplexity", "Perplexity": f"{told.ppl:.3f}", "Source": where})
+    for d in inputs.documents:
+        bits = (d.model.quantization or {}).get("bits")
+        if model_key(d.model.name, bits if isinstance(bits, int) else None, d.model.dtype) != key:
+            continue
+        for row in d.rows:
+            if _is_same(row, share, of, raw):
+                whole = next((r for r in d.rows if of == 3 and resident_share(r) == 1 and not r.error), None)
+                yield _line(_cells(d, row, whole))
 
 
-def _printed(value: float | None) -> str:
-    """A number of theirs with the digits that they gave it."""
-    return NOTHING if value is None else str(value)
+def _is_same(row: BenchRow, share: float, of: int, raw: dict[str, Any]) -> bool:
+    """Whether a row has that share of its layers resident, in this project's loop or, with all of them, mlx-lm's."""
+    found = resident_share(row)
+    modes = ("outcore", "mlx-lm") if share == 1 else ("outcore",)
+    if of == 9 and share == 1:
+        modes = ("outcore",) if isinstance(raw["resident"], int) else ("mlx-lm",)
+    told = speed(row) is not None or row.speed.predicted_tps is not None
+    return row.error is None and told and row.mode in modes and found is not None and abs(found - share) <= _SAME_SHARE
 
 
-def _memory(raw: dict[str, Any]) -> str:
-    return f"{raw['mem_gb']:.2f} GB" if "mem_gb" in raw else f"{raw['mem_mb']} MB"
+def _cells(d: Document, row: BenchRow, whole: BenchRow | None) -> dict[str, str]:
+    measured = speed(row)
+    return {
+        "": f"ours: {row.label}",
+        "Ours, tokens/s": number(row.speed.predicted_tps if measured is None else measured),
+        "Resident": size(whole.use.peak_memory_bytes) if whole is not None else NOTHING,
+        "Memory": size(row.use.peak_memory_bytes),
+        "I/O share": percent(row.reading.io_share),
+        "Source": f"{'predicted for' if measured is None else 'measured on'} {machine_name(d.machine)}",
+    }
 
 
-def _name(row: BenchRow) -> str:
-    return f"ours: {row.label}"
-
-
-def _table(
-    of: int, title: str, columns: Sequence[str], lines: Sequence[Line], text: Sequence[str] = ()
-) -> PublishedTable:
-    table = ReportTable(tuple(columns), tuple(lines), text=(*text, "Source")).without_empty_columns()
-    return PublishedTable(of, title, table, sum(line.kind == "ours" for line in lines))
-
-
-def _with_ours(
-    theirs: Sequence[dict[str, Any]],
-    published: Callable[[dict[str, Any]], tuple[str, ...]],
-    found: Callable[[dict[str, Any]], Iterator[tuple[Document, BenchRow]]],
-    ours: Callable[[Document, BenchRow], tuple[str, ...]],
-) -> list[Line]:
-    """Each published row, and below it what was found for it."""
-    lines: list[Line] = []
-    for raw in theirs:
-        lines.append(Line(published(raw)))
-        lines += [Line(ours(d, row), "ours") for d, row in found(raw)]
-    return lines
-
-
-def _full_resident(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    lines: list[Line] = []
-    for raw in data["full_resident_mac_studio"]:
-        theirs = f"{raw['ppl']:.3f}"
-        lines.append(Line((raw["model"], theirs, _printed(raw["tps"]), _memory(raw), "published: M2 Ultra")))
-        rows = [
-            Line((_name(row), NOTHING, _tps(row), size(row.peak_memory_bytes), _source_of(d, row)), "ours")
-            for d, row in ours.rows(raw["model"], 1.0)
-        ]
-        if (measured := ours.perplexity(raw["model"])) is not None:
-            ppl, machine = measured
-            rows.insert(0, Line(("ours: perplexity", f"{ppl:.3f}", NOTHING, NOTHING, f"measured on {machine}"), "ours"))
-        lines += rows
-    columns = ("Model", "Perplexity", "Tokens/s", "Memory", "Source")
-    return _table(2, "everything resident, Mac Studio", columns, lines)
-
-
-def _memory_reduction(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    lines: list[Line] = []
-    for raw in data["memory_reduction_at_0_resident"]:
-        normal, streamed = raw["normal_gb"], raw["streaming_gb"]
-        source = "published; share from their sizes"
-        cells = (raw["model"], f"{normal:.2f} GB", f"{streamed:.2f} GB", percent(1 - streamed / normal), source)
-        lines.append(Line(cells))
-        for d, row in ours.rows(raw["model"], 0.0):
-            full = next((r for e, r in ours.rows(raw["model"], 1.0) if e is d and r.peak_memory_bytes), None)
-            whole, peak = full.peak_memory_bytes if full else None, row.peak_memory_bytes
-            if peak is not None:
-                less = percent(1 - peak / whole) if whole else NOTHING
-                lines.append(Line((_name(row), size(whole), size(peak), less, _source_of(d, row)), "ours"))
-    columns = ("Model", "Resident", "Streamed", "Less", "Source")
-    return _table(3, "memory with no layer resident", columns, lines)
-
-
-def _mac_studio(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    lines = _with_ours(
-        data["mac_studio_9b_8bit"],
-        lambda r: (
-            f"{r['resident']} of {r['layers']} layers",
-            _printed(r["tps"]),
-            _memory(r),
-            percent(r["io_pct"] / 100),
-            "published: M2 Ultra",
-        ),
-        lambda r: ours.rows("Qwen3.5-9B-8bit", r["resident"] / r["layers"]),
-        lambda d, row: (
-            _name(row),
-            _tps(row),
-            size(row.peak_memory_bytes),
-            percent(row.io_share),
-            _source_of(d, row),
-        ),
-    )
-    columns = ("Resident", "Tokens/s", "Memory", "I/O share", "Source")
-    return _table(4, "Qwen3.5-9B-8bit by layers resident, Mac Studio", columns, lines)
-
-
-# Tables 5 to 9 have two devices: one column each, and ours where theirs are beside them.
-_DEVICES = ("iPad M3, tokens/s", "iPhone A17, tokens/s", "Ours, tokens/s", "Memory", "Source")
-
-
-def _devices(raw: dict[str, Any], first: str) -> tuple[str, ...]:
-    ipad, iphone = raw.get("ipad_tps", raw.get("tps")), raw.get("iphone_tps")
-    note = f"published; {raw['note']}" if "note" in raw else "published"
-    return (first, _printed(ipad), _printed(iphone), NOTHING, _memory(raw), note)
-
-
-def _ours_beside_devices(d: Document, row: BenchRow) -> tuple[str, ...]:
-    return (_name(row), NOTHING, NOTHING, _tps(row), size(row.peak_memory_bytes), _source_of(d, row))
-
-
-def _device_baseline(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    lines = _with_ours(
-        data["device_baseline"],
-        lambda r: _devices(r, r["model"]),
-        lambda r: ours.rows(r["model"], 1.0),
-        _ours_beside_devices,
-    )
-    return _table(5, "everything resident on 8 GB devices", ("Model", *_DEVICES), lines)
-
-
-def _device_streaming(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    lines = _with_ours(
-        data["device_streaming"],
-        lambda r: _devices(r, r["model"]),
-        lambda r: ours.rows(r["model"], 0.0),
-        _ours_beside_devices,
-    )
-    return _table(6, "no layer resident on 8 GB devices", ("Model", *_DEVICES), lines)
-
-
-def _hybrid(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    def first(r: dict[str, Any]) -> str:
-        budget = f"{r['budget_gb']:.1f} GB" if r["budget_gb"] else "no budget"
-        return f"{budget}: {r['resident']} of {r['layers']} layers"
-
-    lines = _with_ours(
-        data["hybrid_9b_6bit"],
-        lambda r: _devices(r, first(r)),
-        lambda r: ours.rows("Qwen3.5-9B-6bit", r["resident"] / r["layers"]),
-        _ours_beside_devices,
-    )
-    return _table(7, "Qwen3.5-9B-6bit by budget", ("Budget, resident", *_DEVICES), lines)
-
-
-def _adaptive(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    lines = _with_ours(
-        data["adaptive_9b_6bit_ipad"],
-        lambda r: _devices(r, f"{r['mode']}: {r['resident']} of 32 layers"),
-        lambda r: ours.rows("Qwen3.5-9B-6bit", r["resident"] / 32),
-        _ours_beside_devices,
-    )
-    return _table(8, "Qwen3.5-9B-6bit with adaptive residency, iPad", ("Mode, resident", *_DEVICES), lines)
-
-
-def _sweep(data: dict[str, Any], ours: _Ours) -> PublishedTable:
-    def found(r: dict[str, Any]) -> Iterator[tuple[Document, BenchRow]]:
-        if r["resident"] == "no streaming":
-            return (pair for pair in ours.rows("Qwen3.5-4B-4bit", 1.0) if pair[1].mode == "mlx-lm")
-        return ours.rows("Qwen3.5-4B-4bit", r["resident"] / r["layers"], streaming=True)
-
-    lines = _with_ours(
-        data["sweep_4b_4bit"],
-        lambda r: _devices(
-            r, r["resident"] if isinstance(r["resident"], str) else f"{r['resident']} of {r['layers']} layers"
-        ),
-        found,
-        _ours_beside_devices,
-    )
-    return _table(9, "Qwen3.5-4B-4bit by layers resident", ("Resident", *_DEVICES), lines)
+def _line(cells: dict[str, str]) -> Line:
+    return Line(tuple(cells.get(column, NOTHING) for column in _COLUMNS), "ours")

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.sizes import format_size
 
 from ..document import BenchRow, Document, Machine, Stat
-from ..heatmap import rows_of
-from ..matrix import Cell, GridPoint
-from ..matrix_summary import GridSummary as Matrix
+from ..matrix import Cell, rows_of
+from ..matrix_summary import GridSummary
 from .inputs import Perplexities
 
 NOTHING = ""
+COLUMNS = (
+    "", "Memory", "Layers", "Tokens/s", "TTFT", "Predicted", "Ceiling", "Efficiency", "Stall", "SSD GB/s", "Peak",
+    "Tokens",
+)  # fmt: skip
+LEGEND = (
+    "Layers: resident + streamed. Tokens per second: median, and least to most of the repeats. Ceiling: what the disk "
+    "and the computation, whichever is slower, allow at best. Stall: share of the time spent waiting for a read. SSD: "
+    "while reading, and that over what a plain reader gets."
+)
+BUSY_LEGEND = " *: other programs used the machine right before; quote no such number."
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,8 @@ def number(value: float | None) -> str:
         return NOTHING
     if value == 0:
         return "0"
-    digits = 3
     exponent = int(f"{abs(value):.2e}".split("e")[1])
-    return f"{value:.{min(max(0, digits - 1 - exponent), 12)}f}"
+    return f"{value:.{min(max(0, 2 - exponent), 12)}f}"
 
 
 def percent(share: float | None) -> str:
@@ -81,19 +88,19 @@ def spread(stat: Stat | None) -> str:
 
 def speed(row: BenchRow) -> float | None:
     """Tokens a second, generating."""
-    return row.decode_tps.median if row.decode_tps else None
+    return row.speed.decode_tps.median if row.speed.decode_tps else None
 
 
 def ceiling(row: BenchRow) -> float | None:
     """Tokens a second at the greater of disk time and compute time a token."""
-    return 1 / row.ceiling_s if row.ceiling_s else None
+    return 1 / row.ceiling.ceiling_s if row.ceiling.ceiling_s else None
 
 
 def resident_share(row: BenchRow) -> float | None:
     """Of the layers, how many are in memory. Where it is silent, all in mlx-lm's own loop, none in the plain way."""
-    if row.resident_units is not None and row.streamed_units is not None:
-        layers = row.resident_units + row.streamed_units
-        return row.resident_units / layers if layers else None
+    resident, streamed = row.setting.resident_units, row.setting.streamed_units
+    if resident is not None and streamed is not None:
+        return resident / (resident + streamed) if resident + streamed else None
     return {"mlx-lm": 1.0, "plain": 0.0}.get(row.mode)
 
 
@@ -102,24 +109,17 @@ def streams(row: BenchRow) -> bool:
     return share is not None and share < 1
 
 
-def labels(document: Document) -> list[str]:
-    """What tables call each row; rows that share a label are told apart by what differs."""
-    counts = Counter(row.label for row in document.rows)
-    out: list[str] = []
-    for row in document.rows:
-        name = row.label
-        if counts[row.label] > 1:
-            twins = [r for r in document.rows if r.label == row.label]
-            for mark in ("mode", "memory", "cache", "io", "batch", "slots"):
-                value = getattr(row, mark)
-                if value is not None and len({getattr(r, mark) for r in twins}) > 1:
-                    name += f", {value}" if mark == "mode" else f", {mark} {value}"
-        out.append(name)
-    return out
-
-
 def labelled(document: Document) -> Iterator[tuple[str, BenchRow]]:
-    return zip(labels(document), document.rows, strict=True)
+    """Rows with what tables call each; those that share a label are told apart by what differs."""
+    for row in document.rows:
+        name, twins = row.label, [r for r in document.rows if r.label == row.label]
+        if len({r.mode for r in twins}) > 1:
+            name += f", {row.mode}"
+        for mark in ("memory", "cache", "io", "batch", "slots"):
+            value = getattr(row.setting, mark)
+            if value is not None and len({getattr(r.setting, mark) for r in twins}) > 1:
+                name += f", {mark} {value}"
+        yield name, row
 
 
 def machine_name(machine: Machine) -> str:
@@ -151,14 +151,14 @@ def machines_table(documents: Sequence[Document]) -> ReportTable | None:
     lines = []
     for group in seen.values():
         m = group[0].machine
-        rates = [r.disk_gbps for d in group for r in d.rows if r.disk_gbps is not None]
+        rates = [r.reading.disk_gbps for d in group for r in d.rows if r.reading.disk_gbps is not None]
         versions = ", ".join(f"{k} {m.versions[k]}" for k in ("mlx", "mlx-lm", "outcore") if k in m.versions)
         changed = f" + {m.git_changed_files} changed files" if m.git_changed_files else ""
         cells = (
             machine_name(m),
             re.sub(r"^Device\((\w+), \d+\)$", r"\1", m.device),
             size(m.memory_bytes),
-            _range(rates, " GB/s"),
+            "–".join(dict.fromkeys(map(number, (min(rates), max(rates))))) + " GB/s" if rates else NOTHING,
             m.filesystem,
             m.kernel,
             ", ".join(filter(None, (f"Python {m.python}", versions))),
@@ -170,19 +170,12 @@ def machines_table(documents: Sequence[Document]) -> ReportTable | None:
     return table.without_empty_columns() if lines else None
 
 
-def _range(values: Sequence[float], unit: str) -> str:
-    if not values:
-        return NOTHING
-    low, high = number(min(values)), number(max(values))
-    return f"{low}{unit}" if low == high else f"{low}–{high}{unit}"
-
-
 def asked(row: BenchRow) -> str:
     """The memory that was allowed, as it was asked for; nothing where layers were counted instead."""
-    if row.memory == "auto":
-        return f"auto ({size(row.budget_bytes)})" if row.budget_bytes else "auto"
-    limit = f"limit {size(row.limit_bytes)}" if row.limit_bytes is not None else NOTHING
-    return row.memory or limit
+    setting = row.setting
+    if setting.memory == "auto":
+        return f"auto ({size(setting.budget_bytes)})" if setting.budget_bytes else "auto"
+    return setting.memory or (f"limit {size(setting.limit_bytes)}" if setting.limit_bytes is not None else NOTHING)
 
 
 def notes(documents: Sequence[Document]) -> tuple[str, ...]:
@@ -206,89 +199,48 @@ def main_table(documents: Sequence[Document]) -> ReportTable | None:
             if row.error is not None:
                 lines.append(Line((label, row.error), "error"))
                 continue
+            setting, reading = row.setting, row.reading
+            layers = (setting.resident_units, setting.streamed_units)
+            rate = f"{number(reading.read_gbps)} ({percent(reading.disk_share)})" if reading.disk_share else NOTHING
             cells = (
                 label + " *" * row.busy,
                 asked(row),
-                spread(row.decode_tps),
+                NOTHING if None in layers else f"{layers[0]}+{layers[1]}",
+                spread(row.speed.decode_tps),
+                NOTHING if row.speed.ttft_s is None else f"{number(row.speed.ttft_s.median)} s",
+                number(row.speed.predicted_tps),
                 number(ceiling(row)),
-                percent(row.efficiency),
-                percent(row.stall_share),
-                size(row.peak_memory_bytes),
+                percent(row.ceiling.efficiency),
+                percent(reading.stall_share),
+                rate or number(reading.read_gbps),
+                size(row.use.peak_memory_bytes),
                 {True: "= mlx-lm", False: "DIFFERENT", None: NOTHING}[row.same_tokens],
             )
             lines.append(Line(cells))
-    columns = ("", "Memory", "Tokens/s", "Ceiling", "Efficiency", "Stall", "Peak", "Tokens")
-    return ReportTable(columns, tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
+    return ReportTable(COLUMNS, tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
 
 
 def resident_reference(document: Document) -> BenchRow | None:
     """The row with everything in memory: mlx-lm's own loop, or ours where that did not run."""
-    rows = [r for r in document.rows if r.error is None and r.peak_memory_bytes]
+    rows = [r for r in document.rows if r.error is None and r.use.peak_memory_bytes]
     full = [r for r in rows if r.mode == "mlx-lm"] or [r for r in rows if resident_share(r) == 1]
     return full[0] if full else None
 
 
 def reduction(document: Document, row: BenchRow) -> float | None:
     """How much less memory a row took than everything in memory; against the weights' size where that was not run."""
-    full = resident_reference(document)
-    whole = full.peak_memory_bytes if full else document.model.nbytes
-    if not whole or not row.peak_memory_bytes:
-        return None
-    return 1 - row.peak_memory_bytes / whole
+    full, peak = resident_reference(document), row.use.peak_memory_bytes
+    whole = full.use.peak_memory_bytes if full else document.model.nbytes
+    return 1 - peak / whole if whole and peak else None
 
 
-def reduction_table(documents: Sequence[Document]) -> ReportTable | None:
-    """Peak memory of streamed rows against the resident model."""
-    lines: list[Line] = []
-    for d in documents:
-        full = resident_reference(d)
-        base = f"{size(full.peak_memory_bytes)}, {full.label}" if full else f"{size(d.model.nbytes)}, weights alone"
-        of_group = [
-            Line(
-                (
-                    label,
-                    size(row.peak_memory_bytes),
-                    percent(reduction(d, row)),
-                    percent(resident_share(row)),
-                    number(speed(row)),
-                    base,
-                )
-            )
-            for label, row in labelled(d)
-            if row.error is None and streams(row) and reduction(d, row) is not None
-        ]
-        if of_group and len(documents) > 1:
-            lines.append(Line((document_name(d, documents),), "group"))
-        lines += of_group
-    columns = ("", "Peak", "Less", "Layers in memory", "Tokens/s", "Against")
-    return ReportTable(columns, tuple(lines), text=("Against",)).without_empty_columns() if lines else None
-
-
-def machine_comparison(documents: Sequence[Document]) -> ReportTable | None:
-    """Rows of the same model and label on more than one machine, side by side; tokens a second."""
-    lines: list[Line] = []
-    machines = list(dict.fromkeys(machine_name(d.machine) for d in documents))
-    for model in dict.fromkeys(d.model.name for d in documents):
-        found: dict[str, dict[str, str]] = {}
-        for d in documents:
-            if d.model.name == model:
-                for label, row in labelled(d):
-                    if row.decode_tps is not None and row.error is None:
-                        found.setdefault(label, {}).setdefault(machine_name(d.machine), spread(row.decode_tps))
-        both = {label: on for label, on in found.items() if len(on) > 1}
-        if both:
-            lines.append(Line((model,), "group"))
-        lines += [Line((label, *(on.get(m, NOTHING) for m in machines))) for label, on in both.items()]
-    return ReportTable(("Tokens/s", *machines), tuple(lines)).without_empty_columns() if lines else None
-
-
-def matrix_table(matrix: Matrix) -> ReportTable | None:
+def matrix_table(matrix: GridSummary) -> ReportTable | None:
     """Tokens a second at each budget (across) and setting (down), the faster the darker."""
-    cells = {c.point: c for c in matrix.cells}
-    speeds = [c.tps for c in matrix.cells if c.tps is not None]
     found = matrix.verdict()
     if found is None:
         return None
+    cells = {c.point: c for c in matrix.cells}
+    speeds = [c.tps for c in matrix.cells if c.tps is not None]
     budgets = sorted({p.memory for p in cells})
     low, high = min(speeds), max(speeds)
 
@@ -298,16 +250,10 @@ def matrix_table(matrix: Matrix) -> ReportTable | None:
         heat = round(9 * (cell.tps - low) / (high - low)) if high > low else 9
         return f"heat-{heat}" + " best" * (cell in found.equals)
 
-    def line(name: str, points: Sequence[GridPoint]) -> Line:
-        of_line = [cells.get(p) for p in points]
-        return Line((name, *map(_cell, of_line)), marks=("", *map(marks, of_line)))
-
-    lines = [line("all resident", [GridPoint(b) for b in budgets])] if any(p.resident for p in cells) else []
-    lines += [
-        line(GridPoint(0, *setting).setting, [GridPoint(b, *setting) for b in budgets])
-        for setting in rows_of(matrix.cells)
-        if not GridPoint(0, *setting).resident
-    ]
+    lines = []
+    for row in rows_of(matrix.cells):
+        of_line = [cells.get(replace(row, memory=budget)) for budget in budgets]
+        lines.append(Line((row.setting, *map(_cell, of_line)), marks=("", *map(marks, of_line))))
     return ReportTable(("", *map(size, budgets)), tuple(lines))
 
 
@@ -319,32 +265,17 @@ def _cell(cell: Cell | None) -> str:
     return number(cell.tps) + "*" * cell.busy
 
 
-def prediction_table(documents: Sequence[Document]) -> ReportTable | None:
-    """Predicted beside measured speeds, where a plan foretold one."""
-    lines = []
-    for d in documents:
-        for label, row in labelled(d):
-            foretold, measured = row.predicted_tps, speed(row)
-            if foretold is not None and measured:
-                name = label if len(documents) == 1 else f"{document_name(d, documents)}: {label}"
-                off = f"{100 * (foretold / measured - 1):+.0f} %"
-                lines.append(Line((name, number(foretold), number(measured), off)))
-    return ReportTable(("", "Predicted tokens/s", "Measured tokens/s", "Off by"), tuple(lines)) if lines else None
-
-
 def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:
     """What quantization costs, and whether streaming changes it."""
     lines = []
     for p in perplexities:
         for row in p.rows:
-            ppl = NOTHING if row.ppl is None else f"{row.ppl:.3f}"
             error = NOTHING if row.ppl_error is None else f" ± {row.ppl_error:.3f}"
-            streamed = NOTHING if row.streamed_ppl is None else f"{row.streamed_ppl:.3f}"
             cells = (
                 row.model,
                 f"{row.bits} bit" if row.bits else row.dtype or "not quantized",
-                ppl + error if ppl else NOTHING,
-                streamed + error if streamed and not ppl else streamed,
+                NOTHING if row.ppl is None else f"{row.ppl:.3f}{error}",
+                NOTHING if row.streamed_ppl is None else f"{row.streamed_ppl:.3f}{error if row.ppl is None else ''}",
                 {True: "equal", False: "DIFFERENT", None: NOTHING}[row.equal],
                 number(row.tokens_per_second),
                 size(row.weight_bytes),

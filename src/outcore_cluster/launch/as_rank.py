@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,6 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         f"--draft {given.get('draft')}": draft == "mtp",
         f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
         "--device": name == "plan" and given.get("device") is not None,
-        "--plot": name == "plan" and given.get("plot") is not None,
         f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
@@ -99,16 +98,11 @@ def find_own_model(args: argparse.Namespace, environment: MutableMapping[str, st
     """Put the model's place on this host, where it has one of its own, into a rank's flags."""
     own = environment.pop(RANK_MODEL, None)
     if own is not None and RANK in environment and hasattr(args, "model"):
-        _name_model(args, lambda _: own)
-
-
-def _name_model(args: argparse.Namespace, place: Callable[[str], str]) -> None:
-    """Have a command that is given one model take it from another place."""
-    several = getattr(args, "models_named", None)
-    if several is None:
-        args.model = place(args.model)
-    elif len(names := [*several, *(args.model or [])]) < 2:  # others are refused by ``serve`` itself
-        args.models_named, args.model = [place("".join(names))], None
+        several = getattr(args, "models_named", None)
+        if several is None:
+            args.model = own
+        elif len([*several, *(args.model or [])]) < 2:  # others are refused by ``serve`` itself
+            args.models_named, args.model = [own], None
 
 
 @contextmanager
@@ -128,8 +122,6 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
     check_command(name, args)
     # MLX's own modules, interrupted while they are made, fail to be.
     with uninterrupted():
-        from outcore.checkpoint.find_model import of_rank
-
         from ..group import RankGroup
 
     args.ranks = RankGroup(link, host=link.host)
@@ -139,8 +131,6 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
     speaks = link.rank == 0
     try:
         check_same(link, name, args)
-        if getattr(args, "model", None) is not None or getattr(args, "models_named", None):
-            _name_model(args, lambda named: of_rank(named, link.rank))
         if speaks:
             yield True
         else:

@@ -53,7 +53,7 @@ def check_models(ranks: RankProcesses, command: argparse.Namespace, python: str)
     revision = getattr(command, "revision", None)
     for rank, there in zip(ranks.ranks, names, strict=True):
         more = [str(revision)] if revision else []
-        rank.say(check=[python, "-m", "outcore_cluster.launch.facts", str(there), str(rank.number), *more])
+        rank.say(check=[python, "-m", "outcore_cluster.launch.facts", str(there), *more])
     answers = zip(ranks.ranks, ranks.await_all("checked", CHECK_S), strict=True)
     compare([(rank, _facts(rank, text)) for rank, text in answers], list(map(str, names)))
 

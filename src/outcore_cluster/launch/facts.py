@@ -1,4 +1,4 @@
-"""Whether all hosts have the same model: ``python -m outcore_cluster.launch.facts MODEL RANK [REVISION]`` on each.
+"""Whether all hosts have the same model: ``python -m outcore_cluster.launch.facts MODEL [REVISION]`` on each.
 
 Digests leave out times, which copies of a folder do not share. They are over the whole of small files (configuration,
 tokenizer, templates), over headers, and over a block of each tensor.
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outcore.checkpoint.find_model import of_rank
 from outcore.errors import CheckpointError, MissingFileError, OutcoreError
 from outcore.machine.small_files import TOKENIZER_BYTES, read_small
 from outcore.text import one_line
@@ -25,10 +24,9 @@ ORIGINAL, PACKED = "original", "packed"
 """What has a configuration as its authors wrote it and weights in their files, or both as ``pack`` wrote them."""
 
 
-def model_facts(name: str, rank: int, revision: str | None) -> dict[str, Any]:
-    """What this host has of a model for a rank: ``digests``; or ``absent``, of one that the Hub has; or ``error``."""
+def model_facts(name: str, revision: str | None) -> dict[str, Any]:
+    """What this host has of a model: ``digests``; or ``absent``, of one that the Hub has; or ``error``."""
     try:
-        name = of_rank(name, rank)
         folder = Path(name).expanduser()
         if not folder.is_dir():
             if (found := _cached(name, revision)) is None:
@@ -112,7 +110,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 def main(words: Sequence[str]) -> None:
     """Print a line of JSON."""
-    print(json.dumps(model_facts(words[0], int(words[1]), words[2] if len(words) > 2 else None)))
+    print(json.dumps(model_facts(words[0], words[1] if len(words) > 1 else None)))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from outcore.cli.flags.chat import TYPED_ELSEWHERE
-from outcore.cli.spinner import spinner
+from outcore.cli.console import spinner
+from outcore.cli.parsers import TYPED_ELSEWHERE
 from outcore.errors import LinkError, UsageError
 from outcore.text import meant, printable, shortened, unmoved
 
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: somebody pressed Ctrl-C, and the ranks ended.
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    # A path is a program of its own, of which nothing is known.
+    args.program = bool(words) and "/" in words[0]
     inner = None if args.program else _command(words)
     hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, models_of(args.model_of))
     variables = hosts.variables | dict(map(variable_of, args.env))
@@ -82,10 +84,9 @@ def run(args: argparse.Namespace) -> int:
                 typed = {TYPED_ELSEWHERE: "1"} if number == 0 and own is None and streams.terminal else {}
                 rank.say(start=_order(command, variables | typed, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
-            if not args.no_check:
-                check_versions(ranks, ready)
-                if inner is not None:
-                    check_models(ranks, inner, python)
+            check_versions(ranks, ready)
+            if inner is not None:
+                check_models(ranks, inner, python)
             if hosts.hosts[0].local:
                 starting.close()  # from here on it says itself what it does
             _go(ranks, [answer["port"] for answer in ready])

@@ -30,8 +30,8 @@ def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> 
         UsageError: there is not one model alone. One that is loaded because a client asks for it would end all ranks
             where one of them has no room for it.
     """
-    if args.models_folder is not None or len(names) != 1:
-        raise UsageError("one model over several machines; give --model once, and no --models-folder")
+    if len(names) != 1:
+        raise UsageError("one model over several machines; give --model once")
     if ranks.link.rank:
         _follow_first(names, args.revision, service_options(args))
     return ranks.link.rank == 0
@@ -43,7 +43,7 @@ def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOp
     Raises:
         LinkError: the run has failed. OutcoreError: this rank cannot go on.
     """
-    offered = Shelf(names, None, revision=revision).default
+    offered = Shelf(names, revision=revision).default
     with _uninterrupted(), staying("serve"):
         model, _ = load_model(offered.folder, options.load)
         with model.outcore:

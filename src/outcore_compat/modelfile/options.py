@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outcore.checks import COUNT, LEAST_TEMPERATURE, real, whole
 from outcore.errors import UsageError
 from outcore.machine.small_files import read_small
-from outcore.options import COUNT, LEAST_TEMPERATURE, real, whole
 from outcore.sizes import MOST_BYTES
 from outcore.text import meant, shortened
 

@@ -77,14 +77,14 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
             filled[name] = Setting(str(getattr(said, attribute)), said.line(attribute))
 
     several = parser.prog == "outcore serve"
-    if several and given & {"models_named", "models_folder"}:
+    if several and "models_named" in given:
         given |= {"model"}
     for attribute, name in FLAGS.items():
         value: Any = getattr(said, attribute)
-        if value is None or (attribute == "draft" and "draft_model" in given):
+        if value is None:
             continue
         if attribute == "draft_num_predict" and value == 0:
-            if not given & {"draft", "draft_model", "num_draft_tokens"}:
+            if not given & {"draft", "num_draft_tokens"}:
                 fill(attribute, "draft", "none")
         elif attribute == "seed" and value < 0:
             fill(attribute, name, secrets.randbits(32))
@@ -162,7 +162,7 @@ class ModelfilePreset(Preset):
         from outcore.checkpoint.lazy_model import config_of
         from outcore.checkpoint.tokenizer import load_tokenizer
 
-        if len(names) != 1 or args.models_folder is not None:
+        if len(names) != 1:
             raise UsageError(f"--modelfile {self.said.path}: it is of one model; serve that alone")
         folder = resolve_model(names[0], args.revision)
         self._warn(config_of(folder))

@@ -15,7 +15,7 @@ from ...checkpoint.hub_cache import name_of
 from ...engine.model_profile import ModelProfile
 from ...errors import CheckpointError, UsageError
 from ...machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
-from ...plan.context_bytes import held_bytes
+from ...plan.cache_size import held_bytes
 from ...plan.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
 from ...plan.model_size import ModelSize
 from ...plan.planner import resident_budget

@@ -23,8 +23,6 @@ from starlette.types import Receive, Scope, Send
 from ..api import EVENT_STREAM, server_sent
 from ..events import RequestError
 
-__all__ = ["EVENTS", "Events", "page", "wanted"]
-
 EVENTS = "/monitor/events"
 
 EVERY_S = 0.25

@@ -1,0 +1,187 @@
+"""What ``generate``, ``chat`` and ``cache-prompt`` share: flags as arguments of ``stream_generate``, an answer as it is
+made, strings that end one, and a Ctrl-C that breaks nothing off by itself."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..checkpoint.lazy_model import config_of
+from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import whole
+from ..decode.sampling import SAMPLING, check_sampling, make_sampler
+from ..decode.speculative.drafting import check_draft_length
+from ..engine.session import Session
+from ..errors import UsageError
+from ..serve.parsing import Stopper
+from .model_folder import model_folder
+
+KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+"""What MLX quantizes to."""
+
+
+def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool) -> tuple[Path, TokenizerWrapper]:
+    """The model's folder, and its tokenizer with the preset's template.
+
+    Args:
+        settings: further arguments of the tokenizer.
+        preset: arguments of ``Preset.prepare``.
+
+    Raises:
+        UsageError: no token could be drawn by these flags, with any model or with this one.
+    """
+    folder = model_folder(args)
+    config = config_of(folder)
+    settings = {**settings, "trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(folder, settings, eos=config.get("eos_token_id"), extra_eos=args.extra_eos_token)
+    text = config.get("text_config")
+    known = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
+    sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
+    options = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+    check_sampling(**options, vocabulary=sizes[0])
+    args.preset.prepare(tokenizer, config, **preset)
+    return folder, tokenizer
+
+
+def draft_tokens(args: argparse.Namespace) -> dict[str, int]:
+    """``--num-draft-tokens`` as an argument of ``stream_generate``.
+
+    Raises:
+        UsageError: a number that cannot be meant.
+    """
+    most = args.num_draft_tokens
+    return {} if most is None else {"num_draft_tokens": check_draft_length(most, "--num-draft-tokens")}
+
+
+def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """The flags as arguments of ``stream_generate``."""
+    sampler = make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        getattr(args, "min_tokens_to_keep", 1),
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+        coupled=args.seed is not None,
+    )
+    limits = {name: getattr(args, name) for name in ("max_tokens", "max_kv_size", "kv_eviction")}
+    return {"sampler": sampler, **args.preset.options(), **limits, **cache_options(args), **draft_tokens(args)}
+
+
+def cache_options(args: argparse.Namespace) -> dict[str, Any]:
+    """How a prompt is computed, and in how many bits its cache is kept."""
+    names = ("kv_bits", "kv_group_size", "quantized_kv_start", "prefill_step_size")
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def check_cache_flags(args: argparse.Namespace) -> None:
+    """The flags of ``cache_options``, and ``--max-kv-size``.
+
+    Raises:
+        UsageError: MLX quantizes to no such numbers.
+    """
+    if args.kv_bits is not None and args.kv_bits not in KV_BITS:
+        raise UsageError(f"--kv-bits {args.kv_bits}: choose from {', '.join(map(str, KV_BITS))}")
+    if args.kv_group_size not in KV_GROUPS:
+        raise UsageError(f"--kv-group-size {args.kv_group_size}: choose from {', '.join(map(str, KV_GROUPS))}")
+    whole("--quantized-kv-start", args.quantized_kv_start, 0)
+    for flag, number in (("--max-kv-size", args.max_kv_size), ("--prefill-step-size", args.prefill_step_size)):
+        if number is not None:
+            whole(flag, number)
+
+
+def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) -> None:
+    """Tell of a text of so many tokens that ``--kv-bits`` did nothing for: mlx-lm begins late with it."""
+    # The last token is not in the caches.
+    if args.kv_bits is not None and tokens - 1 < args.quantized_kv_start:
+        start = f"begins at token {args.quantized_kv_start} (--quantized-kv-start)"
+        session.note(f"--kv-bits {args.kv_bits} {start}: nothing of these {tokens} was quantized")
+
+
+class AnswerOutput:
+    """An answer as it is made.
+
+    Attributes:
+        ttft: seconds until its first token.
+        finish: why it ended.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.last: GenerationResponse | None = None
+        self.ttft = 0.0
+        self.finish = "memory"
+        self._began = time.perf_counter()
+
+    def add(self, response: GenerationResponse) -> None:
+        """One token more."""
+        if self.last is None:
+            self.ttft = time.perf_counter() - self._began
+        self.last = response
+        self.text += response.text
+        self.tokens.append(response.token)
+        self.finish = response.finish_reason or self.finish
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        last = self.last
+        assert last is not None
+        return {
+            "text": self.text,
+            "prompt_tokens": last.prompt_tokens,
+            "generation_tokens": last.generation_tokens,
+            "prompt_tps": round(last.prompt_tps, 4),
+            "generation_tps": round(last.generation_tps, 4),
+            "ttft_s": round(self.ttft, 4),
+            "finish_reason": last.finish_reason,
+            "tokens": self.tokens,
+        }
+
+
+def until_stop(responses: Iterator[GenerationResponse], stops: Sequence[str]) -> Iterator[GenerationResponse]:
+    """The same responses up to the first of these strings, without it; ``finish_reason`` is ``stop`` then.
+
+    Text that a stop string may begin with comes later, when it is known that it does not.
+    """
+    stopper = Stopper(stops)
+    with closing(responses):  # type: ignore[type-var]
+        for response in responses:
+            text = stopper.feed(response.text)
+            if stopper.found is not None:
+                yield replace(response, text=text, finish_reason="stop")
+                return
+            yield replace(response, text=text + (stopper.finish() if response.finish_reason is not None else ""))
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed since, as a function. The first time nothing else happens; the second time it raises
+    KeyboardInterrupt as usual. Where Ctrl-C is ignored, as in the background, it stays so."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    came: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)

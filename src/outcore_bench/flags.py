@@ -1,0 +1,142 @@
+"""The flags of this package's commands, and those that it adds to ``outcore plan``. Light: no MLX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outcore.cli.flag_table import FLAGS, Flag, command_parser, flag, grouped, switch
+from outcore.cli.parser import ArgumentParser
+from outcore.options import IO_MODES
+
+from .words import AUTO, BUDGETS, CACHES, IO, WAYS
+
+
+def runs(tokens: int, *more: Flag) -> list[Flag]:
+    """How each row is measured.
+
+    Args:
+        tokens: decoded and timed, unless the user says how many.
+        more: further flags in this group.
+    """
+    cache = f"Page cache, where reads go through it: {' or '.join(CACHES)}; cold: files are dropped before each token."
+    return grouped(
+        "each run",
+        flag("--tokens", "Decoded and timed.", tokens),
+        FLAGS["prompt-tokens"].but("-p", help="Tokens of the prompt.", default=32),
+        flag("--warmup", "Runs before, not counted.", 1),
+        flag("--cache", cache, "cold"),
+        *(FLAGS[name] for name in ("repeats", "dtype", "cpu-streams")),
+        *more,
+    )
+
+
+def bench() -> ArgumentParser:
+    """Of ``outcore bench``."""
+    rows = grouped(
+        "rows (lists are separated by commas)",
+        flag("--memory", f"A row for each budget, such as 2GB,50%; {AUTO}: what is free.", ""),
+        flag(
+            "--resident",
+            "A row for each number or share of layers kept in memory, such as 0,25%,100%. Default, without --memory: "
+            "0%,50%,100%.",
+            "",
+            metavar="LIST",
+        ),
+        flag("--modes", f"Ways to run. Default: {','.join(WAYS)}.", "", metavar="LIST"),
+        flag("--io", f"Ways to read: {', '.join(IO_MODES)}.", AUTO, metavar="LIST"),
+        flag("--batch --batch-size -b", "Sequences decoded together.", "1", metavar="LIST"),
+    )
+    more = [
+        *(FLAGS[name] for name in ("prefill-step-size", "quantize-activations", "slots")),
+        flag("--threads", "Reads in flight at once. Default: 4, or 8.", type=int, metavar="N"),
+        flag("--limit", "Run rows in a control group of that limit (Linux, as root).", metavar="SIZE"),
+        switch("--timeline", "Keep the reads and computations of one decoded token."),
+    ]
+    ways = "; ".join(f"{name}, {what}" for name, what in WAYS.items())
+    return command_parser(
+        "outcore bench",
+        f"Measure a model's speed and memory, each row in a process of its own: {ways}.",
+        "outcore bench mlx-community/Qwen3-8B-4bit --memory 2GB,50% --output results.json",
+        "model-flags",
+        *rows,
+        *runs(16, *more),
+        FLAGS["output"].but(help="Write the JSON document there. Default: nowhere."),
+    )
+
+
+def matrix() -> ArgumentParser:
+    """Of ``outcore matrix``."""
+    budgets = f"Budgets, such as 2GB,4GB. Default: {BUDGETS}, from the smallest that works to everything resident."
+    ways = f"Ways to read. Default: {','.join(IO)}, or what the file system allows."
+    axes = grouped(
+        "axes (lists are separated by commas)",
+        flag("--memory", budgets, metavar="SIZES"),
+        flag("--io", ways, metavar="LIST"),
+        flag("--slots", "Layers in the ring.", "2,3,4", metavar="LIST"),
+        flag("--threads", "Reads in flight.", "1,4,8", metavar="LIST"),
+    )
+    return command_parser(
+        "outcore matrix",
+        "Measure a model at every combination of budget, way of reading, slots and threads, each in a process of its "
+        "own, and say which is best and where speed falls off. Cut off, it goes on where it stopped.",
+        "outcore matrix mlx-community/Qwen3-8B-4bit --memory 2GB,4GB --slots 2,3",
+        "model revision",
+        *axes,
+        *runs(8),
+        FLAGS["output"].but(
+            metavar="DIR",
+            help="Folder for one JSON file a run, and matrix.json; runs that are there are not measured "
+            "again. Default: ./MODEL-matrix.",
+        ),
+        FLAGS["force"].but(help="Throw away the runs that are there, and measure all again."),
+    )
+
+
+def perplexity() -> ArgumentParser:
+    """Of ``outcore perplexity``."""
+    return command_parser(
+        "outcore perplexity",
+        "Evaluate a model's perplexity on a text or a data set.",
+        "outcore perplexity mlx-community/Qwen3-8B-4bit --memory 4GB --data-path text.txt",
+        "model-flags",
+        flag("--batch-size", "Sequences that share a sweep.", 8),
+        flag("--sequence-length", "Tokens of a sequence.", 512),
+        flag("--num-samples", "Sequences at most; -1 for all.", 256),
+        flag(
+            "--data-path",
+            "A text file in UTF-8, or a data set of the Hugging Face Hub that mlx-lm can read (needs the datasets "
+            "package; mlx_lm.perplexity takes allenai/tulu-3-sft-mixture). Default: a text that comes with Python, "
+            "which differs between versions of Python.",
+        ),
+        FLAGS["seed"].but(
+            group="", help="Seed of the order of a data set; a text keeps its own. Default: 123.", default=123
+        ),
+        "engine-flags",
+    )
+
+
+def report() -> ArgumentParser:
+    """Of ``outcore report``."""
+    results = "Files that outcore bench wrote, a matrix's matrix.json, or what outcore perplexity --json printed."
+    return command_parser(
+        "outcore report",
+        "One HTML page, and Markdown, from result files of outcore bench, matrix and perplexity. What was not measured "
+        "is left out.",
+        "outcore report results.json --output page",
+        flag("results", results, nargs="+", type=Path, metavar="RESULT.json"),
+        FLAGS["output"].but(
+            required=True,
+            metavar="DIR-or-FILE.html",
+            help="The page; in a folder it is report.html, with report.md beside it.",
+        ),
+    )
+
+
+def plan(parser: ArgumentParser) -> None:
+    """Add ``--device``."""
+    flag(
+        "--device",
+        "Predict for a published device instead of this machine; without a model, what theirs does there.",
+        metavar="NAME",
+    ).add(parser)
+    parser.run = "outcore_bench.commands.plan:run"

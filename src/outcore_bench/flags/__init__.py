@@ -1,1 +1,0 @@
-"""Their flags: what help is made of, without MLX."""
