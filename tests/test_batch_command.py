@@ -21,9 +21,11 @@ from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
 from outcore.cli.main import main
 from outcore.cli.parsers import batch as setup_arg_parser
-from outcore.decode.batch_file import NO_MEMORY, Output, read_lines
-from outcore.decode.openai_request import CHAT, COMPLETION, Body, parse_body
+from outcore.decode.batch_file import CHAT, COMPLETION, NO_MEMORY, BatchRequest, Output, read_lines
 from outcore.loading.preparation import prepare
+from outcore.serve import batch_lines
+from outcore.serve.batch_lines import line_request
+from outcore.serve.prompting import Prompter
 from quick_transformers import python_path
 
 
@@ -73,7 +75,7 @@ def test_answers_are_in_openais_format(
         [
             line("chat", chat | {"model": "gpt-4o", "temperature": 0, "n": 1, "stream": False, "tools": []}, CHAT),
             "",
-            line("text", {"prompt": "def read_lines(path):\n", "max_completion_tokens": 6, "max_tokens": 99}),
+            line("text", {"prompt": "def read_lines(path):\n", "max_completion_tokens": 6}),
             line("ids", {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "seed": 4}),
         ],
     )
@@ -147,11 +149,11 @@ BAD_LINES: list[tuple[str, str, str]] = [
     (json.dumps({"custom_id": "g", "url": COMPLETION}), "invalid_request", "body"),
     (line("h", {"prompt": "a\ud800b"}), "invalid_request", "prompt: character 1 is half of a surrogate pair"),
     (line("i", {"messages": [{"role": "user", "content": "\udc00"}]}, CHAT), "invalid_request", "surrogate"),
-    (line("j", {"prompt": "x", "temperature": 10**400}), "invalid_request", "temperature: 1000000000"),
+    (line("j", {"prompt": "x", "temperature": 10**400}), "invalid_request", "temperature: "),
     (line("k", {"prompt": "x", "repetition_penalty": 2, "repetition_context_size": 10**30}), "invalid_request", "size"),
     (line("l", {"prompt": "x", "logit_bias": {"5": 10**400}}), "invalid_request", "logit_bias"),
     (line("m", {"prompt": [5] * 3, "max_tokens": 10**30}), "invalid_request", "max_tokens"),
-    (line("\ud800", {"prompt": [10**30]}), "invalid_request", "no token 1000000000"),
+    (line("\ud800", {"prompt": [10**9]}), "invalid_request", "no token 1000000000"),
 ]
 
 
@@ -270,8 +272,8 @@ def test_whatever_a_line_brings_up_is_that_lines_error(
 
         return call
 
-    monkeypatch.setattr(Body, "sampler", failing(Body.sampler, lambda self: self.numbers.get("top_k") == 1))
-    monkeypatch.setattr(Body, "processors", failing(Body.processors, lambda self: self.numbers.get("top_k") == 2))
+    failing_of = failing(batch_lines.request_of, lambda uid, prompt, sampling, *_: sampling.top_k in (1, 2))
+    monkeypatch.setattr(batch_lines, "request_of", failing_of)
     hot = {"prompt": "x", "max_tokens": 3, "temperature": 1, "seed": 1}
     bad = [line(f"bad{k}", hot | {"top_k": k}) for k in (1, 2)]
     source = write(tmp_path / "in", [bad[0], *completions(2, 3), bad[1]])
@@ -287,71 +289,41 @@ def test_whatever_a_line_brings_up_is_that_lines_error(
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "code", "message"),
     [
-        ([], "not a JSON object"),
-        ({"prompt": "x", "temperature": "hot"}, "temperature: a number"),
-        ({"prompt": "x", "temperature": -1}, "temperature: -1 is out of range; at least 0"),
-        ({"prompt": "x", "top_p": 1.5}, "top_p: 1.5 is out of range; from 0 to 1"),
-        ({"prompt": "x", "top_p": float("nan")}, "top_p"),
-        ({"prompt": "x", "frequency_penalty": float("inf")}, "finite"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens: 0 is out of range"),
-        ({"prompt": "x", "max_tokens": 2.5}, "max_tokens: a whole number"),
-        ({"prompt": "x", "top_k": True}, "top_k: a whole number"),
-        ({"prompt": "x", "stop": [""]}, "stop"),
-        ({"prompt": "x", "stop": 3}, "stop"),
-        ({"prompt": "x", "logit_bias": {"99999999": 1}}, "no token 99999999"),
-        ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
-        ({"prompt": ["a", "b"]}, "one string"),
-        ({"prompt": [1, -4]}, "no token -4"),
-        ({"prompt": "x", "stream": True}, "stream: not supported"),
-        ({"prompt": "x", "tools": [{"type": "function"}]}, "tools: not supported"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs: not supported"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format: not supported"),
-        ({"prompt": "x", "temprature": 1}, "temprature: no such parameter"),
-        ({"messages": []}, "messages: for"),
+        ([], "invalid_request", "not a JSON object"),
+        ({"prompt": "x", "temperature": "hot"}, "invalid_request", "temperature: "),
+        ({"prompt": "x", "max_tokens": 0}, "invalid_request", "max_tokens: "),
+        ({"prompt": "x", "max_tokens": -1}, "invalid_request", "max_tokens: "),
+        ({"prompt": "x", "stop": [""]}, "invalid_request", "stop: "),
+        ({"prompt": "x", "logit_bias": {"99999999": 1}}, "invalid_request", "no token 99999999"),
+        ({"prompt": ["a", "b"]}, "unsupported_parameter", "prompt: "),
+        ({"prompt": "x", "n": 2}, "unsupported_parameter", "n: not supported"),
+        ({"prompt": "x", "stream": True}, "unsupported_parameter", "stream: not supported"),
+        ({"prompt": "x", "logprobs": 0}, "unsupported_parameter", "logprobs: not supported"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format: "),
+        ({"prompt": "x", "temprature": 1}, "unknown_parameter", "temprature: no such parameter"),
+        ({"messages": []}, "invalid_request", "prompt: it is needed"),
     ],
 )
-def test_a_body_that_cannot_be_meant_is_refused(body: Any, message: str, tokenizer: Any) -> None:
-    with pytest.raises(RequestError, match=message.replace("/", ".")):
-        parse_body(body, COMPLETION, tokenizer, range(8192))
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        (None, "messages: a list"),
-        ([], "messages: a list"),
-        (["hi"], r"messages.0."),
-        ([{"role": "user"}], "content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only text"),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [1]}], "tool_calls: not supported"),
-    ],
-)
-def test_messages_that_cannot_be_meant_are_refused(messages: Any, message: str, tokenizer: Any) -> None:
-    with pytest.raises(RequestError, match=message):
-        parse_body({"messages": messages}, CHAT, tokenizer, range(8192))
+def test_a_body_that_cannot_be_meant_is_refused(body: Any, code: str, message: str, tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
+        line_request(0, BatchRequest("", 1, None, COMPLETION, body), Prompter(tokenizer), 9)
+    assert refused.value.code == code
 
 
 def test_parameters_reach_samplers_and_processors(tokenizer: Any) -> None:
-    plain = parse_body(
-        {"prompt": "x", "user": "me", "stop": None, "repetition_penalty": 1}, COMPLETION, tokenizer, range(8192)
-    )
-    assert plain.sampler() is None and plain.processors() == () and plain.max_tokens is None and plain.stop == ()
+    def read(body: Any, url: str = COMPLETION) -> Any:
+        return line_request(0, BatchRequest("", 1, None, url, body), Prompter(tokenizer), 9)
+
+    plain = read({"prompt": "x", "user": "me", "stop": None, "repetition_penalty": 1})
+    assert plain.sampler is None and plain.processors == () and plain.max_tokens == 9 and plain.stop == ()
     body = {"logit_bias": {"5": -2}, "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
-    full = parse_body({"prompt": "x", "temperature": 1, "stop": "a"} | body, COMPLETION, tokenizer, range(8192))
-    assert full.sampler() is not None and len(full.processors()) == 4 and full.stop == ("a",)
+    full = read({"prompt": "x", "temperature": 1, "stop": "a"} | body)
+    assert full.sampler is not None and len(full.processors) == 4 and full.stop == ("a",)
     chat = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"more": 1}}
     expected = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True)
-    assert parse_body(chat, CHAT, tokenizer, ()).tokens == expected
-
-
-def test_a_model_without_chat_template_says_so(demo_model: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).symlink_to(demo_model / name)
-    with pytest.raises(RequestError, match="no chat template"):
-        body = {"messages": [{"role": "user", "content": "x"}]}
-        parse_body(body, CHAT, mlx_lm.utils.load_tokenizer(tmp_path), ())
+    assert list(read(chat, CHAT).tokens) == expected
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +410,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
         ((source, tmp_path, "--resume"), "is there and no file"),
         ((source, tmp_path / "text", "--resume"), "line 1 is none of a batch's output"),
         ((source, output, "--max-tokens", "0"), "--max-tokens 0: at least 1"),
-        ((source, output, "--concurrency", "0"), "--concurrency 0: at least 1"),
+        ((source, output, "--concurrency", "0"), "--decode-concurrency 0: at least 1"),
     ):
         status, out, err = run(capsys, model, *args)
         assert (status, out) == (2, "") and message in err and err.count("\n") == 1
@@ -477,4 +449,4 @@ def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
 
 def test_flags_are_the_engines() -> None:
     args = setup_arg_parser().parse_args(["--model", "m", "-i", "a", "-o", "b"])
-    assert (args.max_tokens, args.concurrency, args.memory, args.io) == (512, 32, None, "auto")
+    assert (args.max_tokens, args.decode_concurrency, args.memory, args.io) == (512, 32, None, "auto")

@@ -16,8 +16,11 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from outcore.checkpoint.pack import pack_model
 from outcore.errors import UnsupportedModelError
 from outcore_bench import cgroup, plain_way
+from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
+from outcore_bench.measure import measure
 from zoo import save_checkpoint
 
 BENCH = Path(__file__).parents[1] / "benchmarks"
@@ -178,3 +181,14 @@ def test_group_kills_what_passes_its_limit_and_is_removed(tmp_path: Path) -> Non
     assert killed == 1
     assert peak is None or 20_000_000 < peak <= 64_000_000
     assert not group.path.exists()
+
+
+def test_packed_copies_are_measured_too(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path / "model")
+    run = RunSettings(tokens=2, prompt_tokens=8, repeats=1, warmup=0)
+    asked = BenchSettings(modes=("outcore",), resident=("0",), run=run)
+    original, packed = (
+        measure(make_jobs(asked, str(f), 4, fits=False)[0])
+        for f in (folder, pack_model(folder, tmp_path / "whole").folder)
+    )
+    assert packed.tokens == original.tokens

@@ -29,7 +29,7 @@ from outcore.calibration.disk import CACHED_GAIN, DEFAULT, DEFAULT_GAIN, Bench, 
 from outcore.cli.main import main
 from outcore.disk import chunk
 from outcore.disk import cold_ranges as unread
-from outcore.disk.cold_ranges import SCRATCH, UnreadRanges, scratch_file, unread_extents
+from outcore.disk.cold_ranges import SCRATCH, UnreadRanges, scratch_file
 from outcore.disk.layout import BLOCK, Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
@@ -144,20 +144,19 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypa
 # The disk
 
 
-def extents_of(file: Path, rng: random.Random, in_place: bool) -> list[Extent]:
+def extents_of(file: Path, rng: random.Random) -> list[Extent]:
     """The whole file, cut anywhere."""
     size = file.stat().st_size
     cuts = sorted({0, size, *(rng.randrange(size) for _ in range(12))})
-    return [Extent(file, a, b - a, 12345, in_place) for a, b in pairwise(cuts)]
+    return [Extent(file, a, b - a, 12345, True) for a, b in pairwise(cuts)]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_no_range_is_given_out_twice_and_every_byte_has_a_place(tmp_path: Path, in_place: bool) -> None:
+def test_no_range_is_given_out_twice_and_every_byte_has_a_place(tmp_path: Path) -> None:
     rng = random.Random(0)
     file = tmp_path / "file"
     data = rng.randbytes(3_000_001)
     file.write_bytes(data)
-    ranges = unread_extents(extents_of(file, rng, in_place), rng)
+    ranges = UnreadRanges(extents_of(file, rng))
     assert ranges.nbytes == len(data)
     slot = Slot(1 << 20)
     seen = bytearray(len(data))
@@ -167,7 +166,7 @@ def test_no_range_is_given_out_twice_and_every_byte_has_a_place(tmp_path: Path, 
                 reader.submit("piece", piece, slot.payload).wait()
                 for e in piece:
                     assert slot.payload[e.at : e.at + e.nbytes] == data[e.offset : e.offset + e.nbytes]
-                    assert not in_place or (e.at - e.offset) % BLOCK == 0
+                    assert (e.at - e.offset) % BLOCK == 0
                     assert not any(seen[e.offset : e.offset + e.nbytes])
                     seen[e.offset : e.offset + e.nbytes] = b"\1" * e.nbytes
     assert all(seen) and ranges.nbytes == 0

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -24,13 +23,10 @@ from outcore.checkpoint.checkpoint import read_header
 from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
-from outcore.cli.main import main
-from outcore.engine.slot_views import Weights
 from outcore.errors import StoreError
 from outcore.loading import preparation
 from outcore.loading.preparation import prepare
 from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
-from outcore.modules.split_linear import split_rows
 from outcore.plan.machine_profile import Calibration
 from stand_ins import TokensOnly
 
@@ -114,30 +110,6 @@ def test_what_reads_beyond_a_matrix_is_refused() -> None:
     for each in wrong:
         with pytest.raises(ValueError, match="not of this matrix"):
             SplitDecoder.of(words.shape, each.astype(np.uint32))
-
-
-def test_rows_on_several_streams_are_the_same_bits() -> None:
-    linear = nn.Linear(256, 320, bias=False)
-    linear.weight = normal(320, 256)
-    words, x = bits(linear.weight), normal(3, 256, 1)
-    expected = linear(x)
-    beside = beside_rows(words)
-    assert beside is not None
-    linear.weight = SplitDecoder.of(words.shape, beside).decode(mx.array(encoded(words, beside)))
-    assert split_rows(linear, 2, smallest=1) == 1 and mx.array_equal(linear(x), expected).item()
-
-
-def test_decoding_takes_no_memory_beside_its_results(every_pattern: np.ndarray) -> None:
-    beside = beside_rows(every_pattern)
-    assert beside is not None
-    rows, decoder = mx.array(encoded(every_pattern, beside)), SplitDecoder.of(every_pattern.shape, beside)
-    mx.eval(rows, decoder.decode(rows))
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    results = [decoder.decode(rows) for _ in range(3)]
-    mx.eval(results)
-    of_escapes = 16 * decoder.at.nbytes  # many here
-    assert mx.get_peak_memory() - before <= sum(r.nbytes for r in results) + of_escapes
 
 
 # Copies
@@ -243,24 +215,6 @@ def test_a_prompt_is_decoded_for_once(
         assert same(model, answer[:1])
         # Three passes, of 16 tokens, the rest and the last, in one sweep.
         assert session.metrics.sweeps == 1 and calls == 4 * 7
-
-
-def test_a_prompt_is_cast_for_once(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = outcore.load_model(
-        made / "model", memory="1GB", resident=0, draft="none", govern=False, **{**RUN, "dtype": "float32"}
-    )
-    made_of, calls = Weights.made, 0
-
-    def counting(self: Weights, unit: int, slot: int) -> list[mx.array | None]:
-        nonlocal calls
-        found = made_of(self, unit, slot)
-        calls += any(array is not None for array in found)
-        return found
-
-    monkeypatch.setattr(Weights, "made", counting)
-    with model.outcore as session:
-        next(iter(outcore.stream_generate(model, TokensOnly(), IDS, max_tokens=1, prefill_step_size=16)))
-        assert session.metrics.sweeps == 1 and calls == 4
 
 
 def test_what_stays_is_decoded_once(made: Path, answer: list[tuple[int, mx.array]]) -> None:
@@ -398,34 +352,6 @@ def test_a_compact_copy_is_read_where_it_is_predicted_to_be_faster(made: Path, m
         if taken:
             assert found.plan.bytes_per_token < 0.8 * before.plan.bytes_per_token
         monkeypatch.setenv("OUTCORE_CACHE", str(made.parent / name.replace(" ", "-")))
-
-
-def test_a_plain_copy_does_not_hide_a_compact_one(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTCORE_CACHE", str(tmp_path))
-    machine = Calibration(read_gbps=0.01, decode_gbps=50.0, weight_gbps=10.0, measured=True)
-    monkeypatch.setattr(preparation, "load_calibration", lambda *_: (machine, None))
-    for coding in ("plain", "compact"):
-        pack_model(made / "model", None, coding=coding)
-        found = prepare(made / "model", memory="1GB", resident=0, **RUN).profile.lazy
-        assert bool(found.decoders) == (coding == "compact") and found.checkpoint.folder.parent == tmp_path
-
-
-def test_a_copy_of_which_nothing_got_smaller_is_read_like_any_other(tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
-    store = pack_model(folder, None, coding="compact")
-    assert not store.codings
-    calibration = Calibration(decode_gbps=1.0, measured=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "load_calibration", lambda *_: (calibration, None))
-        assert prepare(folder, memory="1GB").profile.lazy.checkpoint.folder == store.folder
-
-
-def test_the_command_packs_compactly(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, coding, count in (((), "plain", 0), (("--coding", "compact"), "compact", 28)):
-        out = str(tmp_path / coding)
-        assert main(["pack", str(made / "model"), "--output", out, *words, "--json"]) == 0
-        record = json.loads(capsys.readouterr().out)
-        assert (record["coding"], record["coded_tensors"]) == (coding, count)
 
 
 def test_decoding_is_calibrated() -> None:

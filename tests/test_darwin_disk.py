@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 
-import zoo
-from fake_darwin_disk import PAGE, FakeDarwin, files_of
+from fake_darwin_disk import PAGE, FakeDarwin
 from outcore.calibration import disk as calibrate_disk
-from outcore.calibration.disk import Bench, ReadSetting, best_setting
-from outcore.checkpoint.pack import pack_model
+from outcore.calibration.disk import Bench, best_setting
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
-from outcore.disk.disk_calls import F_RDAHEAD, DarwinCalls, DiskCalls, LinuxCalls, using
+from outcore.disk.disk_calls import DarwinCalls, DiskCalls, LinuxCalls, using
 from outcore.disk.disk_probe import probe_disk
 from outcore.disk.layout import BLOCK, Extent, Source, place_unit
-from outcore.disk.reader import CHUNK, FileReader
+from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
@@ -251,30 +249,7 @@ def test_the_calls_that_forget_are_taken_by_a_real_system(file: Path, monkeypatc
         calls.msync(1, SIZE, disk_calls.MS_INVALIDATE)
 
 
-def test_no_read_ahead_is_asked_for_by_its_own_number(file: Path) -> None:
-    asked: list[tuple[int, int]] = []
-
-    class Noting(FakeDarwin):
-        def fcntl(self, fd: int, command: int, argument: int) -> None:
-            asked.append((command, argument))
-
-    with using(Noting()):
-        RowReader([file]).close()
-    assert (F_RDAHEAD, 0) in asked
-
-
 # Writing
-
-
-def test_what_is_written_in_gigabytes_does_not_stay_in_the_cache(tmp_path: Path) -> None:
-    calls = FakeDarwin()
-    with using(calls):
-        with scratch_file(tmp_path / "cache", nbytes=20 << 20) as path:
-            assert path.stat().st_size == 20 << 20
-            assert calls.forgotten(path) and files_of([path]) <= calls.uncached
-        whole = pack_model(zoo.save_checkpoint("llama", tmp_path / "model"), tmp_path / "pack")
-    assert files_of(whole.files) <= calls.uncached
-    assert all(calls.forgotten(f) for f in whole.files)
 
 
 # Measuring
@@ -311,33 +286,6 @@ def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: 
         assert [p.gbps for p in best.disk_points] == pytest.approx([RATE] * len(best.disk_points), rel=0.02)
         assert best.io == "auto" and best.read_latency_s == pytest.approx(BLOCK / RATE / 1e9)
         assert calls.hit == calls.misaligned == 0
-
-
-def test_a_scratch_file_is_read_cached_or_directly_as_each_reader_means_it(tmp_path: Path, calls: FakeDarwin) -> None:
-    """Its descriptors share one open file, which was written with the flag and read with it before."""
-    with scratch_file(tmp_path, nbytes=8 << 20) as path:
-        for direct in (True, False):
-            extents = [Extent(path, 0, 8 << 20, 0, in_place=True)]
-            with contextlib.closing(ReadSetting(1 << 20, 2, direct).open([path])) as reader:
-                slot = Slot(8 << 20)
-                forget(extents)  # which opens it too, beside the reader
-                reader.submit("x", extents, slot.payload).wait()
-            assert calls.forgotten(path) == direct
-
-
-def test_twelve_reads_at_once_are_tried_on_macos_only(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(bytes(1 << 20))
-    unread = [Extent(path, 0, 1 << 40, 0, in_place=True)]
-
-    def lanes() -> set[int]:
-        return {s.threads for s in Bench(UnreadRanges(unread)).settings if s.direct}
-
-    with using(FakeDarwin()):
-        assert lanes() == {*calibrate_disk.IN_FLIGHT, 12}
-        assert ReadSetting(CHUNK, 12, True) in Bench(UnreadRanges(unread)).settings
-    with using(LinuxCalls()):
-        assert 12 not in lanes()
 
 
 # For a look at a machine
@@ -379,11 +327,3 @@ def test_a_probe_finds_wrong_bytes_and_refused_slots(file: Path) -> None:
     empty = file.with_name("empty")
     empty.touch()
     assert probe_disk(empty).wrong == ()
-
-
-def test_calls_are_put_back_however_a_block_ends() -> None:
-    before = disk_calls.system()
-    with pytest.raises(KeyError), using(FakeDarwin()):
-        assert disk_calls.system() is not before
-        raise KeyError
-    assert disk_calls.system() is before

@@ -27,7 +27,6 @@ from outcore.cli.main import main
 from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.disk_calls import LinuxCalls
-from outcore.disk.metrics import Metrics
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
@@ -96,9 +95,6 @@ class Broken:
     def offsets(self) -> None:
         self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))
 
-    def disk_counted(self) -> None:
-        self.patch.setattr(Metrics, "read_gbps", property(lambda _: 99.0))
-
     def disk_calibrated(self) -> None:
         self.patch.setattr(doctor, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None))
 
@@ -130,7 +126,6 @@ class Broken:
     [
         ("slots", "slots", "100 of 100 rewrites were not seen"),
         ("offsets", "offsets", "wrong bytes from offset 1"),
-        ("disk_counted", "disk", "counted as 1: 99.00"),
         ("disk_calibrated", "disk", "calibrated: 500.00"),
         ("overlap", "overlap", "to ask for"),
         ("answers", "answers", "streamed logits are not the resident ones"),

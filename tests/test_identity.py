@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +17,6 @@ from outcore.checkpoint.pack import pack_model, pack_overlay
 from outcore.checkpoint.packed_store import open_model, places
 from outcore.decode.speculative.self_draft import self_draft
 from outcore.loading.preparation import prepare
-from outcore.machine import packages
 from outcore.modules.layers import find_layers
 from test_pack import assert_holds, original, reference
 from test_random_state import adapter
@@ -87,41 +85,6 @@ def test_any_tensor_that_differs_as_a_whole_is_seen(tmp_path: Path) -> None:
     assert len(set(found.values())) == len(found)
 
 
-def test_of_many_tensors_so_many_blocks_are_read_and_first_and_last_always(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(identity, "MOST_BLOCKS", 20)
-    path = tmp_path / "f"
-    path.write_bytes(bytes(1000 * 10_000))
-    reads: list[tuple[int, int]] = []
-    pread = os.pread
-
-    def counted(fd: int, nbytes: int, offset: int) -> bytes:
-        reads.append((offset, nbytes))
-        return pread(fd, nbytes, offset)
-
-    monkeypatch.setattr(os, "pread", counted)
-    places = [(i * 10_000, 10_000) for i in range(1000)]
-    before = identity.identity(b"", [(path, b"", places)])
-    assert 20 <= len(reads) <= 22
-    assert all(nbytes == 4096 for _, nbytes in reads) and reads[0][0] == 0 and sum(reads[-1]) == 10_000_000
-    data = bytearray(10_000_000)
-    for at in (0, len(data) - 1, reads[10][0]):
-        data[at] = 1
-        path.write_bytes(data)
-        assert identity.identity(b"", [(path, b"", places)]) != before
-        data[at] = 0
-
-
-def test_what_belongs_to_which_file_is_a_part_of_the_identity(tmp_path: Path) -> None:
-    for name, text in (("a", b"xy"), ("b", b"z")):
-        (tmp_path / name).write_bytes(text)
-    a, b = tmp_path / "a", tmp_path / "b"
-    one = identity.identity(b"c", [(a, b"1", [(0, 2)]), (b, b"2", [(0, 1)])])
-    assert one != identity.identity(b"c1", [(a, b"", [(0, 2)]), (b, b"2", [(0, 1)])])
-    assert one != identity.identity(b"c", [(a, b"1", [(0, 1), (1, 1)]), (b, b"2", [(0, 1)])])
-
-
 def test_a_copy_made_under_an_older_kind_of_identity_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +117,6 @@ def test_a_draft_is_of_the_adapter_that_it_was_made_with(tmp_path: Path) -> None
     file.write_bytes(data)
     os.utime(file, ns=times)
     assert draft() != first
-
-
-def test_a_version_is_what_is_installed() -> None:
-    assert packages.version("mlx") == packages.version("mlx") == importlib.metadata.version("mlx")
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        packages.version("outcore-that-is-not-there")
 
 
 def test_another_mlx_gets_copies_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import (
     KVCache,
-    QuantizedKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
@@ -30,13 +28,11 @@ from mlx_lm.models.cache import (
 
 import outcore
 import zoo
-from outcore.decode.kv_slices import KvBits
-from outcore.decode.model_runner import MLX_LM_STEP
 from outcore.decode.one_text import generate_step
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
-from outcore.modules.away import Away, keeper_of
+from outcore.modules.away import Away
 from outcore.modules.cache_form import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
@@ -141,12 +137,6 @@ def test_bits_are_those_of_keys_and_values_in_memory(model_type: str, tmp_path: 
     assert len(a) == len(b) and all(map(equal, a, b))
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_bits_in_half_precision(dtype: mx.Dtype, tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("llama", tmp_path / "model", dtype=dtype)
-    assert all(map(equal, three_texts(folder, "off"), three_texts(folder, "on")))
-
-
 @pytest.mark.parametrize("start", [0, TOKENS + 2])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bits_of_quantized_keys_and_values(full: Path, bits: int, start: int) -> None:
@@ -192,70 +182,6 @@ def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
             return [answer(model, cache, ids(first), 2, **options), answer(model, cache, ids(second, 77), 3, **options)]
 
     assert all(map(equal, texts("off"), texts("on")))
-
-
-@pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
-def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, back: int) -> None:
-    """What was read ahead for it is what others have taken the place of."""
-
-    def texts(where: str) -> list[Answer]:
-        with opened(full, where, context=1100, resident=3) as model:
-            cache = make_prompt_cache(model)
-            assert len(cache) == 4
-            found = [answer(model, cache, ids(first))]
-            assert on_disk(cache) == (where == "on")
-            trim_prompt_cache(cache, cache[0].offset - back if back > 5 else back)
-            for tokens in (500 if back > 5 else 6, 1, 1):
-                found.append(answer(model, cache, ids(tokens, 9), 2))
-            return found
-
-    assert all(map(equal, texts("off"), texts("on")))
-
-
-def test_rows_of_several_texts_stay_in_memory(full: Path) -> None:
-    def logits(where: str) -> list[mx.array]:
-        with opened(full, where) as model:
-            cache = make_prompt_cache(model)
-            found = [model(mx.stack([ids(n, 5), ids(n, 55)]), cache=cache) for n in (10, 1, 300, 1)]
-            mx.eval(found)
-            assert not on_disk(cache)
-            return found
-
-    for a, b in zip(logits("off"), logits("on"), strict=True):
-        assert mx.array_equal(a, b).item()
-
-
-def test_experts_one_by_one_beside_keys_and_values(tmp_path: Path) -> None:
-    """A model that reads experts one by one streams no layers whose keys and values could be apart."""
-    folder = zoo.save_checkpoint("qwen3_moe", tmp_path / "model")
-
-    def text(where: str) -> Answer:
-        with opened(folder, where, resident=None, slots=None, experts=2) as model:
-            assert model.outcore.plan.pools and not model.outcore.plan.kv_slot
-            return answer(model, make_prompt_cache(model), ids(TOKENS))
-
-    assert equal(text("off"), text("on"))
-
-
-def test_two_texts_in_turn_keep_apart(full: Path) -> None:
-    with opened(full, "off") as model:
-        caches = make_prompt_cache(model), make_prompt_cache(model)
-        expected = [answer(model, c, ids(TOKENS, 17 * n)) for n, c in enumerate(caches)]
-        expected += [answer(model, c, ids(3, n)) for n in (1, 2) for c in caches]
-    with opened(full) as model:
-        caches = make_prompt_cache(model), make_prompt_cache(model)
-        found = [answer(model, c, ids(TOKENS, 17 * n)) for n, c in enumerate(caches)]
-        found += [answer(model, c, ids(3, n)) for n in (1, 2) for c in caches]
-    assert all(map(equal, expected, found))
-
-
-def test_a_text_longer_than_planned_is_read_into_memory_of_its_own(full: Path) -> None:
-    """Nobody asked for room: mlx-lm's own loop, say."""
-    with opened(full, "off") as model:
-        expected = answer(model, make_prompt_cache(model), ids(900))
-    with opened(full, context=64, prompt=16) as model:
-        cache = make_prompt_cache(model)
-        assert equal(expected, answer(model, cache, ids(900))) and on_disk(cache)
 
 
 def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) -> None:
@@ -408,52 +334,6 @@ def test_a_cache_on_disk_can_be_copied_saved_and_used_in_memory(full: Path, tmp_
         loaded = load_prompt_cache(str(tmp_path / "saved.safetensors"))
         assert all(equal(expected, answer(model, each, ids(3, 9))) for each in (other, loaded, cache))
         assert on_disk(other) == len(other), "it was brought along"
-
-
-def test_a_cache_can_be_copied_while_it_is_used(full: Path) -> None:
-    with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
-        expected = answer(model, cache, ids(3, 9))
-    with opened(full) as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS), 4)
-        token = answer(model, copy.deepcopy(cache), ids(1, 5), 1)[0][0]
-        mx.eval(model(mx.array([[token, token]]), cache=cache))
-        assert not all(isinstance(c, Away) for c in cache), "the last layers are not known to be done"
-        copies = copy.deepcopy(cache)
-        again = pickle.loads(pickle.dumps([c for c in cache if not isinstance(c, Away)]))
-        assert all(keeper_of(c) is None for c in (*copies, *again))
-        assert {c.offset for c in copies} == {cache[0].offset}
-        assert equal(answer(model, copies, ids(3, 9)), answer(model, cache, ids(3, 9)))
-    assert expected
-
-
-def test_caches_on_disk_merge_as_those_in_memory(full: Path) -> None:
-    def logits(where: str) -> mx.array:
-        with opened(full, where) as model:
-            texts = [make_prompt_cache(model) for _ in range(2)]
-            for n, cache in enumerate(texts):
-                answer(model, cache, ids(TOKENS + n, n))
-            assert on_disk(texts[0]) == (len(texts[0]) if where == "on" else 0)
-            merged = [a.merge([a, b]) for a, b in zip(*texts, strict=True)]
-            found: mx.array = model(mx.array([[5], [6]]), cache=merged)
-            mx.eval(found)
-            return found
-
-    assert mx.array_equal(logits("off"), logits("on")).item()
-
-
-def test_a_cache_that_another_model_of_the_same_weights_goes_on_with(full: Path) -> None:
-    with opened(full, "off") as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
-        expected = answer(model, cache, ids(3, 9))
-    with opened(full) as model, opened(full, "off", resident=None) as other:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS))
-        assert other.outcore.streaming is None
-        assert equal(expected, answer(other, cache, ids(3, 9))) and not on_disk(cache)
 
 
 def test_a_cache_of_another_model_that_keeps_its_own_on_disk(full: Path) -> None:
@@ -652,79 +532,7 @@ def test_a_disk_without_room_is_told_of_before_anything_is_read(full: Path, monk
         pass
 
 
-def test_refusals_leave_no_file_open(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_files() -> int:
-        gc.collect()
-        return sum(1 for _ in Path("/dev/fd").iterdir())
-
-    monkeypatch.setattr(Scratch, "free_bytes", 1000)
-    counts = []
-    for _ in range(3):
-        with pytest.raises(StoreError), opened(full, kv_dir=tmp_path):
-            pass
-        counts.append(open_files())
-    assert counts[1] == counts[2]
-
-
-def test_a_file_that_may_not_grow_further_ends_the_answer_and_nothing_else(full: Path, tmp_path: Path) -> None:
-    """The kernel's own refusal (RLIMIT_FSIZE), of regions and of writes."""
-    code = f"""
-import resource, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r}); sys.path.insert(0, {str(Path(zoo.__file__).parent)!r})
-from pathlib import Path
-import test_kv_disk as t
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-folder = Path({str(full)!r})
-with t.opened(folder, "off") as model:
-    expected = t.answer(model, t.make_prompt_cache(model), t.ids(t.TOKENS))
-with t.opened(folder, kv_dir={str(tmp_path)!r}) as model:
-    cache = t.make_prompt_cache(model)
-    for limit in (1000, 400_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            t.answer(model, cache, t.ids(t.TOKENS))
-        except t.StoreError as e:
-            print(e)
-        assert [c.offset for c in cache] == [0] * len(cache)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert t.equal(expected, t.answer(model, cache, t.ids(t.TOKENS))) and t.on_disk(cache) == len(cache)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("could not be written: File too large; free some") == 2
-
-
-def test_the_folder_may_be_one_in_the_users_home(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with opened(full, kv_dir="~/there"):
-        assert (tmp_path / "there").is_dir()
-    with pytest.raises(UsageError, match="kv_dir"):
-        LoadOptions(kv_dir="")
-
-
 def test_a_model_without_such_caches_says_so(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("mamba2", tmp_path / "model")
     with opened(folder) as model:
         assert not model.outcore.plan.kv_slot and any("stay in memory" in note for note in model.outcore.notes)
-
-
-def test_quantized_caches_on_disk_are_mlx_lms_own_class(full: Path) -> None:
-    with opened(full) as model:
-        cache = make_prompt_cache(model)
-        answer(model, cache, ids(TOKENS), kv=KvBits(8, 32, 0, MLX_LM_STEP))
-        assert on_disk(cache) == len(cache)
-        assert all(isinstance(c, QuantizedKVCache) and type(c).__name__ == "QuantizedKVCache" for c in cache)
-        assert not any(hasattr(c, "to_quantized") for c in cache)
-        copies = copy.deepcopy(cache)
-        assert all(type(c) is QuantizedKVCache for c in copies)
-        bits = KvBits(8, 32, DEFAULT_QUANTIZED_KV_START, MLX_LM_STEP)
-        expected = answer(model, copies, ids(3, 9), kv=bits)
-        assert equal(expected, answer(model, cache, ids(3, 9), kv=bits))
-
-
-def test_room_for_what_is_drafted_is_no_reason_to_read_keys_and_values(demo_model: Path) -> None:
-    asked: dict[str, Any] = {"context": 32_768, "prompt": 256, "draft": "auto"}
-    least = outcore.plan_model(str(demo_model), kv_disk="off", **asked).smallest_budget_bytes
-    for memory in (least, least * 21 // 20, least * 11 // 10):
-        assert prepare(demo_model, memory=memory, **asked).plan.kv_slot == 0
-    assert prepare(demo_model, memory=least - 2_000_000, **asked).plan.kv_slot > 0

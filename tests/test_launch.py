@@ -462,7 +462,7 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         # Before anybody looks for the hosts.
         (["--hosts", "local,x.invalid", "--", "generate", "m", "--draft", "mtp"], "--draft mtp: not over several"),
         (["--hosts", "local,x.invalid", "--", "plan", "m", "--device", "m4-pro"], "--device: not over several"),
-        (["--hosts", "local,x.invalid", "--", "bench", "m", "--modes", "plain"], "--modes plain: not over several"),
+        (["--hosts", "local,x.invalid", "--", "bench", "m"], "bench: not over several machines"),
         (["--hosts", "local,x.invalid", "--", "chat", "--session", "a"], "--session: not over several"),
         (["--hosts", "local,x.invalid", "--", "generate", "m", "--kv-disk", "on"], "--kv-disk on: not over several"),
         (["--hosts", "local,local", "--env", "A", "--", "generate", "m"], "give NAME=VALUE"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -104,21 +103,6 @@ def test_direct_reads_agree_with_the_disk_block_by_block_and_share_no_block(alig
     assert in_place > 50
 
 
-def test_cached_reads_are_never_marked_for_whole_blocks() -> None:
-    for seed in range(50):
-        _, sources = random_sources(random.Random(seed))
-        assert not any(e.in_place for e in place_unit("u", sources, direct=False).extents)
-
-
-def test_parameters_of_a_unit_overlap_nothing_but_their_twins() -> None:
-    for seed in range(100):
-        _, sources = random_sources(random.Random(seed))
-        places = {(s.file, s.offset, s.nbytes): s.path for s in sources}.values()  # one of each pair of twins
-        unit = place_unit("u", sources, direct=seed % 2 == 0, align=random.Random(seed).choice([1, 256]))
-        fields = sorted((f for f in unit.fields if f.nbytes and f.path in places), key=lambda f: f.at)
-        assert all(a.at + a.nbytes <= b.at for a, b in pairwise(fields)), seed
-
-
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 def test_neighbours_are_read_together_and_strangers_apart(direct: bool) -> None:
     def extents(*sources: Source) -> list[tuple[Path, int, int]]:
@@ -133,11 +117,6 @@ def test_neighbours_are_read_together_and_strangers_apart(direct: bool) -> None:
     assert extents(source(0, GAP * 3), source(10, 10), source(GAP * 3 + 5, 5)) == [(A, 0, GAP * 3 + 10)]
 
 
-def test_read_bytes_count_the_gaps_and_weight_bytes_do_not() -> None:
-    unit = place_unit("u", [source(0, 100), source(1100, 100)], direct=True)
-    assert (unit.weight_bytes, unit.read_bytes) == (200, 1200)
-
-
 def test_a_gpus_alignment_gives_each_tensor_a_place_of_its_own() -> None:
     unit = place_unit("u", [source(8, 1000), source(1008, 3), source(1011, 500)], direct=True, align=GPU_ALIGN)
     assert [f.at % GPU_ALIGN for f in unit.fields] == [0, 0, 0]
@@ -150,11 +129,6 @@ def test_a_gpus_alignment_gives_each_tensor_a_place_of_its_own() -> None:
 def test_tensors_that_are_aligned_in_the_file_keep_one_read_in_place_on_a_gpu() -> None:
     unit = place_unit("u", [source(3 * BLOCK, 512), source(3 * BLOCK + 512, 777)], direct=True, align=GPU_ALIGN)
     assert [(e.offset, e.nbytes, e.in_place) for e in unit.extents] == [(3 * BLOCK, 1289, True)]
-
-
-def test_one_misaligned_file_does_not_cost_the_other_its_read_in_place() -> None:
-    unit = place_unit("u", [source(4, 100), source(BLOCK, 100, B)], direct=True, align=GPU_ALIGN)
-    assert [(e.file, e.in_place) for e in unit.extents] == [(A, False), (B, True)]
 
 
 def test_where_any_address_will_do_a_scattered_unit_takes_its_bytes_and_at_most_two_blocks_a_run() -> None:

@@ -16,13 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx_lm import generate as mlx_generate
 from mlx_lm import load as mlx_load
 
 import outcore
-import zoo
 from outcore.calibration.calibrate import calibrate_mirrors
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.checkpoint import mirror as mirror_files
@@ -156,15 +154,6 @@ def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, 
     assert sum(parts) == metrics.bytes_read, parts
     assert min(parts) > sum(parts) / 9, "equal disks read about as much"
     assert three.said == [] and metrics.read_s > 0
-
-
-def test_what_is_in_one_folder_only_is_read_there(three: Three) -> None:
-    (three.first / "f1").unlink()
-    replicas = three.replicas(three.first)
-    with reading(list(three.files), replicas) as reader:
-        for seed in range(3):
-            three.read(reader, seed)
-    assert three.said == []
 
 
 # Faults
@@ -563,27 +552,6 @@ def test_a_model_whose_own_folder_died_gives_memory_back_all_the_same(served: Pa
     with using(calls):
         tokens, _, folders = answer(own, first, before=die, resident=2)
     assert tokens == expected and folders[0].lost is not None
-
-
-def test_experts_that_are_read_one_by_one_come_from_mirrors_too(demo_model: Path, tmp_path: Path) -> None:
-    from test_experts import EXPERTS, USED  # noqa: F401  the shape that its fixture makes
-
-    own = tmp_path / "moe"
-    zoo.save_checkpoint("qwen3_5_moe", own)
-    shutil.copy(demo_model / "tokenizer.json", own)
-    (first,) = copied(own, "first")
-    prompt = mx.array([[1, 2, 3, 4]])
-    outputs = []
-    for mirror in (None, first):
-        model, _ = outcore.load_model(own, mirror=mirror, memory="1GB", experts=2, context=64)
-        with model.outcore as session:
-            logits = [model(prompt), model(mx.array([[5]]))]
-            mx.eval(logits)
-            outputs.append(logits)
-            assert session.metrics.experts_read
-            if mirror is not None:
-                assert session.reading.replicas.all[1].nbytes
-    assert all(mx.array_equal(a, b).item() for a, b in zip(*outputs, strict=True))
 
 
 # Predictions

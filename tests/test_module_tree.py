@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +10,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore.checkpoint.packed_store import open_model
-from outcore.decode.speculative.self_draft import _low_bit, _shapes
-from outcore.modules.layers import find_layers, find_tables
 from outcore.modules.module_tree import copied, modules, named_modules, named_parameters
 
 
@@ -60,29 +56,6 @@ def test_a_copy_is_of_the_same_arrays_in_other_modules() -> None:
     copy.nested[0][1]["of"].bits = 8
     assert [(path, id(a)) for path, a in named_parameters(odd)] == before and odd.nested[0][1]["of"].bits == 4
     assert_told_alike(copy)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("model_type", "quantize"),
-    [
-        *((t, None) for t in ("llama", "qwen3_5", "qwen3_moe", "deepseek_v3", "gpt_oss", "rwkv7", "gpt2")),
-        *((t, {"bits": 4, "group_size": 64}) for t in ("llama", "qwen3_5", "qwen3_moe")),
-        ("qwen3", {"bits": 4, "group_size": 32, "mode": "mxfp4"}),
-    ],
-)
-def test_a_draft_looks_as_if_the_model_were_opened_for_it(
-    model_type: str, quantize: dict[str, Any] | None, bits: int, tmp_path: Path
-) -> None:
-    lazy = open_model(zoo.save_checkpoint(model_type, tmp_path / "model", quantize=quantize))
-    heads = [table.path for table in find_tables(lazy.model, find_layers(lazy.model))][-1:]
-    before = [(path, id(a)) for path, a in named_parameters(lazy.model)], list(map(type, modules(lazy.model)))
-
-    def told(model: nn.Module) -> list[tuple[str, tuple[int, ...], mx.Dtype]]:
-        return [(path, a.shape, a.dtype) for path, a in named_parameters(model)]
-
-    assert told(_shapes(lazy, bits, heads)) == told(_low_bit(lazy, bits, heads))
-    assert before == ([(path, id(a)) for path, a in named_parameters(lazy.model)], list(map(type, modules(lazy.model))))
 
 
 def test_modules_and_arrays_in_lists_and_dictionaries() -> None:

@@ -20,8 +20,6 @@ import zoo
 from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
 from outcore.decode import one_text
-from outcore.decode.batch_engine import Request
-from outcore.decode.continuous import Continuous
 from outcore.decode.hidden_states import WINDOW
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
@@ -33,7 +31,6 @@ from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, 
 from outcore.loading import preparation
 from outcore.plan.machine_profile import Calibration
 from stand_ins import TokensOnly
-from test_continuous import write
 
 PROMPT = [3 + i % 40 for i in range(21)]
 
@@ -107,23 +104,6 @@ def test_a_head_gives_the_text_of_plain_decoding(
             assert (session.metrics.drafted > 12) == (what != "none")
             assert (session.streaming is None) == (resident is None)
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_a_head_is_given_the_embedding_and_then_the_hidden_state() -> None:
-    """In that order, each behind its own norm (vLLM's ``Qwen3_5MultiTokenPredictor`` and ``deepseek_mtp``)."""
-    head = mtp_heads.random_head("qwen3_5")
-    width, seen = head.norm.weight.size, []
-    head.layer = lambda x, mask, cache: seen.append(x) or x
-    embedded, states = mx.random.normal((1, 2, width)), mx.random.normal((1, 2, width))
-    head.project.weight = mx.concatenate([mx.eye(width), 2 * mx.eye(width)], axis=1)
-    out = head(embedded, states)
-
-    def normed(x: mx.array, norm: Any) -> mx.array:
-        return x * mx.rsqrt((x * x).mean(axis=-1, keepdims=True) + norm.eps) * norm.weight
-
-    want = normed(embedded, head.embedding_norm) + 2 * normed(states, head.hidden_norm)
-    assert mx.allclose(seen[0], want, atol=1e-4).item()
-    assert mx.allclose(out, normed(want, head.norm), atol=1e-4).item()
 
 
 def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[int], first: int) -> int:
@@ -225,24 +205,6 @@ def test_a_seed_gives_one_text_with_a_head_or_without(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "nemotron_h"])
-def test_a_sequence_that_shares_no_sweep_is_drafted_too(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As ``outcore serve`` writes one; another that joins and leaves changes nothing."""
-    always_draft(monkeypatch)
-    folder, draft = folders(model_type, tmp_path)
-    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
-    with model.outcore as session:
-        want = tokens(model, 20)
-        before = session.metrics.drafted
-        engine = Continuous(model, prefill_step=8)
-        done = write(engine, {0: [Request(0, PROMPT, 20)], 6: [Request(1, [5, 6, 7], 3)]})
-        engine.close()
-        assert done.tokens[0] == want and not done.failed
-        assert session.metrics.drafted > before + 8
-
-
 @pytest.mark.parametrize(
     ("model_type", "inside"),
     [
@@ -292,28 +254,6 @@ def test_the_budget_holds_with_a_head(tmp_path: Path, monkeypatch: pytest.Monkey
         head: Any = session.drafting.model
         peak, weights = mx.get_peak_memory() - others, sum(a.nbytes for _, a in tree_flatten(head.parameters()))
         assert budget - weights < peak <= budget
-
-
-def test_the_model_s_own_head_stays_as_long_as_something_drafts_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    always_draft(monkeypatch)
-    monkeypatch.setitem(zoo.CONFIGS, "qwen3_5", copy.deepcopy(zoo.CONFIGS["qwen3_5"]))
-    zoo.CONFIGS["qwen3_5"]["text_config"]["vocab_size"] = 4096
-    folder, draft = folders("qwen3_5", tmp_path)
-    least = {}
-    for head in (None, True):
-        with pytest.raises(BudgetError) as refused:
-            outcore.load_model(folder, memory=1000, context=64, prompt=21, draft="none", head_resident=head)
-        least[head] = refused.value.smallest or 0
-    model, _ = outcore.load_model(folder, resident=0, context=64, prompt=21, draft=draft, govern=False)
-    with model.outcore as session:
-        text = tokens(model)
-        assert not session.plan.head_streamed
-        # As long as it drafts: for less memory it is given up, and the head may be streamed then.
-        assert session.residency.layers.draft is not None
-        session.allow(session.plan.smallest_budget_bytes - (least[True] - least[None]) // 2)
-        assert session.residency.layers.draft is None and session.drafting.name == "ngram" and tokens(model) == text
 
 
 def test_auto_looks_at_a_head_and_takes_it_where_it_is_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,23 +130,6 @@ def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_pa
             assert same(model, wanted)
 
 
-def test_only_low_bits_are_read(folder: Path) -> None:
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "govern": False}
-    plain = prepare(folder, draft="none", **{k: v for k, v in options.items() if k != "govern"})
-    model, _ = outcore.load_model(folder, draft="self:2", **options)
-    with model.outcore as session:
-        modules = [m for _, m in nested_modules(model)]
-        low = sum(u.unit.weight_bytes for u in session.streaming.units if u.rows is None)
-        assert len(modules) == 4 * 7 and "of them high=2" in repr(modules[0])
-        # Two of four bits, and no scales; 4 bit with groups of 32 in float32 are 6 bits a weight.
-        assert low == pytest.approx(sum(each.resident for each in plain.profile.size.layers) / 3, rel=0.02)
-        # What the draft has, nothing has twice.
-        draft = dict(session.drafting.model.named_modules())
-        for path, module in nested_modules(model):
-            assert module.coarse is draft[path] and not module.settled
-            assert "weight" not in module and "scales" not in module
-
-
 def test_layers_come_and_go_while_it_runs(folder: Path) -> None:
     wanted = expected(folder)
     options: dict[str, Any] = {"memory": "1GB", "resident": 3, "context": 320, "prefill_step_size": 16, "govern": False}
@@ -214,31 +197,6 @@ def test_layers_that_come_back_together_are_not_in_memory_twice(
             if session.plan.resident:
                 break
         assert len(session.plan.resident) == 10 and most - without < low + high / 2
-
-
-def test_single_modules_stay_whole_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of layers that are streamed otherwise; until another ring needs their room."""
-    large = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 1024}
-    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | large)
-    folder = zoo.save_checkpoint("qwen3", tmp_path / "large", quantize={"bits": 4, "group_size": 32})
-    wanted = expected(folder)
-    planning = prepare(folder, memory="1GB", draft="self:2", context=320).planning
-    budget, plan = planning.smallest, planning.at(planning.smallest).plan
-    while not (plan.kept and plan.resident):
-        assert plan.streams, "no plan keeps layers and single modules"
-        budget += 20_000
-        plan = planning.at(budget).plan
-    options: dict[str, Any] = {"memory": budget, "context": 320, "prefill_step_size": 16, "govern": False}
-    model, _ = outcore.load_model(folder, draft="self:2", **options)
-    with model.outcore as session:
-        modules = [m for _, m in nested_modules(model)]
-        assert session.plan.kept == plan.kept
-        assert sum(m.settled for m in modules) == 7 * len(plan.resident) + sum(len(n) for _, n in plan.kept)
-        assert same(model, wanted)
-        session.residency.layers.shed(len(plan.resident))
-        assert sum(m.settled for m in modules) == sum(len(n) for _, n in plan.kept) and same(model, wanted)
-        assert session.residency.layers.shrink(session.residency.layers.spare_bytes) > 0
-        assert not any(m.settled for m in modules) and same(model, wanted)
 
 
 def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
@@ -344,18 +302,6 @@ def test_a_draft_is_given_up_before_the_text(draft: str, folder: Path, tmp_path:
         assert residency.layers.shed(1) == 1 and same(model, wanted)
 
 
-def test_a_draft_of_which_some_layers_are_copies_is_given_up(tmp_path: Path) -> None:
-    """Their tensors have the names of the model's own."""
-    folder = zoo.save_checkpoint("recurrent_gemma", tmp_path / "model", quantize={"bits": 4, "group_size": 32})
-    wanted = expected(folder)
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 320, "prefill_step_size": 16}
-    model, _ = outcore.load_model(folder, draft="self:2", govern=False, **options)
-    with model.outcore as session:
-        layers = {int(path.split(".")[2]) for path, _ in nested_modules(model)}
-        assert 0 < len(layers) < len(session.size.layers)
-        assert same(model, wanted) and session.residency.layers.give_up_draft() and same(model, wanted)
-
-
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_draft_whose_files_are_others_is_not_given_up(
     gone: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -375,26 +321,6 @@ def test_a_draft_whose_files_are_others_is_not_given_up(
                 f.write(bytes(4096))
         assert session.residency.layers.give_up_draft() == 0 and session.residency.layers.draft is None
         assert session.drafting.name == "self:2" and same(model, wanted)
-
-
-def test_a_draft_gives_way_to_a_longer_text(folder: Path) -> None:
-    options: dict[str, Any] = {"context": 64, "prompt": 16}
-    budget = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest
-    without = prepare(folder, memory=budget, draft="ngram", **options)
-    model, _ = outcore.load_model(folder, memory=budget, draft="self:2", govern=False, **options)
-    with model.outcore as session:
-        tokens = 64
-        while session.residency.layers.draft is not None:
-            tokens += 64
-            assert session.residency.holds(tokens)
-            session.residency.reserve(tokens)
-        assert session.size.context >= tokens and session.plan.peak_bytes <= budget
-        assert session.size.at_context(64).cache == without.profile.size.cache
-        # Biases stay: the only matrices that are not read then.
-        biases = sum(m["biases"].nbytes for _, m in nested_modules(model))
-        assert session.size.non_layer == without.profile.size.non_layer + biases
-        layers = zip(session.size.layers, without.profile.size.layers, strict=True)
-        assert all(a.resident + biases // 4 == b.resident for a, b in layers)
 
 
 @pytest.mark.parametrize("where", ["FileReader", "Ring", "forget", "make_resident"])

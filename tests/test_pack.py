@@ -7,11 +7,8 @@ import gc
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +20,17 @@ import safetensors
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore.checkpoint import pack, packed_bytes
+from outcore.checkpoint import packed_bytes
 from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel
 from outcore.checkpoint.manifest import is_packed
 from outcore.checkpoint.pack import pack_model, pack_overlay
-from outcore.checkpoint.packed_bytes import array_bytes, file_content
-from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, packed_tensors, places
+from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_tensors
+from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.machine.cache_use import USERS
 from outcore.modules.layers import find_layers
-from quick_transformers import python_path
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {
@@ -226,15 +222,6 @@ def test_nothing_is_packed_for_a_converted_model(tmp_path: Path, cache: Path) ->
     assert not cache.exists()
 
 
-def test_second_run_writes_nothing(tmp_path: Path) -> None:
-    lazy = open_model(original(tmp_path / "m"))
-    layers = find_layers(lazy.model)
-    pack_overlay(lazy, layers)
-    before = state(overlay_of(lazy))
-    pack_overlay(lazy, layers, progress=lambda *_: pytest.fail("something was done"))
-    assert state(overlay_of(lazy)) == before
-
-
 def test_overlay_needs_memory_for_about_one_layer_and_leaves_the_model_unread(tmp_path: Path) -> None:
     lazy = open_model(original(tmp_path / "m", "qwen3_5_moe", **LARGE))
     layers = find_layers(lazy.model)
@@ -265,69 +252,10 @@ def test_damaged_overlay_file_is_found_and_packed_again(tmp_path: Path) -> None:
     assert {name for name in after if after[name] != before[name]} == {victim.name, "manifest.json"}
 
 
-def fp8_original(folder: Path) -> Path:
-    """DeepSeek V3 as its authors publish it: an fp8 matrix for each expert, with a scale for each block of 128."""
-    config = {
-        **zoo.CONFIGS["deepseek_v3"], "hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 24,
-        "num_hidden_layers": 5,
-    }  # fmt: skip
-    model_class, args_class = mlx_lm.utils._get_classes(config)
-    model = model_class(args_class.from_dict(copy.deepcopy(config)))
-    zoo.make_weights(model)
-    weights: dict[str, mx.array] = {}
-    for path, a in tree_flatten(model.parameters()):
-        a = a.astype(mx.bfloat16)
-        if "switch_mlp" in path:
-            for i in range(a.shape[0]):
-                name = path.replace("switch_mlp", f"experts.{i}")
-                weights[name] = mx.to_fp8(a[i])
-                weights[f"{name}_scale_inv"] = mx.full((a.shape[1] // 128, a.shape[2] // 128), 0.5 + i)
-        else:
-            weights[path] = a
-    for path in [path for path in weights if "embed_q" in path]:
-        out = weights.pop(path.replace("embed_q", "unembed_out"))
-        joined = mx.concatenate([weights.pop(path).swapaxes(-1, -2), out], axis=1)
-        weights[path.replace("embed_q", "kv_b_proj")] = joined.reshape(-1, joined.shape[-1])
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    file = folder / "model.safetensors"
-    mx.save_safetensors(str(file), weights)
-    data = file.read_bytes()  # MLX has no fp8 dtype to save
-    length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length].replace(b'"U8"', b'"F8_E4M3"')
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-    return folder
-
-
-def test_fp8_experts_are_stacked_and_packed_in_memory_for_about_one_layer(tmp_path: Path) -> None:
-    folder = fp8_original(tmp_path / "m")
-    lazy = open_model(folder)
-    layers = find_layers(lazy.model)
-    packed = missing_bytes(lazy, layers)
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    pack_overlay(lazy, layers)
-    peak = mx.get_peak_memory() - before
-    assert packed > 35e6  # four layers of experts in bf16
-    assert peak < 2 * packed / 4, (peak, packed)
-    assert_holds(places(lazy, layers), reference(folder))
-
-
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-
-
-def test_changed_original_gets_another_overlay(tmp_path: Path) -> None:
-    folder = original(tmp_path / "m")
-    lazy = open_model(folder)
-    pack_overlay(lazy, find_layers(lazy.model))
-    flip(folder / "model-00001-of-00002.safetensors", -2)
-    again = open_model(folder)
-    assert overlay_of(again) != overlay_of(lazy)
-    assert missing_bytes(again, find_layers(again.model)) > 0
 
 
 # Packing that is cut off
@@ -337,24 +265,23 @@ class Cut(Exception):
     """Raised out of a progress callback."""
 
 
-def cut_at(unit: str, error: type[BaseException] = Cut) -> Any:
+def cut_at(unit: str) -> Any:
     calls = 0
 
     def progress(what: str, done: int, total: int) -> None:
         nonlocal calls
         calls += unit in what
         if calls == 3:  # in the middle of its file
-            raise error
+            raise Cut
 
     return progress
 
 
-@pytest.mark.parametrize("error", [Cut, KeyboardInterrupt])
-def test_pack_that_was_cut_off_goes_on_where_it_stopped(tmp_path: Path, error: type[BaseException]) -> None:
+def test_pack_that_was_cut_off_goes_on_where_it_stopped(tmp_path: Path) -> None:
     folder = original(tmp_path / "m", "qwen3_5_moe")
     out = tmp_path / "out"
-    with pytest.raises(error):
-        pack_model(folder, out, progress=cut_at("layers.2", error))
+    with pytest.raises(Cut):
+        pack_model(folder, out, progress=cut_at("layers.2"))
     assert {p.name for p in out.glob("*.safetensors*")} == {"layer_0000.safetensors", "layer_0001.safetensors"}
     assert not is_packed(out)
     refusal(MissingFileError, open_model, out)
@@ -382,84 +309,7 @@ def test_original_that_changes_meanwhile_is_not_packed(tmp_path: Path) -> None:
     assert missing_bytes(lazy, find_layers(lazy.model)) > 0
 
 
-RUN = """
-import os, sys, time
-from pathlib import Path
-from outcore.modules.layers import find_layers
-from outcore.checkpoint.pack import pack_overlay
-from outcore.checkpoint.packed_store import open_model
-lazy = open_model(Path(sys.argv[1]))
-def progress(what, done, total):
-    print(what, flush=True)
-    if sys.argv[2] == "kill" and "layers.2" in what and done > total * 0.6:
-        os._exit(9)
-    if sys.argv[2] == "slow":
-        time.sleep(0.01)
-    if sys.argv[2] == "hold" and "layers.0" in what:
-        sys.stdin.readline()
-pack_overlay(lazy, find_layers(lazy.model), progress=progress)
-"""
-
-
-def process(folder: Path, mode: str, **named: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": python_path(Path(pack.__file__).parents[2])}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", RUN, str(folder), mode]
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **named)
-
-
-def test_killed_pack_leaves_no_whole_looking_file_and_resumes(tmp_path: Path) -> None:
-    folder = original(tmp_path / "m", "qwen3_5_moe")
-    killed = process(folder, "kill")
-    killed.communicate()
-    assert killed.returncode == 9
-    lazy = open_model(folder)
-    layers = find_layers(lazy.model)
-    left = {p.name for p in overlay_of(lazy).iterdir()}
-    assert "layer_0002.safetensors.partial" in left and "layer_0002.safetensors" not in left
-    assert not is_packed(overlay_of(lazy))
-    (overlay_of(lazy) / "layer_0009.safetensors.partial").write_text("of a model with other layers")
-    units: list[str] = []
-    pack_overlay(lazy, layers, progress=lambda what, *_: units.append(what))
-    assert set(units) == {f"packing language_model.model.layers.{i}" for i in (2, 3)}
-    assert not list(overlay_of(lazy).glob("*.partial*"))
-    assert_holds(places(lazy, layers), reference(folder))
-
-
-def test_two_processes_at_once_write_one_overlay(tmp_path: Path) -> None:
-    folder = original(tmp_path / "m", "qwen3_5_moe")
-    first = process(folder, "hold")
-    assert first.stdout is not None and "layers.0" in first.stdout.readline()
-    second = process(folder, "slow")
-    assert second.stdout is not None and second.stdout.readline() == "waiting for another process\n"
-    out, err = first.communicate("\n" * 100)
-    assert first.returncode == 0, err
-    rest, err = second.communicate()
-    assert second.returncode == 0, err
-    assert "packing" in out and rest == ""  # the second found it done
-    lazy = open_model(folder)
-    assert missing_bytes(lazy, find_layers(lazy.model)) == 0
-    assert_holds(places(lazy, find_layers(lazy.model)), reference(folder))
-
-
 # Full disks
-
-
-def test_file_that_cannot_grow_is_a_space_error_and_finished_files_stay(tmp_path: Path) -> None:
-    folder = original(tmp_path / "m", "qwen3_5_moe")
-    lazy = open_model(folder)
-    sizes = [file.nbytes for file in store.overlay(lazy)[1]]
-
-    def limit() -> None:  # the operating system's own: writing past it fails
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) - 4096, max(sizes) - 4096))
-
-    _, err = process(folder, "", preexec_fn=limit).communicate()
-    assert "outcore.errors.StoreSpaceError" in err and "File too large" in err, err
-    left = {p.name for p in overlay_of(lazy).iterdir()}
-    assert not any(name.endswith(".safetensors.partial") for name in left)
-    assert not is_packed(overlay_of(lazy))
-    pack_overlay(lazy, find_layers(lazy.model))
-    assert missing_bytes(lazy, find_layers(lazy.model)) == 0
 
 
 @pytest.fixture
@@ -481,28 +331,6 @@ def test_too_little_space_is_refused_before_anything_is_written(tmp_path: Path, 
     message = refusal(StoreSpaceError, pack_model, original(tmp_path / "m"), small_disk / "out")
     assert "needs" in message and "1.05 MB are free" in message, message
     assert not list((small_disk / "out").glob("*.safetensors*"))
-
-
-def test_disk_that_fills_up_keeps_finished_files_and_resumes(tmp_path: Path, small_disk: Path) -> None:
-    folder = original(tmp_path / "m", "qwen3_5_moe")
-    ballast = small_disk / "ballast"
-
-    def progress(what: str, done: int, total: int) -> None:
-        if "layers.2" in what and not ballast.exists():
-            free = shutil.disk_usage(small_disk).free
-            ballast.write_bytes(bytes(free - 65536))
-
-    message = refusal(StoreSpaceError, pack_model, folder, small_disk / "out", progress=progress)
-    assert "layer_0002.safetensors" in message and "No space left" in message
-    assert {p.name for p in (small_disk / "out").glob("*.safetensors*")} == {
-        "layer_0000.safetensors",
-        "layer_0001.safetensors",
-    }
-    ballast.unlink()
-    kept = state(small_disk / "out")
-    whole = pack_model(folder, small_disk / "out")
-    assert state(small_disk / "out")["layer_0001.safetensors"] == kept["layer_0001.safetensors"]
-    assert_holds(whole.tensors, reference(folder))
 
 
 # Full copies
@@ -587,16 +415,6 @@ def test_damaged_copy_in_the_cache_is_passed_over_with_a_warning(
     assert "layer_0001.safetensors" in refusal(StoreError, open_model, whole.folder)
 
 
-def test_copy_of_another_model_in_the_cache_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, whole = packed(tmp_path)
-    manifest = json.loads((whole.folder / "manifest.json").read_text())
-    manifest["source"]["identity"] = "0" * 32
-    (whole.folder / "manifest.json").write_text(json.dumps(manifest))
-    with caplog.at_level(logging.WARNING, "outcore"):
-        assert open_model(folder).checkpoint.folder == folder
-    assert "packed from another model" in caplog.text
-
-
 def test_copied_folder_is_checked_by_its_checksums(tmp_path: Path) -> None:
     folder, whole = packed(tmp_path)
     moved = shutil.copytree(whole.folder, tmp_path / "moved", copy_function=shutil.copyfile)
@@ -613,8 +431,7 @@ def test_copy_of_another_version_of_the_model_is_refused(tmp_path: Path) -> None
     assert_holds(pack_model(folder, tmp_path / "out", force=True).tensors, reference(folder))
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_folder_with_other_files_is_left_alone(tmp_path: Path, force: bool) -> None:
+def test_folder_with_other_files_is_left_alone(tmp_path: Path, force: bool = True) -> None:
     folder = original(tmp_path / "m")
     out = tmp_path / "out"
     out.mkdir()
@@ -670,11 +487,8 @@ def test_model_with_code_of_its_own_is_not_packed(tmp_path: Path) -> None:
         (lambda m: m["files"].update({"model.safetensors": m["files"]["layer_0000.safetensors"]}), "do not use"),
         (lambda m: m["files"].update({"layer_0009.safetensors": m["files"]["layer_0000.safetensors"]}), "cannot be"),
         (lambda m: m["files"]["layer_0000.safetensors"].update(bytes=True), "garbled"),
-        (lambda m: m["files"]["layer_0000.safetensors"].update(xxh3_128=None), "garbled"),
         (lambda m: m["files"]["layer_0000.safetensors"].update(bytes=5), "changed since"),
-        (lambda m: m["files"].update({"layer_0000.safetensors": 7}), "garbled"),
         (lambda m: m.update(files=[]), "garbled"),
-        (lambda m: m.update(source={}), "garbled"),
         (lambda m: m.update(kind="other"), "garbled"),
         (lambda m: m.update(schema=4), "schema"),
         (lambda m: m.update(format="zip"), "not the manifest"),
@@ -704,15 +518,3 @@ def test_manifest_tells_units_and_source(tmp_path: Path) -> None:
     assert manifest["units"][1]["path"] == "language_model.model.layers.1"
     assert sum(unit["tensors"] for unit in manifest["units"]) == len(whole.tensors)
     assert sum(unit["bytes"] for unit in manifest["units"]) == sum(info.nbytes for info in whole.tensors.values())
-
-
-def test_arrays_made_in_another_thread_do_not_matter(tmp_path: Path) -> None:
-    """The overlay is evaluated from arrays of the calling thread, wherever the model was opened."""
-    folder = original(tmp_path / "m")
-    opened: list[LazyModel] = []
-    thread = threading.Thread(target=lambda: opened.append(open_model(folder)))
-    thread.start()
-    thread.join()
-    layers = find_layers(opened[0].model)
-    pack_overlay(opened[0], layers)
-    assert_holds(places(opened[0], layers), reference(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -18,13 +17,11 @@ import pytest
 import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo
-from outcore.checkpoint.manifest import MANIFEST, read_manifest
+from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.nested import nested_modules
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
 from outcore.checkpoint.stored_planes import Planes, encoded, stored_shape
-from outcore.cli.main import main
-from outcore.decode.speculative.self_draft import _words
 from outcore.errors import StoreError
 from outcore.loading.preparation import prepare
 from outcore.modules.code_planes import BITS, high_words, low_plane
@@ -116,16 +113,6 @@ def test_the_draft_and_what_is_read_are_the_copys_own(packed: Path, original: Pa
     assert own and all(name.endswith(".scales") for name in own), "the high bits are in the model's own files"
 
 
-def test_high_bits_that_are_gone_are_no_draft(packed: Path, tmp_path: Path) -> None:
-    store = open_packed(packed)
-    place = next(iter(store.tensors[path] for path in store.codings))
-    _, high = store.decoders[place.name].places(place)  # type: ignore[attr-defined]
-    cut = tmp_path / "short.safetensors"
-    cut.write_bytes(place.file.read_bytes()[: high.offset + high.nbytes - 1])
-    with pytest.raises(StoreError, match="cannot be read"):
-        _words(TensorInfo(high.name, cut, high.dtype, high.shape, high.offset, high.nbytes))
-
-
 def test_a_draft_is_given_up_in_the_middle(packed: Path, original: Path) -> None:
     wanted = expected(original, 24)
     model, _ = outcore.load_model(packed, draft="self:2", resident=1, **OPTIONS)
@@ -190,31 +177,6 @@ def test_a_copy_in_the_cache_is_taken_where_its_bits_draft(original: Path, cache
     assert folder_of("self:2", mirror=mirror) == original
 
 
-@pytest.mark.parametrize("draft", ["none", "self:3"])
-def test_a_load_takes_one_matrix_beside_what_stays(draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
-    monkeypatch.setitem(zoo.CONFIGS, "qwen3", zoo.CONFIGS["qwen3"] | wide)
-    folder = zoo.save_checkpoint("qwen3", tmp_path / "model", quantize={"bits": 8, "group_size": 64})
-    packed = pack_model(folder, tmp_path / "packed", coding="planes:3").folder
-    for made in (False, True):  # the draft
-        gc.collect()
-        mx.clear_cache()
-        gc.disable()  # nothing is left to it
-        try:
-            before = mx.get_active_memory()
-            mx.reset_peak_memory()
-            model, _ = outcore.load_model(packed, draft=draft, **OPTIONS, cpu_streams=1)
-            peak, held = mx.get_peak_memory() - before, mx.get_active_memory() - before
-            with model.outcore as session:
-                weights = session.plan.weight_bytes
-        finally:
-            gc.enable()
-        del model, session
-        if made:
-            assert held <= weights + 4096
-            assert peak <= weights + (2 if draft == "none" else 4) * 256 * 512
-
-
 def _changed(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
     return lambda manifest: [change(coded) for coded in manifest["codings"].values()] and None
 
@@ -271,24 +233,3 @@ def test_what_was_cut_elsewhere_is_not_gone_on_with(tmp_path: Path) -> None:
     assert (out / "layer_0001.safetensors").exists() and not (out / MANIFEST).exists()
     store = pack_model(folder, out, coding="planes:3")
     assert {coded.high for coded in store.codings.values()} == {3}
-
-
-def test_the_command(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path) -> None:
-    out = tmp_path / "out"
-    assert main(["pack", str(original), "-o", str(out), "--coding", "planes:2"]) == 0
-    said = capsys.readouterr().out
-    assert "28 cut in two" in said and "--draft self:2 has its draft there" in said
-    assert main(["info", str(out), "--context", "320"]) == 0
-    assert "--coding planes:2" in capsys.readouterr().out
-    assert read_manifest(out / MANIFEST).coding == "planes:2" and (out / "draft-2bit" / MANIFEST).exists()
-    assert not written(cache)
-    for words, said in (
-        (["--coding", "planes"], "such as planes:2"),
-        (["--coding", "planes:8"], "such as planes:2"),
-        (["--coding", "planes:1", "--force"], "such as planes:2"),
-        (["--coding", "planes:7", "--force"], "such as planes:2"),
-        (["--coding", "planes:2", "--draft", "self:3"], "other bits"),
-        (["--coding", "plain"], "packed with --coding planes:2"),
-    ):
-        assert main(["pack", str(original), "-o", str(out), *words]) in (1, 2)
-        assert said in capsys.readouterr().err

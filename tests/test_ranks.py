@@ -219,3 +219,11 @@ def test_a_model_that_cannot_be_cut_is_refused(model_type: str, two: RankProcess
     folder = zoo.save_checkpoint(model_type, tmp_path)
     for told in two.run(rank_work.with_options, folder, TOKENS, {}):
         assert "cannot be shared out over several machines" in told
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_others_that_are_late_are_no_part_of_a_sweep(late: int, two: RankProcesses, llama: Path) -> None:
+    """Whether they are waited for before the last streamed layer or behind it."""
+    found = two.run(rank_work.while_others_are_late, llama, late)
+    seconds = found[1 - late]
+    assert len(seconds) >= 6 and min(seconds) > 0 and sorted(seconds)[3] < rank_work.LATE_S

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from fake_darwin_disk import FakeDarwin
@@ -24,7 +23,6 @@ from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import ReadError, UsageError
-from outcore.machine.device_memory import prepare_slot
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 FILL = 0xA5
@@ -161,41 +159,6 @@ def test_a_units_layout_is_read_into_an_mlx_slot_bit_for_bit(direct_folder: Path
         for f, s in zip(unit.fields, sorted(sources, key=lambda s: s.offset), strict=True):
             found = slot.array[slot.base + f.at : slot.base + f.at + f.nbytes]
             assert bytes(found) == data[s.offset : s.offset + s.nbytes]
-
-
-def test_the_last_odd_bytes_of_a_file_can_be_read_directly(direct_folder: Path) -> None:
-    for nbytes in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17):
-        data = make_file(direct_folder / "f", nbytes)
-        for in_place in (True, False):
-            into = target(nbytes)
-            with reading(direct_folder / "f", io="direct", chunk=BLOCK) as reader:
-                read(reader, [Extent(direct_folder / "f", 0, nbytes, 0, in_place)], into)
-            assert into[:nbytes] == data
-
-
-def test_hundreds_of_submits_from_many_units_all_arrive_in_the_order_they_came(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = direct_folder / "f"
-    data = make_file(path, 400 * BLOCK)
-    seen: list[int] = []
-    monkeypatch.setattr(os, "preadv", lambda fd, to, at: seen.append(at) or PREADV(fd, to, at))
-    rng = random.Random(0)
-    places = [rng.randrange(0, 397) * BLOCK for _ in range(400)]
-    for threads in (1, 4):
-        with reading(path, threads=threads) as reader:
-            seen.clear()
-            buffers = [target(3 * BLOCK) for _ in places]
-            reads = [
-                reader.submit(f"unit {i % 7}", [Extent(path, at, 3 * BLOCK, 0, True)], into)
-                for i, (at, into) in enumerate(zip(places, buffers, strict=True))
-            ]
-            for at, r, into in zip(places, reads, buffers, strict=True):
-                r.wait()
-                assert r.ready and into == data[at : at + 3 * BLOCK]
-        assert sorted(seen) == sorted(places)
-        if threads == 1:
-            assert seen == places
 
 
 def test_extents_in_place_are_read_into_the_slot_itself_block_by_block(
@@ -364,18 +327,6 @@ def test_a_file_that_is_not_there_is_named_and_leaves_nothing_open(tmp_path: Pat
     assert (descriptors(), reader_threads()) == (before, [])
 
 
-def test_a_file_that_was_deleted_after_opening_is_still_read(direct_folder: Path) -> None:
-    path = direct_folder / "f"
-    data = make_file(path, 3 * BLOCK)
-    for in_place in (True, False):
-        path.write_bytes(data)
-        with reading(path) as reader:
-            path.unlink()
-            into = target(3 * BLOCK)
-            read(reader, [Extent(path, 0, 3 * BLOCK, 0, in_place)], into)
-            assert into == data
-
-
 @pytest.mark.parametrize("left", [0, 1, 5 * BLOCK, 5 * BLOCK + 7, 9 * BLOCK - 1])
 @pytest.mark.parametrize(("io", "in_place"), [("direct", True), ("direct", False), ("cached", False)])
 def test_a_file_that_became_shorter_is_an_error_that_names_file_unit_and_bytes(
@@ -489,24 +440,6 @@ def test_a_cancelled_read_leaves_what_had_not_begun_unread(tmp_path: Path, monke
         assert second == data
 
 
-def test_settling_waits_for_the_last_write_and_swallows_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_file(tmp_path / "f", 2 * BLOCK)
-
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, "broken")
-
-    with reading(tmp_path / "f", chunk=BLOCK) as reader:
-        monkeypatch.setattr(os, "preadv", fail)
-        failed = reader.submit("a", [Extent(tmp_path / "f", 0, 2 * BLOCK, 0)], target(2 * BLOCK))
-        failed.wait_quietly()
-        assert failed.ready
-        for _ in range(2):
-            with pytest.raises(ReadError, match="broken"):
-                failed.wait()
-
-
 def test_a_unit_without_bytes_is_there_at_once(tmp_path: Path) -> None:
     make_file(tmp_path / "f", 10)
     with reading(tmp_path / "f") as reader:
@@ -551,15 +484,6 @@ def test_a_slots_payload_is_mlxs_own_memory_aligned_for_direct_reads(nbytes: int
         slot.payload[:nbytes] = bytes([value]) * nbytes
         assert mx.all(view == value).item()  # a view that was evaluated before shows what is written later
         assert int(slot.array[slot.base + nbytes - 1].item()) == value
-
-
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_advice_on_memory_never_fails_and_changes_no_byte(device: str) -> None:
-    data = np.random.default_rng(0).integers(0, 256, 5 << 20, dtype=np.uint8)
-    copy = data.copy()
-    prepare_slot(data.ctypes.data, data.nbytes, device)
-    prepare_slot(BLOCK, BLOCK, device)  # no memory of ours
-    assert np.array_equal(data, copy)
 
 
 def test_a_file_that_is_written_to_is_noticed_and_a_file_that_is_only_renamed_is_not(tmp_path: Path) -> None:

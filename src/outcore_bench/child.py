@@ -13,10 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outcore.errors import LinkError, OutcoreError
-from outcore.text import one_line
-from outcore_cluster.group import RankGroup
-from outcore_cluster.link.environment import from_environment
+from outcore.errors import OutcoreError
 
 from .disk import disk_rate
 from .jobs import BenchJob
@@ -24,17 +21,7 @@ from .measure import measure
 
 
 def _row(arguments: dict[str, Any]) -> dict[str, Any]:
-    link = from_environment()
-    if link is None:
-        return measure(BenchJob.of(arguments)).record()
-    try:
-        return measure(BenchJob.of(arguments), ranks=RankGroup(link, host=link.host)).record()
-    except BaseException as e:
-        if not isinstance(e, LinkError):
-            link.fail(one_line(e))
-        raise
-    finally:
-        link.close()
+    return measure(BenchJob.of(arguments)).record()
 
 
 def _disk(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from mlx_lm.generate import generation_stream
 from outcore.disk.metrics import Event, Metrics
 from outcore.engine.session import Session
 from outcore.machine.memory import peak_rss
-from outcore_cluster.group import RankGroup
 
 from .counters import Energy, Reads, process_reads
 from .document import BenchRow, Reading, Setting, Speed, Stat, TimelineBar, Use
@@ -33,18 +32,15 @@ def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
-def measure(job: BenchJob, clock: Clock = time.perf_counter, ranks: RankGroup | None = None) -> BenchRow:
+def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
     """Load the model, warm up, repeat; everything that can be said of this row without the others.
-
-    Args:
-        ranks: that share the model; all of them measure at the same time.
 
     Raises:
         OutcoreError: the model cannot be loaded that way.
     """
     files = weight_files(Path(job.folder))
     energy = Energy()
-    loop = open_loop(job, ranks)
+    loop = open_loop(job)
     try:
         bench = _Bench(job, loop, files, energy, clock)
         for _ in range(job.run.warmup):
@@ -180,10 +176,6 @@ def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
     setting.resident_units, setting.streamed_units = len(plan.resident), len(plan.streamed)
     if plan.calibrated and job.batch == 1:
         speed.predicted_tps, speed.predicted_ttft_s = 1 / plan.token_s, plan.ttft_s
-    if (forecast := session.transport.forecast) is not None:
-        row.ranks = forecast.record()["ranks"]
-        speed.predicted_tps = 1 / forecast.token_s if forecast.calibrated else None
-        speed.predicted_ttft_s = forecast.ttft_s if forecast.calibrated else None
     parts = {
         "weights": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,

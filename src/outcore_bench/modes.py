@@ -19,7 +19,6 @@ from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
-from outcore_cluster.group import RankGroup
 
 from .jobs import BenchJob
 from .plain_way import PlainWay
@@ -46,16 +45,13 @@ class Loop:
     close: Callable[[], None] = lambda: None
 
 
-def open_loop(job: BenchJob, ranks: RankGroup | None = None) -> Loop:
+def open_loop(job: BenchJob) -> Loop:
     """Load the job's model in its way.
-
-    Args:
-        ranks: that share the model, which all open at the same time.
 
     Raises:
         OutcoreError: the model cannot be loaded that way.
     """
-    return _open_outcore(job, ranks) if ranks is not None else LOOPS[job.mode](job)
+    return LOOPS[job.mode](job)
 
 
 def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP) -> Steps:
@@ -103,7 +99,7 @@ def _open_plain(job: BenchJob) -> Loop:
     return Loop(plain.model, steps, "cached", None, plain.close)
 
 
-def _open_outcore(job: BenchJob, ranks: RankGroup | None = None) -> Loop:
+def _open_outcore(job: BenchJob) -> Loop:
     run = job.run
     options = LoadOptions(
         memory=None if job.memory == AUTO else job.memory,
@@ -119,21 +115,20 @@ def _open_outcore(job: BenchJob, ranks: RankGroup | None = None) -> Loop:
         cpu_streams=run.cpu_streams,
         threads=run.threads,
         draft="none",
-        ranks=ranks,
     )
     model: Any = load_model(job.folder, options)[0]
     session: Session = model.outcore
-    if ranks is not None or (session.streaming is not None and job.batch == 1):
-        steps = _outcore_steps(model, session, asked=ranks is not None and run.prefill_step_size is not None)
+    if session.streaming is not None and job.batch == 1:
+        steps = _outcore_steps(model, session)
     else:
         steps = mlx_lm_steps(model, session.plan.prefill_step)
     return Loop(model, steps, session.io, session, session.close)
 
 
-def _outcore_steps(model: Any, session: Session, *, asked: bool) -> Steps:
+def _outcore_steps(model: Any, session: Session) -> Steps:
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
-        step = session.transport.chunk(session.plan.prefill_step, asked=asked)
+        step = session.plan.prefill_step
         with wired_limit(model, [generation_stream]):
             for token, *_ in generate_step(prompt, model, max_tokens=tokens, prefill_step_size=step):
                 yield [token]

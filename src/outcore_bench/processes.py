@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,7 @@ class ChildError(OutcoreError):
     """A measurement that gave no result: it was killed, or ended with an error."""
 
 
-@dataclass(frozen=True)
-class Started:
-    """What a process is started with beside its arguments: variables, and descriptors that it inherits."""
-
-    variables: dict[str, str] = field(default_factory=dict)
-    descriptors: tuple[int, ...] = ()
-
-
-def measure_row(job: BenchJob, files: Sequence[Path], how: Started = Started()) -> BenchRow:
+def measure_row(job: BenchJob, files: Sequence[Path]) -> BenchRow:
     """The row of ``job``, with a note where the machine was busy; a row with an ``error`` where it cannot run.
 
     Args:
@@ -51,7 +43,7 @@ def measure_row(job: BenchJob, files: Sequence[Path], how: Started = Started()) 
         drop_page_cache(files)
     others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
     try:
-        row = BenchRow.of(_child("row", asdict(job), job.limit, how))
+        row = BenchRow.of(_child("row", asdict(job), job.limit))
     except ChildError as e:
         return failed(job, str(e))
     if others > BUSY_PERCENT:
@@ -80,7 +72,7 @@ def group_name() -> str:
     return f"outcore-bench-{os.getpid()}"
 
 
-def _child(kind: str, arguments: dict[str, Any], limit: int | None, how: Started = Started()) -> dict[str, Any]:
+def _child(kind: str, arguments: dict[str, Any], limit: int | None) -> dict[str, Any]:
     path = os.pathsep.join(p for p in (PACKAGE, os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "outcore_bench.child", kind, json.dumps(arguments)]
     with ExitStack() as stack:
@@ -89,8 +81,7 @@ def _child(kind: str, arguments: dict[str, Any], limit: int | None, how: Started
             group.wrap(command) if group else command,
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": path} | how.variables,
-            pass_fds=how.descriptors,
+            env=os.environ | {"PYTHONPATH": path},
         )
         # Without a group of ours it is the machine's, or a group above us, that ran out.
         killed = group.kills > 0 if group else done.returncode == -9

@@ -52,7 +52,8 @@ class Runner:
         self.folder, self.name, self.settings = folder, name, settings
         self.progress, self.on_row = progress, on_row
         self.files = weight_files(folder)
-        prepared, fits = self._opened(
+        prepared, fits = open_and_plan(
+            folder,
             context=settings.run.context,
             dtype=settings.run.dtype,
             prefill_step_size=settings.run.prefill_step_size,
@@ -60,7 +61,7 @@ class Runner:
             trust_remote_code=settings.run.trust_remote_code,
         )
         size = prepared.profile.size
-        self.layers = self._most_layers(len(size.layers))
+        self.layers = len(size.layers)
         self.resident_bytes = resident_budget(size)
         self.jobs = make_jobs(
             settings,
@@ -83,23 +84,14 @@ class Runner:
             disk={"measurements": []},
         )
 
-    def _opened(self, **options: Any) -> tuple[Preparation, bool]:
-        return open_and_plan(self.folder, **options)
-
-    def _most_layers(self, own: int) -> int:
-        return own
-
-    def _command(self, job: BenchJob) -> str:
-        return job.command(self.name)
-
     def run(self) -> Document:
         """Measure all rows, one after the other."""
         for i, job in enumerate(self.jobs):
             self.progress(job.label, i, len(self.jobs))
             row = self._measure(job)
-            row.command = self._command(job)
+            row.command = job.command(self.name)
             self.document.rows.append(row)
-            self.compare()
+            compare(self.document)
             self.on_row(self.document)
         return self.document
 
@@ -118,10 +110,6 @@ class Runner:
             rates = [r for r in (before if is_warm == warm else None, after) if r is not None]
             row.reading.disk_gbps = statistics.mean(rates) if rates else None
         return row
-
-    def compare(self) -> None:
-        """Fill in what takes several rows."""
-        compare(self.document)
 
     def _disk(self, warm: bool) -> float | None:
         """GB/s of a reader that does nothing else; what was measured last counts if nothing has run since."""

@@ -25,7 +25,7 @@ from outcore.plan.workload import Workload
 from .agreement import Agreement
 from .download import resolve_shared
 from .drafts import RankedDrafts, SharedModel
-from .forecast import RankForecast
+from .forecast import predicted
 from .link.link import Link
 from .rank_share import RankShare
 from .ranks_plan import RanksPlan
@@ -109,12 +109,18 @@ class RankGroup:
         """With what all ranks together take, and chunks of prompts of the length that is best for that."""
         profile, plan, share = prepared.profile, prepared.plan, prepared.profile.share
         assert isinstance(share, RankShare)  # it was shared out
-        forecaster = RankForecast(self, share, prepared.calibration, o.prefill_step_size, prepared.notes)
-        found = forecaster.foresee(profile.size, plan)
-        share = replace(share, forecast=found, forecaster=forecaster, planned=plan)
+        found = predicted(
+            share,
+            profile.size,
+            plan,
+            prepared.calibration,
+            host=self.host or f"rank {self.link.rank}",
+            asked=o.prefill_step_size,
+            notes=prepared.notes,
+        )
         return replace(
             prepared,
-            profile=replace(profile, share=share),
+            profile=replace(profile, share=replace(share, forecast=found)),
             plan=replace(plan, prefill_step=min(plan.prefill_step, found.step)),
             notes=(*prepared.notes, *self.notes(found)),
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,15 +20,11 @@ from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
 from outcore.plan.cache_size import held_bytes
 from outcore.plan.model_size import ModelSize
-from outcore.plan.plan import Plan
 
 from .cuts import Cuts, find_cuts
 from .link.link import Link
 from .ranks_plan import RanksPlan
 from .transport import RankTransport
-
-if TYPE_CHECKING:
-    from .forecast import RankForecast
 
 BUFFERS = 3
 """A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
@@ -42,7 +38,7 @@ class RankShare:
         link: this rank's. ``owners``: the rank of each layer, by its number.
         layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
         filled: the first rank's caches of others' layers hold something, too (``PipelineStage.fill``).
-        forecast: what all ranks take together, predicted by ``forecaster`` for this rank's plan ``planned``.
+        forecast: what all ranks take together, as it was predicted when the model was loaded.
     """
 
     link: Link
@@ -53,8 +49,6 @@ class RankShare:
     eager: bool
     filled: bool = False
     forecast: RanksPlan | None = None
-    forecaster: RankForecast | None = None
-    planned: Plan | None = None
 
     def own(self, layer: int) -> bool:
         """Whether a layer is this rank's."""

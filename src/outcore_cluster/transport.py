@@ -30,7 +30,7 @@ class RankTransport(RankRoom, PipelineStage):
     """
 
     def __init__(self, share: RankShare, state: Engine) -> None:
-        RankRoom.__init__(self, share.link, state, share.planned, share.forecast, share.forecaster)
+        RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(
             self,
             share.link,

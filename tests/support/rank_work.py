@@ -362,46 +362,6 @@ def batch(
         return [list(t) for t in got.token_ids or []], _did(session)
 
 
-def shed_between(link: Link, folder: Path, how: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Three texts, of which before the second the last rank gives up a layer: what each was, and after it what all were
-    foreseen to take, and how often that was foreseen; this rank's plan, and the notes.
-
-    Args:
-        how: ``text`` or ``batch``; ``room``: room for one is made, and each is the tokens of a chunk of its prompt.
-    """
-    model = on_known_machine(link, folder, **options)
-    texts, shared, calls = [], [], [0]
-    with model.outcore as session:
-        transport = session.transport
-        foresee, before = transport.forecaster.foresee, transport.forecast.record()
-
-        def counted(*args: Any) -> Any:
-            calls[-1] += 1
-            return foresee(*args)
-
-        transport.forecaster.foresee = counted
-        for n in range(3):
-            if n == 1 and link.rank == link.size - 1:
-                assert session.residency.layers.shed(1) == 1
-            texts.append(_one(model, how))
-            shared.append(transport.forecast.record())
-            calls.append(0)
-        return {
-            "texts": texts, "loaded": before, "shared": shared, "calls": calls[:3],
-            "resident": len(session.plan.resident), "notes": session.notes,
-        }  # fmt: skip
-
-
-def _one(model: Any, how: str) -> Any:
-    if how == "room":
-        room = SequenceRoom(model.outcore)
-        room.fit([501], [500])
-        return room.step
-    if how == "batch":
-        return outcore.batch_generate(model, TokensOnly(), [PROMPT], max_tokens=8, return_token_ids=True).token_ids[0]
-    return [r.token for r in outcore.stream_generate(model, TokensOnly(), PROMPT, 8)]
-
-
 def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
     """Seconds of sweeps as this rank counts them, of which one layer stays in memory, where another one sends late."""
     model = loaded(link, folder, resident=1)

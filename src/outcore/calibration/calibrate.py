@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..checkpoint.packed_store import cache_dir
-from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file, unread_extents
+from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
 from ..disk.layout import Extent
 from ..disk.replica import Replica
 from ..engine.model_profile import ModelProfile
@@ -172,17 +172,12 @@ def calibrate_mirrors(
 
 @contextlib.contextmanager
 def _ranges(prepared: Prepared | None, folder: Path | None, progress: Progress, note: Note) -> Iterator[UnreadRanges]:
-    """Ranges to read: the model's layers as they would be streamed, or a scratch file."""
-    files: tuple[Path, ...] = ()
-    if prepared is not None:
-        extents = [e for unit in prepared.profile.units if unit is not None for e in unit.extents]
-        # What sanitize changed lies on disk only once it has been packed.
-        there = {e.file: e.file.exists() for e in extents}
-        extents = [e for e in extents if there[e.file]]
-        if sum(e.nbytes for e in extents) >= ENOUGH_BYTES:
-            yield unread_extents(extents)
-            return
-        files = tuple(prepared.profile.lazy.checkpoint.files)
+    """Ranges to read: the model's files, or a scratch file where they are small."""
+    files = tuple(prepared.profile.lazy.checkpoint.files) if prepared is not None else ()
+    own, times = own_files(files)
+    if own.nbytes >= ENOUGH_BYTES:
+        yield own
+        return
     progress("writing a scratch file", 0, 1)
     where = files[0] if files else folder
     with contextlib.ExitStack() as stack:
@@ -193,7 +188,7 @@ def _ranges(prepared: Prepared | None, folder: Path | None, progress: Progress, 
         except CalibrationError as e:
             if not files:
                 raise
-            unread, times = own_files(files)
+            unread = own
             often = f", read {times} times, which may be faster than reading once" if times > 1 else ""
             note(f"the disk was measured on the model's own {format_size(unread.nbytes // times)}{often}: {e}")
         yield unread

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,6 @@ from ..modules.mlx_lm_compat import classes_of
 from ..modules.module_tree import named_parameters
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
-from .decoders import Decoder
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
@@ -32,6 +31,17 @@ DTYPES: dict[str, mx.Dtype] = {
     "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
 """safetensors dtype names → the dtype in which MLX loads them."""
+
+
+class Decoder(Protocol):
+    """What knows how one tensor is put together that is stored in another form than it is used in."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds in memory."""
+
+    def decode(self, stored: mx.array) -> mx.array:
+        """The tensor, not evaluated."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class LazyModel:
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
         planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
         decoders: of tensors that are stored in another form than they are used in, by their names.
-        share: what of the model is there, where one rank's part is; the rest may not be read. None: all of it.
+        share: what of the model is there (``RankLayers``), where one rank's part is; the rest may not be read. None:
+            all of it.
         random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
             their first weights.
     """

@@ -24,7 +24,9 @@ CODING = re.compile(r"plain|compact|planes:[1-7]")
 SPLIT: Final = "split16"
 _DROPPED = "steps4"
 """The coding of 4-bit weights' scales that earlier versions of Outcore wrote."""
-OVERLAY, FULL, DRAFT = "overlay", "full", "draft"
+OVERLAY: Final = "overlay"
+FULL: Final = "full"
+DRAFT: Final = "draft"
 FILE_NAME = re.compile(r"(layer_[0-9]{4,6}|non_layer)\.safetensors")
 
 AGAIN = "pack again (outcore pack --force)"

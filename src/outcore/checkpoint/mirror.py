@@ -50,11 +50,10 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
         raise StoreError(
             f"{named}: no such folder to mirror {checkpoint.folder}: copy that there (cp -rL), or mount it"
         )
-    there = next(
-        (f for f in _places(named, checkpoint) if any(os.path.lexists(f / x.name) for x in checkpoint.files)), None
-    )
+    files = [file.name for file in checkpoint.files]
+    there = next((f for f in _places(named, checkpoint) if any(os.path.lexists(f / name) for name in files)), None)
     if there is None:
-        names = f"{checkpoint.files[0].name}{' …' * (len(checkpoint.files) > 1)}"
+        names = f"{files[0]}{' …' * (len(files) > 1)}"
         raise StoreError(
             f"{named}: no copy of {checkpoint.folder}, whose {names} would lie in it or in "
             f"{named / checkpoint.folder.name}: copy that folder there (cp -rL)"

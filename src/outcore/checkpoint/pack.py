@@ -20,7 +20,6 @@ from ..machine.cache_use import keep, kept, remove_empty
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .codings import Coding, choose, choose_planes, digest_of, with_codings
-from .decoders import as_used
 from .lazy_model import LazyModel, open_lazily
 from .manifest import (
     COMPACT,
@@ -31,23 +30,20 @@ from .manifest import (
     PARTIAL_MANIFEST,
     PLAIN,
     PLANES,
+    Manifest,
     is_packed,
 )
 from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
-from .packed_bytes import Pieces, Plain, same_bytes
+from .packed_bytes import PackedFile, Pieces, Plain, Spec, file_of, packed_tensors, same_bytes
 from .packed_store import (
     NON_LAYER,
     Overlay,
-    PackedFile,
     PackedStore,
-    Spec,
-    file_of,
     full_copy,
     open_again,
     open_full,
     open_packed,
     overlay,
-    packed_tensors,
     source_of,
     whole_files,
 )
@@ -83,9 +79,9 @@ def pack_overlay(
         return
     keep(folder, lazy.model)
     if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
-        PackWriter(folder, OVERLAY, lazy.checkpoint, files, wanted, progress).run(
-            lambda: dict(_pieces(open_again(lazy)))
-        )
+        manifest = Manifest(kind=OVERLAY, source=source_of(lazy.checkpoint), files={})
+        pack = PackWriter(folder, lazy.checkpoint, manifest, files, wanted, progress)
+        pack.run(lambda: dict(_pieces(open_again(lazy))))
     else:
         remove_abandoned(folder, whole=len(wanted) == len(files))
 
@@ -104,7 +100,8 @@ def pack_draft(
         StoreError: the copy cannot be written, or the model on disk has changed meanwhile.
     """
     if len(whole_files(folder, MANIFEST, files, source_of(checkpoint))) < len(files):
-        PackWriter(folder, DRAFT, checkpoint, files, files, progress).run(open_pieces)
+        manifest = Manifest(kind=DRAFT, source=source_of(checkpoint), files={})
+        PackWriter(folder, checkpoint, manifest, files, files, progress).run(open_pieces)
     else:
         remove_abandoned(folder, whole=True)
 
@@ -181,18 +178,15 @@ def _packed(
         what = f"no layer's codes can be cut as --coding {coding} says"
         raise StoreError(f"{folder}: {what}, {why}; choose another coding")
     files = _full_files(lazy, codings)
-    pack = PackWriter(
-        output,
-        FULL,
-        checkpoint,
-        files,
-        files,
-        progress,
-        force,
-        sum(path.stat().st_size for path in copied),
-        coding,
-        {path: found.coded for path, found in codings.items()},
+    manifest = Manifest(
+        kind=FULL,
+        source=source_of(checkpoint),
+        files={},
+        coding=coding,
+        codings={path: found.coded for path, found in codings.items()},
     )
+    extra = sum(path.stat().st_size for path in copied)
+    pack = PackWriter(output, checkpoint, manifest, files, files, progress, force, extra)
     if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
         return open_packed(output)
     return _whole_copy(output, checkpoint, coding) or open_packed(output)
@@ -264,14 +258,13 @@ def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Codi
     """
     tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
     files = tuple(sorted(output / file.name for file in pack.files))
-    used = as_used(output, tensors, pack.codings)
-    store = PackedStore(output, FULL, used.tensors, files, pack.source, pack.coding, pack.codings, used.decoders)
+    store = PackedStore.of(output, pack.manifest, tensors, files)
     again = open_full(store, trust_remote_code=trust_remote_code)
     pieces = _pieces(again)
     arrays = {path: a for path, a in tree_flatten(again.model.parameters()) if path in codings}
     del again
     for path in list(pieces):
-        piece, info = pieces.pop(path), used.tensors[path]
+        piece, info = pieces.pop(path), store.tensors[path]
         if path in codings and isinstance(piece, TensorInfo):
             if digest_of(path, arrays.pop(path)) != codings[path].coded.checksum:
                 raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")

@@ -7,11 +7,10 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from filelock import lock_descriptor
@@ -32,15 +31,14 @@ from .manifest import (
     PLAIN,
     PLAIN_SCHEMA,
     SCHEMA,
-    Coded,
-    PackedFrom,
+    Manifest,
     Record,
     is_being_packed,
     is_packed,
     read_manifest,
 )
-from .packed_bytes import Pieces, file_content
-from .packed_store import PackedFile, packed_tensors, source_of, whole_files
+from .packed_bytes import PackedFile, Pieces, file_content, packed_tensors
+from .packed_store import whole_files
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -57,23 +55,23 @@ _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is fi
 
 @dataclass
 class PackWriter:
-    """One packed copy while it is written: ``files`` is what may be in it, ``wanted`` what must be."""
+    """One packed copy while it is written.
+
+    Attributes:
+        manifest: what it will say of itself, without its files.
+        files: what may be in it; ``wanted``: what must be.
+        force: write again what is there; ``extra``: bytes that ``finish`` will write.
+    """
 
     folder: Path
-    kind: str
     checkpoint: Checkpoint
+    manifest: Manifest
     files: Sequence[PackedFile]
     wanted: Sequence[PackedFile]
     progress: Progress | None
     force: bool = False
     extra: int = 0
-    coding: str = PLAIN
-    codings: Mapping[str, Coded] = field(default_factory=dict)
     done: int = field(default=0, init=False)
-
-    @property
-    def source(self) -> PackedFrom:
-        return source_of(self.checkpoint)
 
     def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
         """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
@@ -132,7 +130,7 @@ class PackWriter:
     @property
     def _ours(self) -> bool:
         """Whether the folder was nobody's choice, so that whatever is in it is ours: in the cache, or a draft's."""
-        return self._in_cache or self.kind != FULL
+        return self._in_cache or self.manifest.kind != FULL
 
     def _claim(self) -> None:
         """Refuse a folder that holds anything but what packing, ended at any moment, leaves."""
@@ -163,17 +161,16 @@ class PackWriter:
         records: dict[str, Record] = {}
         for name in (MANIFEST, PARTIAL_MANIFEST):
             try:
-                manifest = read_manifest(self.folder / name)
+                found, mine = read_manifest(self.folder / name), self.manifest
             except StoreError:
                 continue
-            if manifest.kind == self.kind and manifest.source.same(self.source):
+            if found.kind == mine.kind and found.source.same(mine.source):
                 there, wanted = (
-                    {coded.name(path): coded for path, coded in codings.items()}
-                    for codings in (manifest.codings, self.codings)
+                    {coded.name(path): coded for path, coded in each.codings.items()} for each in (found, mine)
                 )
                 # Planes that were cut elsewhere have the same names and shapes.
                 alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
-                records |= whole_files(self.folder, name, alike, self.source)
+                records |= whole_files(self.folder, name, alike, mine.source)
             elif name == MANIFEST and not self._ours:
                 raise StoreError(f"{self.folder}: {OTHER}")
         return records
@@ -233,28 +230,21 @@ class PackWriter:
         return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
 
     def _write_manifest(self, records: dict[str, Record]) -> None:
-        manifest: dict[str, Any] = {
-            "format": FORMAT,
-            # The oldest that tells all of it.
-            "schema": PLAIN_SCHEMA if self.coding == PLAIN else SCHEMA,
-            "kind": self.kind,
-            "source": self.source.model_dump(),
-            "files": {name: record.model_dump(by_alias=True) for name, record in sorted(records.items())},
-            "units": [
-                {
-                    "path": file.unit,
-                    "file": file.name,
-                    "tensors": len(file.tensors),
-                    "bytes": sum(info.nbytes for info in packed_tensors(Path(file.name), file.tensors)),
-                }
-                for file in self.files
-                if file.name in records
-            ],
-        }
-        if self.coding != PLAIN:
-            codings = {path: coded.model_dump(by_alias=True) for path, coded in self.codings.items()}
-            manifest |= {"coding": self.coding, "codings": codings}
-        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(manifest, indent=1).encode())
+        mine = self.manifest.model_copy(update={"files": dict(sorted(records.items()))})
+        units = [
+            {
+                "path": file.unit,
+                "file": file.name,
+                "tensors": len(file.tensors),
+                "bytes": sum(info.nbytes for info in packed_tensors(Path(file.name), file.tensors)),
+            }
+            for file in self.files
+            if file.name in records
+        ]
+        # The oldest that tells all of it.
+        schema = PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
+        document = {"format": FORMAT, "schema": schema, **mine.model_dump(by_alias=True, exclude_defaults=True)}
+        write_small(self.folder / PARTIAL_MANIFEST, json.dumps({**document, "units": units}, indent=1).encode())
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:

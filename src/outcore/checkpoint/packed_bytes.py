@@ -1,18 +1,103 @@
-"""The bytes of a packed file in order: from the original's file where they lie there, else computed by MLX."""
+"""The files of a packed copy: where tensors lie in them, and their bytes in order, from the original's file where they
+lie there, else computed by MLX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..disk.layout import BLOCK, round_up
 from ..errors import StoreError
 from .checkpoint import TensorInfo
 from .lazy_model import DTYPES
-from .packed_store import CHUNK, PackedFile, packed_header, packed_tensors
+
+PAD = "__pad_"
+CHUNK = 16 << 20
+"""Bytes that are read or written at a time."""
+
+# uint8 and unsigned bytes of fp8 are the same to MLX; the last of a dtype's names would be F8_E8M0.
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
+
+Spec = tuple[str, mx.Dtype, tuple[int, ...]]
+"""A tensor's name, dtype and shape."""
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """One file of a packed copy, known before it is written.
+
+    Attributes:
+        unit: path of the layer whose parameters it holds, or ``non_layer``.
+        nbytes: size of the file.
+    """
+
+    name: str
+    unit: str
+    tensors: tuple[Spec, ...]
+    nbytes: int
+
+
+def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
+    """A packed file's first bytes, each tensor's offset, and the file's size: a function of its arguments alone.
+
+    Raises:
+        StoreError: two tensors of one name, or one named as padding is.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    starts: list[int] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        if name in header or name.startswith(PAD):
+            raise StoreError(f"tensor {name!r}: a name that a packed file cannot have; this model cannot be packed")
+        begin, end = end, end + _nbytes(dtype, shape)
+        starts.append(begin)
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        # The format allows no holes. Padding at the end too: then direct reads end where the file does.
+        if pad := round_up(end, BLOCK) - end:
+            header[f"{PAD}{len(starts) - 1}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
+            end += pad
+    text = json.dumps(header, separators=(",", ":")).encode()
+    data = round_up(8 + len(text), BLOCK)
+    head = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
+    return head, [data + start for start in starts], data + end
+
+
+def packed_tensors(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
+    """Where each tensor will lie in the packed file ``path``; every offset is a multiple of 4096 bytes.
+
+    Raises:
+        StoreError: see ``packed_header``.
+    """
+    offsets = packed_header(tensors)[1]
+    return [
+        TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, _nbytes(dtype, shape))
+        for (name, dtype, shape), offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def _nbytes(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
+    nbytes = int(dtype.size)
+    for n in shape:
+        nbytes *= n
+    return nbytes
+
+
+def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
+    """The file that would hold these arrays, in their order."""
+    return file_of(name, unit, ((path, array.dtype, tuple(array.shape)) for path, array in arrays.items()))
+
+
+def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
+    """The file that would hold these tensors, in their order."""
+    tensors = tuple(specs)
+    return PackedFile(name, unit, tensors, packed_header(tensors)[2])
+
 
 Plain = TensorInfo | mx.array
 """A parameter's bytes: a place on disk, or a lazy array."""

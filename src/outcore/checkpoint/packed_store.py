@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import mlx.core as mx
 import mlx_lm
 import xxhash
 
-from ..disk.layout import BLOCK, round_up
 from ..errors import CheckpointError, StoreError, UnsupportedModelError
 from ..machine.cache_folder import cache_dir as cache_dir
 from ..machine.cache_folder import require_own
@@ -29,8 +28,8 @@ from ..machine.cache_use import keep, kept
 from ..machine.packages import version
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
-from .decoders import Decoder, as_used
-from .lazy_model import DTYPES, LazyModel, open_lazily
+from .codings import as_used
+from .lazy_model import Decoder, LazyModel, open_lazily
 from .manifest import (
     AGAIN,
     FULL,
@@ -38,24 +37,16 @@ from .manifest import (
     OVERLAY,
     PLAIN,
     Coded,
+    Manifest,
     PackedFrom,
     Record,
     is_packed,
     read_manifest,
 )
 from .nested import with_nested_layers
-
-PAD = "__pad_"
-CHUNK = 16 << 20
-"""Bytes that are read or written at a time."""
+from .packed_bytes import CHUNK, PAD, PackedFile, packed_file, packed_tensors
 
 NON_LAYER = "non_layer"
-
-# uint8 and unsigned bytes of fp8 are the same to MLX; the last of a dtype's names would be F8_E8M0.
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
-
-Spec = tuple[str, mx.Dtype, tuple[int, ...]]
-"""A tensor's name, dtype and shape."""
 
 
 @dataclass(frozen=True)
@@ -76,69 +67,21 @@ class PackedStore:
     tensors: dict[str, TensorInfo]
     files: tuple[Path, ...]
     source: PackedFrom
-    coding: str = PLAIN
-    codings: Mapping[str, Coded] = field(default_factory=dict)
-    decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    coding: str
+    codings: Mapping[str, Coded]
+    decoders: Mapping[str, Decoder]
 
+    @classmethod
+    def of(
+        cls, folder: Path, manifest: Manifest, tensors: Mapping[str, TensorInfo], files: tuple[Path, ...]
+    ) -> PackedStore:
+        """A copy that says so of itself, of the tensors that its files have.
 
-@dataclass(frozen=True)
-class PackedFile:
-    """One file of a packed copy, known before it is written.
-
-    Attributes:
-        unit: path of the layer whose parameters it holds, or ``non_layer``.
-        nbytes: size of the file.
-    """
-
-    name: str
-    unit: str
-    tensors: tuple[Spec, ...]
-    nbytes: int
-
-
-def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
-    """A packed file's first bytes, each tensor's offset, and the file's size: a function of its arguments alone.
-
-    Raises:
-        StoreError: two tensors of one name, or one named as padding is.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    starts: list[int] = []
-    end = 0
-    for name, dtype, shape in tensors:
-        if name in header or name.startswith(PAD):
-            raise StoreError(f"tensor {name!r}: a name that a packed file cannot have; this model cannot be packed")
-        begin, end = end, end + _nbytes(dtype, shape)
-        starts.append(begin)
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        # The format allows no holes. Padding at the end too: then direct reads end where the file does.
-        if pad := round_up(end, BLOCK) - end:
-            header[f"{PAD}{len(starts) - 1}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
-            end += pad
-    text = json.dumps(header, separators=(",", ":")).encode()
-    data = round_up(8 + len(text), BLOCK)
-    head = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
-    return head, [data + start for start in starts], data + end
-
-
-def packed_tensors(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
-    """Where each tensor will lie in the packed file ``path``; every offset is a multiple of 4096 bytes.
-
-    Raises:
-        StoreError: see ``packed_header``.
-    """
-    offsets = packed_header(tensors)[1]
-    return [
-        TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, _nbytes(dtype, shape))
-        for (name, dtype, shape), offset in zip(tensors, offsets, strict=True)
-    ]
-
-
-def _nbytes(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
-    nbytes = int(dtype.size)
-    for n in shape:
-        nbytes *= n
-    return nbytes
+        Raises:
+            StoreError: they are not what it says.
+        """
+        m, (used, decoders) = manifest, as_used(folder, tensors, manifest.codings)
+        return cls(folder, m.kind, used, files, m.source, m.coding, m.codings, decoders)
 
 
 def open_packed(folder: Path) -> PackedStore:
@@ -158,17 +101,7 @@ def open_packed(folder: Path) -> PackedStore:
                 raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
             tensors[tensor] = info
     files = tuple(folder / name for name in sorted(manifest.files))
-    used = as_used(folder, tensors, manifest.codings)
-    return PackedStore(
-        folder,
-        manifest.kind,
-        used.tensors,
-        files,
-        manifest.source,
-        manifest.coding,
-        manifest.codings,
-        used.decoders,
-    )
+    return PackedStore.of(folder, manifest, tensors, files)
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
@@ -347,17 +280,6 @@ def overlay(lazy: LazyModel) -> Overlay:
     names = [file.name for file in lazy.checkpoint.files]
     key = (lazy.arguments.get("model_config") or {}, names, [file.tensors for file in files])
     return cached(OVERLAY, lazy.checkpoint, *key), files
-
-
-def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
-    """The file that would hold these arrays, in their order."""
-    return file_of(name, unit, ((path, array.dtype, tuple(array.shape)) for path, array in arrays.items()))
-
-
-def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
-    """The file that would hold these tensors, in their order."""
-    tensors = tuple(specs)
-    return PackedFile(name, unit, tensors, packed_header(tensors)[2])
 
 
 def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None) -> dict[str, TensorInfo]:

@@ -9,11 +9,8 @@ from typing import Any
 
 from ..checks import choice, whole
 from ..errors import UsageError
-from ..options import AUTO, KV_EVICTIONS, LEAST_HALVED
+from ..options import KV_EVICTIONS, LEAST_HALVED
 from ..text import half_character, one_line
-
-FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
-"""For those whose budget is too small for what these flags say."""
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -28,11 +25,6 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
     """The same with ``--prefill-step-size``, ``--trust-remote-code`` and ``--adapter-path``."""
     more = ("prefill_step_size", "trust_remote_code", "adapter_path")
     return engine_options(args) | {name: getattr(args, name) for name in more}
-
-
-def planning_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that say what to plan for, where there is no prompt yet."""
-    return {"context": args.context, "prompt": args.prompt_tokens, "draft": args.draft or AUTO}
 
 
 def check_max_tokens(tokens: int) -> None:

@@ -32,20 +32,21 @@ from ..decode.batch_file import (
     read_lines,
     refused,
 )
-from ..decode.openai_request import parse_body
 from ..engine.session import Session
 from ..engine.transport import Agreement, Solo
-from ..errors import BudgetError, RequestError
+from ..errors import BudgetError, RequestError, UsageError
 from ..loading.loader import load_model
 from ..loading.preparation import Preparation, prepare
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
+from ..serve.batch_lines import line_request
+from ..serve.prompting import Prompter
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import loading_options
-from .engine import ProgressBar, engine_record, print_summary, progress_bar, warn, watched
+from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
 from .model_folder import model_folder
-from .output import Result
+from .output import Result, tell
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Task:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.resume and args.force:
+        raise UsageError("--resume and --overwrite: give one of them")
     for flag in ("max_tokens", "decode_concurrency"):
         whole(f"--{flag.replace('_', '-')}", getattr(args, flag))
     with progress_bar() as bar:
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
                         _answer(model, tokenizer, tasks, output, args.model, done, bar)
                 except KeyboardInterrupt:
                     bar.clear()
-                    warn(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
+                    tell(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
                     raise
             bar.clear()
             _report(lines, output, done, time.perf_counter() - began, resumed, model, args.result)
@@ -119,15 +122,15 @@ def read_tasks(
     """
     tasks: list[Task] = []
     errors: list[tuple[BatchRequest, Exception]] = []
-    ids = set(tokenizer.get_vocab().values())
+    prompter = Prompter(tokenizer)
     for n, line in enumerate(lines):
         if n % 100 == 0:
             bar.count("reading", n, len(lines))
         try:
             if line.error is not None:
                 raise line.error
-            body = parse_body(line.body, line.url, tokenizer, ids)
-            prompt, limit = array("i", body.tokens), body.max_tokens or max_tokens
+            request = line_request(n, line, prompter, max_tokens)
+            prompt, limit = array("i", request.tokens), request.max_tokens
             if longest is not None and len(prompt) > longest:
                 raise RequestError(
                     f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
@@ -135,8 +138,7 @@ def read_tasks(
                 )
             # The last token is not computed.
             limit = limit if longest is None else min(limit, longest - len(prompt) + 1)
-            request = Request(n, prompt, limit, body.sampler(), body.processors(), body.stop)
-            tasks.append(Task(line, request))
+            tasks.append(Task(line, replace(request, tokens=prompt, max_tokens=limit)))
         except Exception as e:  # tokenizers and templates raise what they like
             errors.append((line, e))
     return tasks, errors

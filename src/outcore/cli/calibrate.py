@@ -19,8 +19,9 @@ from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from .console import PlainConsole
-from .engine import measuring, progress_bar, warn
+from .console import console
+from .engine import measuring, progress_bar
+from .output import tell
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
     def note(line: str) -> None:
         notes.append(line)
-        warn(line)
+        tell(line)
 
     with progress_bar() as bar:
         told = measuring(bar)
@@ -80,7 +81,7 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
-    console = PlainConsole(highlight=False, soft_wrap=True)
+    out = console()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
@@ -93,17 +94,17 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
     rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
     for name, value in rows:
         table.add_row(name, value)
-    console.print(table)
+    out.print(table)
     if found.disk_points:
-        console.print(_disk_table(found))
+        out.print(_disk_table(found))
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
-        console.print(times)
+        out.print(times)
     if record["measured_now"]:
-        console.print(f"Measured in {record['seconds']:.0f} s, and kept.", markup=False)
+        out.print(f"Measured in {record['seconds']:.0f} s, and kept.")
     else:
-        console.print("Known already; --force measures again.", markup=False)
+        out.print("Known already; --force measures again.")
     for note in record["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        out.print(f"Note: {note}")
 
 
 def _disk_table(found: Calibration) -> Table:

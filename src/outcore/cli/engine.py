@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +13,10 @@ from ..engine.session import Session
 from ..machine.memory import peak_rss
 from ..monitoring import publish
 from ..sizes import format_size
-from ..text import counted, printable
+from ..text import counted
 from .arguments import model_name
 from .console import PlainConsole
+from .output import tell
 
 ONCE = ", once"
 """In what the loader says of what it does the first time only."""
@@ -43,7 +43,7 @@ class ProgressBar:
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
         if not self.console.is_terminal and ONCE in what:
-            warn(f"{what} ({format_size(total)})")
+            tell(f"{what} ({format_size(total)})")
         self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
 
     def count(self, what: str, done: int, total: int, more: str = "") -> None:
@@ -87,7 +87,7 @@ def measuring(bar: ProgressBar) -> Callable[..., None]:
     def count(what: str, done: int, total: int, more: str = "") -> None:
         nonlocal told
         if not told:
-            warn("measuring this machine, for up to a minute; what is found is kept")
+            tell("measuring this machine, for up to a minute; what is found is kept")
             told = True
         bar.count(what, done, total, more)
 
@@ -125,7 +125,7 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
     session: Session = model.outcore
     forecast = session.transport.forecast
     if forecast is not None and session.transport.chooses:
-        warn(forecast.line)
+        tell(forecast.line)
     return session
 
 
@@ -177,23 +177,20 @@ def peak_memory_bytes() -> int:
 
 def print_summary(lines: list[str], session: Session) -> None:
     """Print what was measured, then how the engine was used, to standard error."""
-    console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
     plan, m = session.plan, session.metrics
     layers = len(plan.resident) + len(plan.streamed)
+    read = f"SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
     if plan.pools:
-        lines = [*lines, *_experts(session)]
+        line = f"Experts: {_experts(session)}; {counted(m.sweeps, 'sweep')}; {format_size(m.bytes_read)} read, {read}"
     elif plan.streams:
         head = " and the head" if plan.head_streamed else ""
-        lines = [
-            *lines,
+        line = (
             f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {format_size(plan.bytes_per_token)} a sweep, "
-            f"{counted(m.sweeps, 'sweep')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it",
-        ]
+        )
+        line += f"{counted(m.sweeps, 'sweep')}; {read}"
     else:
-        lines = [
-            *lines,
-            f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident",
-        ]
+        line = f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident"
+    lines = [*lines, line]
     if (forecast := session.transport.forecast) is not None:
         lines.append(f"{len(forecast.record()['ranks'])} machines: {m.ranks_s:.2f} s waited for the others")
     if session.drafting is not None and m.drafted:
@@ -204,11 +201,12 @@ def print_summary(lines: list[str], session: Session) -> None:
         f"({100 * peak / plan.budget_bytes:.0f} %); process {format_size(peak_rss())} at most"
     )
     lines += [f"Note: {note}" for note in session.notes]
+    console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
 
 
-def _experts(session: Session) -> list[str]:
+def _experts(session: Session) -> str:
     """What became of experts that were read one by one."""
     plan, m = session.plan, session.metrics
     counts = dict(plan.pools)
@@ -216,12 +214,4 @@ def _experts(session: Session) -> list[str]:
     # What was foreseen was read for its use, and not found.
     there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)
     found = f", {100 * max(0, there) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
-    return [
-        f"Experts: {sum(counts.values())} of {of} in memory{found}; {counted(m.sweeps, 'sweep')}; "
-        f"{format_size(m.bytes_read)} read, SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
-    ]
-
-
-def warn(text: str) -> None:
-    """One line on standard error."""
-    print(printable(text), file=sys.stderr)
+    return f"{sum(counts.values())} of {of} in memory{found}"

@@ -17,9 +17,8 @@ from ..plan.draft_cost import AUTO, NONE
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import counted
-from .arguments import FEWER_TOKENS
 from .console import console
-from .plan import held, plan_options
+from .plan import FEWER_TOKENS, held, plan_options
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..checkpoint.find_model import resolve_model
 from ..options import LoadOptions
 from .arguments import engine_options
-from .engine import warn
+from .output import tell
 
 
 def model_folder(args: argparse.Namespace) -> Path:
@@ -21,5 +21,5 @@ def model_folder(args: argparse.Namespace) -> Path:
     if ranks is None:
         return resolve_model(args.model, args.revision)
     options = LoadOptions(**engine_options(args), trust_remote_code=args.trust_remote_code)
-    found: Path = ranks.model_folder(args.model, args.revision, options, warn)
+    found: Path = ranks.model_folder(args.model, args.revision, options, tell)
     return found

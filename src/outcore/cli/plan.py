@@ -11,22 +11,26 @@ from typing import Any
 from rich.table import Table
 
 from ..calibration.calibrate import calibrate_mirrors, calibrated
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.hub_cache import name_of
+from ..checkpoint.find_model import name_of, resolve_model
 from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
+from ..options import AUTO
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
-from .arguments import FEWER_TOKENS, engine_options, planning_options
+from .arguments import engine_options
 from .console import console
-from .draft_table import choice_records, drafts_table, why_drafted
-from .engine import measuring, progress_bar, warn
+from .draft_choices import choice_records, draft_lines
+from .engine import measuring, progress_bar
+from .output import tell
+
+FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
+"""For those whose budget is too small for what these flags say."""
 
 BAR, LEAST_BAR = 30, 8
 """Characters of the longest bar, and of the longest where there is little room."""
@@ -66,19 +70,8 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    plan_here(args)
-
-
-def plan_here(args: argparse.Namespace) -> Compared:
-    """Plan for this machine, and show it.
-
-    Raises:
-        BudgetError: as ``run``.
-    """
     prepared, notes = _prepare(args)
-    compared = compare(prepared, prepared.calibration, prepared.plan, last_resort())
-    show(args, compared, notes)
-    return compared
+    show(args, compare(prepared, prepared.calibration, prepared.plan, last_resort()), notes)
 
 
 def compare(
@@ -92,7 +85,8 @@ def compare(
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as arguments of ``prepare``."""
-    return engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    wanted = {"context": args.context, "prompt": args.prompt_tokens, "draft": args.draft or AUTO}
+    return engine_options(args) | wanted | {"trust_remote_code": args.trust_remote_code}
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
@@ -102,7 +96,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
 
     def note(line: str) -> None:
         notes.append(line)
-        warn(line)
+        tell(line)
 
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
@@ -252,8 +246,7 @@ def _print(compared: Compared, record: dict[str, Any]) -> None:
     else:
         out.print("None of these budgets fits into what is free now.")
     if record["drafts"] and compared.device is None:
-        out.print(drafts_table(record["drafts"]))
-        out.print(why_drafted(record["drafts"]))
+        out.print("\n".join(draft_lines(record["drafts"])))
     for note in record["notes"]:
         out.print(f"Note: {note}")
 

@@ -100,6 +100,7 @@ class _Row:
     request: Request
     last: int  # its newest token, which is not in the caches yet
     seen: TokenBuffer | None  # all tokens, where a processor looks at them
+    made: int = 0  # tokens of its answer
 
 
 class BatchDecoder:
@@ -216,7 +217,7 @@ class BatchDecoder:
                 chosen = greedy_sampler(scores)
             if row.request.sampler is not None:
                 chosen = row.request.sampler(scores)
-            row.last = int(chosen.item())
+            row.last, row.made = int(chosen.item()), row.made + 1
             found.append(to_token(row.request, row.last, scores[0]))
         self._transport.numbers(lambda: [row.last for row in self._rows])
         return found
@@ -225,7 +226,7 @@ class BatchDecoder:
         """The tokens that another rank chose, which has the logits."""
         tokens = self._transport.numbers(list)
         for row, token in zip(self._rows, tokens, strict=True):
-            row.last = token
+            row.last, row.made = token, row.made + 1
         return [to_token(row.request, row.last, logits[i]) for i, row in enumerate(self._rows)]
 
     def remove(self, uids: Sequence[int]) -> None:
@@ -243,14 +244,18 @@ class BatchDecoder:
                 mx.eval(c.state)
         clear_cache()
 
-    def extract(self, uid: int) -> list[Any]:
-        i = next(i for i, row in enumerate(self._rows) if row.request.uid == uid)
+    def take_out(self, uid: int) -> tuple[list[Any], int]:
+        """End a sequence; its caches, as for it alone, and how many tokens of its prompt and answer they hold: all but
+        the last."""
+        i, row = next((i, row) for i, row in enumerate(self._rows) if row.request.uid == uid)
         with mx.stream(generation_stream):
             fresh = make_prompt_cache(self._model)
             # Nothing is written to the caches of layers without attention, and mlx-lm takes no row out of such.
             caches = [f if _is_empty(c) else c.extract(i) for c, f in zip(self._caches, fresh, strict=True)]
             own_memory(caches)
-        return caches
+        # Of no row there are two copies while others are taken out.
+        self.remove([uid])
+        return caches, len(row.request.tokens) + row.made - 1
 
     def close(self) -> None:
         if self._session.streaming is not None:

@@ -25,8 +25,10 @@ from filelock import lock_descriptor
 from ..checks import not_endless
 from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageError
 from ..text import one_line, shortened
-from .openai_request import CHAT, URLS
 from .writing import RequestOutput
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+URLS = (CHAT, COMPLETION)
 
 NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
 """Codes of errors that are none of the line's own: with more memory, or the next version, it may be answered."""
@@ -75,11 +77,15 @@ def read_lines(path: Path) -> Iterator[BatchRequest]:
         raise UsageError(f"--input {path}: cannot be read: {e.strerror or e}") from e
 
 
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
 def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> BatchRequest:
     name: str | None = None
     try:
         try:
-            request = json.loads(text.decode("utf-8"))
+            request = json.loads(text.decode("utf-8"), parse_constant=_no_number)
         except (ValueError, RecursionError) as e:
             raise RequestError(f"not JSON: {one_line(e)}", "invalid_json") from None
         if not isinstance(request, dict):

@@ -15,7 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -29,56 +29,13 @@ from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
 from .batch_engine import BatchDecoder, Request, Token, own_cache
 from .drafted_sweeps import SpeculativeDecoder
-from .known import Known, block_step, look_up, unkept
+from .known import block_step
 from .one_text import Alone
-from .prefill import Prefill
+from .prefill import Prefill, Prefills
 from .prompt import cached_tokens
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import SequenceRoom
-from .step import StepResult
-
-
-@dataclass
-class ScheduledSequence:
-    """A sequence.
-
-    Attributes:
-        text: its prompt and answer so far.
-        held: how many of them ``cache`` holds, or the batch that it joined with them.
-        found: of its prompt, what the prefix cache had when it joined.
-        order: a later one joined later.
-        before: tokens before ``text`` that the cache it came with holds, of which it is not known what they are.
-        began: when it was let in, by ``time.monotonic``.
-    """
-
-    request: Request
-    text: list[int]
-    order: int
-    held: int = 0
-    cache: list[Any] | None = None
-    found: int = 0
-    began: float = 0.0
-    before: int = 0
-
-    @property
-    def answered(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.text) - len(self.request.tokens)
-
-    @property
-    def new(self) -> int:
-        """Tokens that joining computes."""
-        return len(self.text) - self.held
-
-    @property
-    def length(self) -> int:
-        """Tokens of all of its text so far."""
-        return self.before + len(self.text)
-
-    @property
-    def need(self) -> int:
-        """Tokens of it at most."""
-        return self.length - self.answered + self.request.max_tokens
+from .step import ScheduledSequence, StepResult
 
 
 class Continuous:
@@ -115,9 +72,7 @@ class Continuous:
         (self.sequences,) = self._transport.leasts([1 if alone else most])
         self._waiting: deque[ScheduledSequence] = deque()
         self._rows: dict[int, ScheduledSequence] = {}
-        self._prefills: dict[int, Prefill] = {}  # of those whose prompts are not all computed
-        self._shortest_first = True
-        self._chunks = 1  # of prompts that a sweep of others has time for while weights are read
+        self._prefills = Prefills()  # of those whose prompts are not all computed
         self._batch: Alone | SpeculativeDecoder | BatchDecoder | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
@@ -125,12 +80,11 @@ class Continuous:
 
     @property
     def running(self) -> int:
-        """Sequences under way."""
+        """Sequences under way; ``waiting``: that wait."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
@@ -175,14 +129,10 @@ class Continuous:
         with self._session.exclusive:
             if (prefill := self._prefills.get(uid)) is not None:
                 row.cache, row.held = prefill.caches()
-                self.remove([uid])
-            elif isinstance(self._batch, Alone | SpeculativeDecoder):
+            elif self._batch is not None:
                 row.cache, held = self._batch.take_out(uid)
                 row.held += held
-                self.remove([uid])
-            elif self._batch is not None:
-                row.cache, row.held = self._batch.extract(uid), len(row.text) - 1
-                self.remove([uid])
+            self.remove([uid])
         return row.cache or [], row.text[: row.held]
 
     def step(self) -> StepResult:
@@ -231,9 +181,9 @@ class Continuous:
             self._begin_anew()
             raise
         else:
-            now, before = time.monotonic(), [uid for uid in joined if self._rows[uid].answered == 0]
-            step.joined = {uid: now - self._rows[uid].began for uid in before}
-            step.found = {uid: self._rows[uid].found for uid in before}
+            new = {uid: row for uid in joined if (row := self._rows[uid]).answered == 0}
+            step.joined = {uid: time.monotonic() - row.began for uid, row in new.items()}
+            step.found = {uid: row.found for uid, row in new.items()}
             if isinstance(self._batch, SpeculativeDecoder):
                 step.drafts = self._batch.drafts()
             elif isinstance(self._batch, Alone):
@@ -342,11 +292,8 @@ class Continuous:
         self._drop()
 
     def _fit(self, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
-        """Room for these sequences, and the prompts of those that join, beside those that are not all computed.
-
-        Raises:
-            BudgetError: there is none within the budget.
-        """
+        """Room for these sequences, and the prompts of those that join, beside those that are not all computed; or a
+        ``BudgetError``."""
         begun = [self._rows[uid].new for uid in self._prefills]
         self._room.fit([row.length for row in rows], [row.new for row in joining], begun)
 
@@ -368,7 +315,7 @@ class Continuous:
         together = sweeps_of(self._session.streaming, self._transport) is not None
         whole = self._kind(len(self._rows)) is not BatchDecoder
         for row in admitted:
-            request = self._request(row, chunk, whole=whole)
+            request = row.begin(self._session, chunk, whole=whole, finds=not self._planned, records=self._room.records)
             self._prefills[row.request.uid] = Prefill(self._model, self._session, request, chunk)
         joining, part = ([], None) if waits else self._next_prompts(chunk, together=together)
         if part is not None and not together:
@@ -380,7 +327,7 @@ class Continuous:
         kind = self._kind(len(self._rows) if together else here)
         if not isinstance(self._batch, kind):
             others = self._taken_out({*joining, *self._prefills})
-            requests = [*(self._request(row, chunk, whole=whole) for row in others), *requests]
+            requests = [*(row.go_on() for row in others), *requests]
         if self._batch is None and (kind is Alone or kind is SpeculativeDecoder):
             self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
         elif self._batch is None:
@@ -396,7 +343,7 @@ class Continuous:
             step.prompts[part.uid] = part.held
             if metrics.stall_s - waited > (metrics.clock() - began) / 2:
                 # It was weights that the sweep waited for: there is time for twice as many chunks.
-                self._chunks *= 2
+                self._prefills.chunks *= 2
         self._session.metrics.tokens += len(step.tokens)
         return joining
 
@@ -413,28 +360,12 @@ class Continuous:
             chunk: tokens of one. together: as in ``_sweep``.
         """
         going = len(self._rows) > len(self._prefills)
-        # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
-        room: float = self._asked_step or max(chunk, ENOUGH_STEP)
         if self._planned or not self._transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
-            room = math.inf
-        elif together:
-            room *= self._chunks
-        joining: list[int] = []
-        part: Prefill | None = None
-        order = list(self._prefills.values())
-        # By turns the oldest and the shortest is first: neither waits for the others' ends.
-        self._shortest_first = not self._shortest_first
-        if self._shortest_first:
-            order.sort(key=lambda prefill: prefill.ahead)
-        for prefill in order:
-            if prefill.ahead <= room:
-                joining.append(prefill.uid)
-                room -= prefill.ahead
-            elif part is None and room >= chunk:
-                part = prefill
-                room -= part.take(int(room) // chunk, chunk)
-        return joining, part
+            return self._prefills.next(chunk, math.inf)
+        # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
+        room = self._asked_step or max(chunk, ENOUGH_STEP)
+        return self._prefills.next(chunk, room * self._prefills.chunks if together else room)
 
     def _compute(self, part: Prefill, step: StepResult) -> None:
         """A part of a prompt by itself. What fails is of its sequence alone."""
@@ -448,38 +379,15 @@ class Continuous:
     def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
         """Those under way, but for these, with their caches, out of a batch of the other kind; it is closed."""
         batch, self._batch = self._batch, None
+        if batch is None:
+            return []
         rows = [row for uid, row in self._rows.items() if uid not in new]
-        for row in rows if batch is not None else ():
-            if isinstance(batch, Alone | SpeculativeDecoder):
-                row.cache, held = batch.take_out(row.request.uid)
-                row.held += held
-            elif batch is not None:
-                row.cache, row.held = batch.extract(row.request.uid), len(row.text) - 1
-                batch.remove([row.request.uid])  # of no row there are two copies while the others are taken out
+        for row in rows:
+            row.cache, held = batch.take_out(row.request.uid)
+            row.held += held
             rewound(row.request, row.answered)
-        if batch is not None:
-            batch.close()
+        batch.close()
         return rows
-
-    def _request(self, row: ScheduledSequence, chunk: int, *, whole: bool) -> Request:
-        """What it goes on from. ``whole``: as in ``look_up``."""
-        cache, row.cache = row.cache, None
-        known = Known()
-        if cache is None and row.held == 0 and not self._planned:
-            found, known = look_up(self._session, row.text, chunk, whole=whole, shared=row.request.shared)
-            cache, row.found = (found.cache, found.tokens) if found is not None else (None, 0)
-            if not self._room.records:
-                known = unkept(self._session, known, len(row.text))
-        return replace(
-            row.request,
-            tokens=row.text[row.held :],
-            max_tokens=row.request.max_tokens - row.answered,
-            cache=cache,
-            given=True,
-            earlier=row.text[: row.held],
-            known=known,
-            begun=cache is not None and (row.answered > 0 or row.request.begun) and not known.held,
-        )
 
     def _take(self, step: StepResult) -> None:
         """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""

@@ -104,3 +104,34 @@ class Prefill:
             self._step = step
             self._request = replace(self._request, known=replace(self._request.known, recording=None))
         return self._request
+
+
+class Prefills(dict[int, Prefill]):
+    """Prompts that are not all computed, by their sequences.
+
+    Attributes:
+        chunks: that a pass of others has time for while weights are read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks = 1
+        self._shortest_first = True
+
+    def next(self, chunk: int, room: float) -> tuple[list[int], Prefill | None]:
+        """Those that are computed to their ends within so many tokens; and one of which some chunks are."""
+        joining: list[int] = []
+        part: Prefill | None = None
+        order = list(self.values())
+        # By turns the oldest and the shortest is first: neither waits for the others' ends.
+        self._shortest_first = not self._shortest_first
+        if self._shortest_first:
+            order.sort(key=lambda prefill: prefill.ahead)
+        for prefill in order:
+            if prefill.ahead <= room:
+                joining.append(prefill.uid)
+                room -= prefill.ahead
+            elif part is None and room >= chunk:
+                part = prefill
+                room -= part.take(int(room) // chunk, chunk)
+        return joining, part

@@ -127,31 +127,3 @@ def whole_text(text: str, where: str) -> str:
         wanted = "write the pair, or the character"
         raise RequestError(f"{where}: character {at} is half of a surrogate pair; {wanted}", param=where)
     return text
-
-
-def text_content(content: Any, where: str, types: Container[str] = ("text",)) -> str:
-    """A message's content: a string, or parts of text, which are joined.
-
-    Args:
-        types: of parts that are text.
-
-    Raises:
-        RequestError: it is neither, or has a part of another kind, which the error names.
-    """
-    if isinstance(content, str):
-        return whole_text(content, where)
-    if not isinstance(content, list) or not content:
-        raise RequestError(f"{where}: a string, or a list of text parts, is needed", param=where)
-    return "".join(_part(part, f"{where}[{i}]", types) for i, part in enumerate(content))
-
-
-def _part(part: Any, where: str, types: Container[str]) -> str:
-    if not isinstance(part, dict):
-        raise RequestError(f"{where}: an object with a type is needed", param=where)
-    kind = part.get("type")
-    if not isinstance(kind, str) or kind not in types:
-        raise RequestError(f"{where}: only text is supported", "unsupported_parameter", param=where)
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.text: a string is needed", param=f"{where}.text")
-    return whole_text(text, f"{where}.text")

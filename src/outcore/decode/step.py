@@ -1,11 +1,83 @@
-"""What a step of several sequences brings each of them."""
+"""Sequences that are scheduled together, and what a step brings each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from .batch_engine import Token
+from ..engine.session import Session
+from .batch_engine import Request, Token
+from .known import Known, look_up, unkept
+
+
+@dataclass
+class ScheduledSequence:
+    """A sequence.
+
+    Attributes:
+        text: its prompt and answer so far.
+        held: how many of them ``cache`` holds, or the batch that it joined with them.
+        found: of its prompt, what the prefix cache had when it joined.
+        order: a later one joined later.
+        before: tokens before ``text`` that the cache it came with holds, of which it is not known what they are.
+        began: when it was let in, by ``time.monotonic``.
+    """
+
+    request: Request
+    text: list[int]
+    order: int
+    held: int = 0
+    cache: list[Any] | None = None
+    found: int = 0
+    began: float = 0.0
+    before: int = 0
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.text) - len(self.request.tokens)
+
+    @property
+    def new(self) -> int:
+        """Tokens that joining computes."""
+        return len(self.text) - self.held
+
+    @property
+    def length(self) -> int:
+        """Tokens of all of its text so far."""
+        return self.before + len(self.text)
+
+    @property
+    def need(self) -> int:
+        """Tokens of it at most."""
+        return self.length - self.answered + self.request.max_tokens
+
+    def begin(self, session: Session, chunk: int, *, whole: bool, finds: bool, records: bool) -> Request:
+        """What it begins with, or begins anew.
+
+        Args:
+            chunk, whole: as in ``look_up``. finds: prompts are looked up; records: and there is room to keep them.
+        """
+        if self.cache is not None or self.held or not finds:
+            return self.go_on()
+        found, known = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared)
+        self.cache, self.found = (found.cache, found.tokens) if found is not None else (None, 0)
+        return self.go_on(known if records else unkept(session, known, len(self.text)))
+
+    def go_on(self, known: Known | None = None) -> Request:
+        """What it goes on from, which takes over its cache; ``known``: what that holds of ``text`` beyond ``held``."""
+        cache, self.cache = self.cache, None
+        return replace(
+            self.request,
+            tokens=self.text[self.held :],
+            max_tokens=self.request.max_tokens - self.answered,
+            cache=cache,
+            given=True,
+            earlier=self.text[: self.held],
+            known=known or Known(),
+            begun=cache is not None and (self.answered > 0 or self.request.begun) and not (known and known.held),
+        )
 
 
 @dataclass

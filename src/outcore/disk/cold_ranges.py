@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import CalibrationError
 from ..sizes import format_size
 from . import disk_calls
-from .layout import BLOCK, GPU_ALIGN, Extent, round_up
+from .layout import BLOCK, Extent
 
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
 """Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""
@@ -36,10 +36,13 @@ waited for."""
 MOST_TIMES = 100
 """Times that files are read which are too small."""
 
+STEP = 64 << 20
+"""Bytes of a range of a file at most."""
+
 SCRATCH = ".outcore-calibrate-"
 
 Piece = tuple[Extent, ...]
-"""Extents that are read into one slot."""
+"""What is read into one slot."""
 
 
 class UnreadRanges:
@@ -53,40 +56,32 @@ class UnreadRanges:
     def take(self, nbytes: int, piece: int) -> list[Piece]:
         """The next ``nbytes``, or what is left of them, as pieces that fit into slots of ``piece`` bytes each."""
         pieces: list[Piece] = []
-        part: list[Extent] = []
-        end = 0  # of the piece so far, in its slot
         while nbytes > 0 and self._left:
             e = self._left.popleft()
-            at = round_up(end, BLOCK) + e.offset % BLOCK if e.in_place else round_up(end, GPU_ALIGN)
+            at = e.offset % BLOCK
             n = min(e.nbytes, nbytes, piece - 2 * BLOCK - at)
             if n < e.nbytes:
-                n -= (e.offset + n) % BLOCK  # the next piece begins at a block of the file
-            if n <= 0 and part:
-                self._left.appendleft(e)
-                pieces.append(tuple(part))
-                part, end = [], 0
-                continue
-            n = max(n, min(e.nbytes, BLOCK - e.offset % BLOCK))
-            part.append(replace(e, nbytes=n, at=at))
-            end, nbytes, self.nbytes = at + n, nbytes - n, self.nbytes - n
-            if n < e.nbytes:
+                # The next piece begins at a block of the file.
+                n = max(n - (e.offset + n) % BLOCK, min(e.nbytes, BLOCK - at))
                 self._left.appendleft(replace(e, offset=e.offset + n, nbytes=e.nbytes - n))
-        return [*pieces, tuple(part)] if part else pieces
+            pieces.append((replace(e, nbytes=n, at=at),))
+            nbytes, self.nbytes = nbytes - n, self.nbytes - n
+        return pieces
 
 
-def own_files(files: Iterable[Path]) -> tuple[UnreadRanges, int]:
-    """All of these files, as often as it takes to make ``LEAST_SCRATCH`` of them, and how often that is."""
-    whole = [Extent(f, 0, f.stat().st_size, 0, in_place=True) for f in sorted(set(files))]
-    nbytes = sum(e.nbytes for e in whole)
-    times = max(1, min(MOST_TIMES, -(-LEAST_SCRATCH // max(1, nbytes))))
-    return UnreadRanges(e for _ in range(times) for e in whole if e.nbytes), times
-
-
-def unread_extents(extents: Iterable[Extent], rng: random.Random | None = None) -> UnreadRanges:
-    """The extents in the order of the files, from a random one on: another run begins elsewhere."""
-    found = sorted(extents, key=lambda e: (str(e.file), e.offset))
-    start = (rng or random.Random()).randrange(len(found)) if found else 0
-    return UnreadRanges([*found[start:], *found[:start]])
+def own_files(files: Iterable[Path], rng: random.Random | None = None) -> tuple[UnreadRanges, int]:
+    """All of these files from a random place on, since another run should begin elsewhere; as often as it takes to make
+    ``LEAST_SCRATCH`` of them, and how often that is."""
+    sizes = {f: f.stat().st_size for f in sorted(set(files))}
+    step = 64 << 20
+    whole = [
+        Extent(f, at, min(step, size - at), 0, in_place=True)
+        for f, size in sizes.items()
+        for at in range(0, size, step)
+    ]
+    start = (rng or random.Random()).randrange(len(whole)) if whole else 0
+    times = max(1, min(MOST_TIMES, -(-LEAST_SCRATCH // max(1, sum(sizes.values())))))
+    return UnreadRanges([*whole[start:], *whole[:start]] * times), times
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.decoders import Decoder
-from ..checkpoint.lazy_model import LazyModel, longest_context, position_limit
+from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
 from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit, most_unit

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint.decoders import Decoder
-from ..checkpoint.lazy_model import DTYPES
+from ..checkpoint.lazy_model import DTYPES, Decoder
 from ..checkpoint.nested import JoinedCodes
 from ..disk.layout import COPY_ROWS, Unit
 from ..disk.ring import Ring
@@ -53,6 +52,8 @@ class Weights:
         self.ring = ring
         self.copies = copies
         self._views: dict[tuple[int, int], list[mx.array]] = {}
+        # Units whose parameters are all used as they lie.
+        self._plain = [not u.decoders and all(to is None for to in u.cast) for u in units]
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
         # All at once, and now: one by one, each would wait in turn behind what a GPU has queued.
@@ -108,7 +109,8 @@ class Weights:
 
     def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
         """Put a unit's parameters in their places in the model."""
-        put(self.units[unit].layer.parameters, self.of(unit, slot, args, made))
+        plain = self._plain[unit] and not self.copies
+        put(self.units[unit].layer.parameters, self._views[unit, slot] if plain else self.of(unit, slot, args, made))
 
     def withdraw(self, unit: int) -> None:
         """Take them out again: any use of them fails from then on."""

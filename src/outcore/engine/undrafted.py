@@ -10,8 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..checkpoint.checkpoint import ITEM_BYTES, TensorInfo
-from ..checkpoint.decoders import Decoder
-from ..checkpoint.lazy_model import DTYPES
+from ..checkpoint.lazy_model import DTYPES, Decoder
 from ..checkpoint.nested import JoinedCodes
 from ..machine.device import on_cuda
 from ..modules.layers import Layer, Parameter, Projection

@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from .away import Away
-from .hooks import handle
+from .call_values import flat
+from .hooks import arrays_in, handle
 
 Restore = Callable[[], None]
 
@@ -43,7 +44,7 @@ class Snapshot:
 def snapshot_bytes(cache: Sequence[Any]) -> int:
     """Bytes that a snapshot keeps from being freed once the caches have moved on: of all that is not taken back by an
     offset. Exact for caches that hold their arrays; 0 for empty ones."""
-    return sum(_kept_bytes(c) for c in cache)
+    return sum(a.nbytes for c in flat(cache) if not by_offset(c) for a in arrays_in(c))
 
 
 def by_offset(cache: Any) -> bool:
@@ -99,17 +100,3 @@ def _held(value: Any, apart: Collection[int] = ()) -> Callable[[], Any]:
 
         return restored
     return lambda: value
-
-
-def _kept_bytes(value: Any) -> int:
-    if isinstance(value, CacheList):
-        return snapshot_bytes(value.caches)
-    if isinstance(value, mx.array):
-        return int(value.nbytes)
-    if isinstance(value, list | tuple):
-        return sum(map(_kept_bytes, value))
-    if isinstance(value, dict):
-        return sum(map(_kept_bytes, value.values()))
-    if by_offset(value) or not hasattr(value, "__dict__"):
-        return 0
-    return sum(map(_kept_bytes, vars(value).values()))

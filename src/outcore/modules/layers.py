@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .module_tree import modules, named_modules
-from .nested_linear import LOW, NestedLinear
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,10 @@ def _walk(module: nn.Module, path: str, found: dict[int, Layer], seen: set[int])
                     _walk(m, f"{here}.{k}", found, seen)
 
 
+STREAMED = "outcore_streamed"
+"""Class attribute: keys of a module's parameters that are streamed. All others of its layer stay in memory then."""
+
+
 def is_matrix(array: mx.array) -> bool:
     """Whether it has several dimensions, and not one row alone, as what a projection to one number consists of."""
     return array.ndim > 1 and not (array.ndim == 2 and array.shape[0] == 1)
@@ -131,15 +134,14 @@ def _is_leaf(module: nn.Module) -> bool:
 
 def _parameters(layer: nn.Module) -> Iterator[Parameter]:
     seen: set[int] = set()
-    # Where codes are cut, all but their low bits stays in memory.
     below = named_modules(layer)
-    nested = any(isinstance(m, NestedLinear) for _, m in below)
+    chosen = any(hasattr(type(m), STREAMED) for _, m in below)
     for path, module in below:
         if id(module) in seen:
             continue
         seen.add(id(module))
         for key, value in module.items():
-            if nested and not (isinstance(module, NestedLinear) and key == LOW):
+            if chosen and key not in getattr(type(module), STREAMED, ()):
                 continue
             if isinstance(value, mx.array) and is_matrix(value) and not key.startswith("_"):
                 yield Parameter(f"{path}.{key}" if path else key, module, key)

@@ -66,6 +66,8 @@ class NestedLinear(_OfCodes):
     and ``low`` is empty.
     """
 
+    outcore_streamed = (LOW,)
+
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Words, scales and biases as the ``QuantizedLinear`` has them."""
         low, biases, coarse = self[LOW], self["biases"], self.coarse

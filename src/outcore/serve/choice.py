@@ -57,19 +57,22 @@ class ChoiceJob:
 
     def request(self, uid: int) -> Request:
         """What the scheduler is given; made on the engine's thread."""
-        s, tokens = self.sampling, self.prompt.tokens
-        names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold", "seed")
-        sampler = own_sampler(s.temperature, **{name: getattr(s, name) for name in names})
-        options: dict[str, Any] = {}
-        for kind, none in (("repetition", 1), ("presence", 0), ("frequency", 0)):
-            penalty, size = getattr(s, f"{kind}_penalty"), getattr(s, f"{kind}_context_size")
-            if penalty != none and size:
-                options |= {f"{kind}_penalty": penalty, f"{kind}_context_size": size}
-        processors = make_logits_processors(dict(s.logit_bias) or None, **options)
-        if self.prompt.grammar is not None:
-            processors.append(self.prompt.grammar.processor(len(tokens)))
-        shared = self.prompt.shared
-        return Request(uid, tokens, self.max_tokens, sampler, tuple(processors), logprobs=self.logprobs, shared=shared)
+        return request_of(uid, self.prompt, self.sampling, self.max_tokens, self.logprobs)
+
+
+def request_of(uid: int, prompt: Prompt, sampling: Sampling, max_tokens: int, logprobs: int | None = None) -> Request:
+    """What the scheduler is given for a prompt."""
+    names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold", "seed")
+    sampler = own_sampler(sampling.temperature, **{name: getattr(sampling, name) for name in names})
+    options: dict[str, Any] = {}
+    for kind, none in (("repetition", 1), ("presence", 0), ("frequency", 0)):
+        penalty, size = getattr(sampling, f"{kind}_penalty"), getattr(sampling, f"{kind}_context_size")
+        if penalty != none and size:
+            options |= {f"{kind}_penalty": penalty, f"{kind}_context_size": size}
+    processors = make_logits_processors(dict(sampling.logit_bias) or None, **options)
+    if prompt.grammar is not None:
+        processors.append(prompt.grammar.processor(len(prompt.tokens)))
+    return Request(uid, prompt.tokens, max_tokens, sampler, tuple(processors), logprobs=logprobs, shared=prompt.shared)
 
 
 class Writer:

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
@@ -16,14 +15,12 @@ from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.errors import OutcoreError, UsageError
 from outcore.sizes import parse_size
-from outcore_cluster.group import RankGroup
 
 from ..document import Document
 from ..jobs import BenchSettings, RunSettings
-from ..ranked_runner import RankedRunner
 from ..runner import Runner, shown_command
 from ..table import WIDTH, show
-from ..words import AUTO, OUTCORE
+from ..words import AUTO
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,12 +35,8 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--output {output}: no such folder")
     name = model_name(args.model)
     names = {args.model: name} | ({str(output): output.name} if output is not None else {})
-    ranks: RankGroup | None = args.ranks
-    make: Callable[..., Runner] = Runner if ranks is None else partial(RankedRunner, ranks)
-    if ranks is not None and ranks.link.rank:
-        output = None
     with progress_bar() as bar:
-        runner = make(
+        runner = Runner(
             resolve_model(args.model, args.revision),
             name,
             chosen,
@@ -69,7 +62,7 @@ def settings(args: argparse.Namespace) -> BenchSettings:
     except ValueError:
         raise UsageError(f"--batch {args.batch}: give whole numbers, separated by commas") from None
     return BenchSettings(
-        modes=_list(args.modes) or (() if getattr(args, "ranks", None) is None else (OUTCORE,)),
+        modes=_list(args.modes),
         memory=_list(args.memory),
         resident=_list(args.resident),
         io=_list(args.io) or (AUTO,),

@@ -10,7 +10,8 @@ from pathlib import Path
 from outcore.checkpoint.find_model import resolve_model
 from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import progress_bar, warn
+from outcore.cli.engine import progress_bar
+from outcore.cli.output import tell
 from outcore.errors import OutcoreError, UsageError
 from outcore.machine.memory import given_budget
 from outcore.text import printable
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
             progress=bar.count,
         )
         if runner.reused:
-            warn(f"outcore matrix: {runner.reused} runs are there already in {output}")
+            tell(f"outcore matrix: {runner.reused} runs are there already in {output}")
         summary = runner.run()
     console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
     if (best := summary.compared().by_budget()) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outcore.cli.engine import warn
+from outcore.cli.output import tell
 from outcore.errors import OutcoreError
 from outcore.text import printable
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     require_matplotlib()
     inputs = read_inputs(args.results)
     for line in inputs.skipped:
-        warn(f"outcore report: {line}")
+        tell(f"outcore report: {line}")
     if not inputs.documents and not inputs.perplexities:
         raise DocumentError("nothing to report: none of the files is a result of outcore bench, matrix or perplexity")
     is_page = args.output.suffix.lower() in (".html", ".htm")

@@ -24,7 +24,7 @@ RANK = "MLX_RANK"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
 """Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
-COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan", "bench"
+COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""
 
 
@@ -48,9 +48,7 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
         # ``chat`` and ``serve`` have it on by themselves, and do without.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
-        f"--modes {given.get('modes')}": name == "bench" and given.get("modes") not in (None, "", "outcore"),
         "--device": name == "plan" and given.get("device") is not None,
-        f"--batch {given.get('batch')}": name == "bench" and given.get("batch") not in (None, "1"),
     }
     for flag, asked in refused.items():
         if asked:
@@ -115,7 +113,7 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         UsageError: the environment cannot be meant. LinkError: a rank did not come.
     """
     args.ranks, name = None, parser.prog.rpartition(" ")[2]
-    link = _link() if name == "bench" or any(group.title == "engine" for group in parser._action_groups) else None
+    link = _link() if any(group.title == "engine" for group in parser._action_groups) else None
     if link is None:
         yield True
         return

@@ -12,11 +12,12 @@ from typing import Any
 from rich.table import Table
 
 from outcore.calibration.calibrate import calibrated
-from outcore.checkpoint.hub_cache import name_of
-from outcore.cli.arguments import FEWER_TOKENS, engine_options, planning_options
+from outcore.checkpoint.find_model import name_of
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import measuring, progress_bar, warn
+from outcore.cli.engine import measuring, progress_bar
 from outcore.cli.model_folder import model_folder
+from outcore.cli.output import tell
+from outcore.cli.plan import FEWER_TOKENS, plan_options
 from outcore.errors import BudgetError
 from outcore.loading.preparation import Preparation, prepare
 from outcore.sizes import format_size
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         BudgetError: a budget is too small.
     """
     folder = model_folder(args)
-    options = engine_options(args) | planning_options(args) | {"trust_remote_code": args.trust_remote_code}
+    options = plan_options(args)
     prepared = _prepared(folder, options, measure=not args.no_calibrate)
     forecast = _forecast(prepared)
     assert forecast is not None  # there are ranks
@@ -74,7 +75,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=warn)
+            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=tell)
     try:
         return prepare(folder, **options)
     except BudgetError as e:

@@ -23,8 +23,8 @@ from ...checkpoint.lazy_model import LazyModel
 from ...checkpoint.manifest import DRAFT, is_packed
 from ...checkpoint.nested import nested_modules
 from ...checkpoint.pack import Progress, pack_draft
-from ...checkpoint.packed_bytes import Pieces
-from ...checkpoint.packed_store import NON_LAYER, PackedFile, cached, open_packed, packed_file
+from ...checkpoint.packed_bytes import PackedFile, Pieces, packed_file
+from ...checkpoint.packed_store import NON_LAYER, cached, open_packed
 from ...engine.model_profile import ModelProfile
 from ...errors import StoreError, UsageError
 from ...machine.cache_use import keep

@@ -1,0 +1,53 @@
+"""Lines of a batch's input: their bodies are those of the server's API, read and asked for in the same way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from ..checks import COUNT
+from ..decode.batch_engine import Request
+from ..decode.batch_file import CHAT, BatchRequest
+from ..decode.request_values import whole_text
+from ..errors import RequestError
+from . import openai
+from .api import HttpRequest
+from .choice import request_of
+from .events import Service
+from .prompting import Prompter
+from .requests import UNSUPPORTED, wrong
+
+
+def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int) -> Request:
+    """What the engine is asked for a line.
+
+    Args:
+        max_tokens: of its answer, where it does not say.
+
+    Raises:
+        RequestError: its body is malformed, or asks for what answers of a batch do not have.
+    """
+    if not isinstance(line.body, dict):
+        raise RequestError("body: not a JSON object")
+    read = openai.chat if line.url == CHAT else openai.completion
+    parsed = read(HttpRequest(line.body), cast(Service, None))
+    (ask, *more), answering = parsed.asks, parsed.answering
+    asked = {
+        "stream": answering.streams,
+        "n": ask.choices > 1,
+        "prompt": more,
+        "tools": ask.tools,
+        "logprobs": ask.logprobs is not None,
+        "response_format": ask.schema is not None,
+        "grammar": ask.grammar,
+    }
+    for name in (name for name, value in asked.items() if value):
+        raise wrong(name, "not supported; leave it out", UNSUPPORTED)
+    for name in answering.ignored:
+        raise wrong(name, "no such parameter", "unknown_parameter")
+    if ask.max_tokens == COUNT:
+        raise wrong("max_tokens", "a batch's answers need a limit")
+    if isinstance(ask.prompt, str):
+        whole_text(ask.prompt, "prompt")
+    prompt = prompter.prepare(ask)
+    return replace(request_of(uid, prompt, ask.sampling, ask.max_tokens or max_tokens), stop=prompt.stop)
