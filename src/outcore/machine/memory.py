@@ -7,6 +7,7 @@ gives it up when asked. Files are read below a `root`, so that tests can stand u
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -23,7 +24,9 @@ from ..sizes import MOST_BYTES, format_size, parse_size
 from . import memory_calls
 from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
 from .memory_calls import MemoryCalls
-from .shared_host import shared_by
+
+SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
+"""The variable that says how many ranks of one run divide this host's memory, this process too."""
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
@@ -116,6 +119,12 @@ def last_resort(limit: MemoryLimit | None = None) -> int:
     return max(0, limit.available // shared_by() - _LEAST_RESERVE)
 
 
+def shared_by() -> int:
+    """How many processes divide the memory; 1 for one that has it for itself."""
+    found = os.environ.get(SHARED_BY, "1")
+    return max(1, int(found)) if found.isdecimal() and len(found) < 6 else 1
+
+
 def rss() -> int:
     """Bytes of this process that are resident now, shared libraries and mapped files included."""
     return int(psutil.Process().memory_info().rss)
@@ -205,12 +214,12 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
         fields, kinds = mount.split(), kind.split()
         if len(fields) < 5 or len(kinds) < 3:
             continue
+        version = 2 if kinds[0] == "cgroup2" else 1 if kinds[0] == "cgroup" and "memory" in kinds[2].split(",") else 0
+        if not version:
+            continue
         # Spaces in paths are written as octal escapes.
         mount_root, mount_point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
-        if kinds[0] == "cgroup2":
-            yield 2, mount_root, mount_point
-        elif kinds[0] == "cgroup" and "memory" in kinds[2].split(","):
-            yield 1, mount_root, mount_point
+        yield version, mount_root, mount_point
 
 
 def _folders_upwards(root: Path, mount_root: str, mount_point: str, group: str) -> Iterator[Path]:
@@ -266,8 +275,7 @@ def number_in(path: Path) -> int | None:
 
 def fields_of(path: Path) -> dict[str, int]:
     """`key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; others are left out."""
-    lines = (line.replace(":", " ").split() for line in text_of(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    return {key: int(number) for key, number in re.findall(r"(?m)^(\w[^\s:]*):?\s+(\d+)(?!\S)", text_of(path))}
 
 
 def asked_budget(memory: int | float | str | None, profile: str = "balanced") -> int:
