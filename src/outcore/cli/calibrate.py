@@ -87,7 +87,7 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
     table.add_column()
     how = "cached" if found.io == "cached" else "direct"
     rows = [
-        ("disk", f"{found.read_gbps:.2f} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
+        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
     ]
@@ -117,7 +117,7 @@ def _disk_table(found: Calibration) -> Table:
         for chunk in sorted({p.chunk for p in found.disk_points if p.direct == direct}):
             rates = {p.in_flight: p.gbps for p in found.disk_points if (p.chunk, p.direct) == (chunk, direct)}
             name = f"{_mib(chunk)} {'direct' if direct else 'cached'}"
-            table.add_row(name, *(f"{rates[n]:.2f}" if n in rates else "" for n in counts))
+            table.add_row(name, *(f"{rates[n]:.3g}" if n in rates else "" for n in counts))
     return table
 
 

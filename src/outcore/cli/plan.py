@@ -11,8 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..calibration.calibrate import calibrate_mirrors, calibrated
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.hub_cache import name_of
+from ..checkpoint.find_model import name_of, resolve_model
 from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare

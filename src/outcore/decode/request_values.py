@@ -21,12 +21,8 @@ Bounds = tuple[type, float, float]
 
 NUMBERS: dict[str, Bounds] = {
     "temperature": (float, 0, LARGE), "top_p": (float, 0, 1), "min_p": (float, 0, 1), "top_k": (int, 0, COUNT),
-    "seed": (int, -(2**63), 2**63 - 1), "max_tokens": (int, 1, COUNT), "max_completion_tokens": (int, 1, COUNT),
-    "repetition_penalty": (float, 0, LARGE), "repetition_context_size": (int, 0, COUNT),
-    "presence_penalty": (float, -LARGE, LARGE), "presence_context_size": (int, 0, COUNT),
-    "frequency_penalty": (float, -LARGE, LARGE), "frequency_context_size": (int, 0, COUNT),
 }  # fmt: skip
-"""Of the sampler and the length. Names and ranges are those of ``mlx_lm.server`` where it has them."""
+"""Of the sampler. Names and ranges are those of ``mlx_lm.server``."""
 
 TEMPLATE_OWN = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",

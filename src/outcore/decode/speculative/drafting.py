@@ -10,8 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ...checkpoint.find_model import resolve_model
-from ...checkpoint.hub_cache import name_of
+from ...checkpoint.find_model import name_of, resolve_model
 from ...engine.model_profile import ModelProfile
 from ...errors import CheckpointError, UsageError
 from ...machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
