@@ -7,6 +7,7 @@ then. What one cannot read another is asked for.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -25,38 +26,45 @@ from .replica import Replicas
 LEAST_CHUNK, PARTS = 256 << 10, 16
 """Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""
 
+EACH = 128 << 10
+"""Bytes that could have been read in the time that a read takes whatever its size."""
+
+LEARN = 4
+"""Parts that somebody is asked for whose rate is not known."""
+
 MEMORY_S = 0.5
 """Seconds of reading after which what was before counts half."""
 
-TRY_S, TRIES = 0.25, 10
+TRY_S, TRIES = 0.25, 30
 """One that is too slow is tried again after so many seconds, and so many times what its last part took."""
 
 
 class FolderPace:
-    """How fast a folder is read from, of late, and how much it was asked for.
+    """How fast a folder is read from, of late, and how much it was asked for. Bytes are counted with ``EACH`` for every
+    part.
 
     Attributes:
         rate: bytes a second while something was under way; 0: not known.
-        waiting: bytes that were asked for and have not come.
+        waiting: bytes that were asked for and have not come, in so many ``parts``.
     """
 
     def __init__(self) -> None:
         self.rate = 0.0
-        self.waiting = 0
+        self.waiting = self.parts = 0
         self._since = self._last_end = self._last_took = 0.0
         self._nbytes = self._seconds = 0.0
 
     def asked(self, nbytes: int, now: float) -> None:
-        """So much is asked for."""
-        if not self.waiting:
+        """A part is asked for."""
+        if not self.parts:
             self._since = now
-        self.waiting += nbytes
+        self.waiting, self.parts = self.waiting + nbytes + EACH, self.parts + 1
 
-    def ended(self, asked: int, done: int, took: float, now: float) -> None:
-        """What was asked for ``took`` seconds ago has ended; ``done`` bytes of it came."""
-        self.waiting -= asked
+    def ended(self, nbytes: int, came: bool, took: float, now: float) -> None:
+        """What was asked for ``took`` seconds ago has ended, well or badly."""
+        self.waiting, self.parts = self.waiting - nbytes - EACH, self.parts - 1
         self._last_end, self._last_took = now, took
-        self._nbytes += done
+        self._nbytes += nbytes + EACH if came else 0
         self._seconds += now - self._since
         self._since = now
         if self._seconds > 0:
@@ -64,18 +72,19 @@ class FolderPace:
         if self._seconds > MEMORY_S:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
-    def done_in(self, nbytes: int, fastest: float, now: float) -> float:
-        """Seconds in which it would have read so much more. Whoever did nothing for long may be faster by now: its disk
-        may have been asleep."""
-        if self.rate and not self.waiting and now - self._last_end > max(TRY_S, TRIES * self._last_took):
+    def done_in(self, nbytes: int, now: float) -> float:
+        """Seconds in which it would have read so much more. Whoever is not known is asked for ``LEARN`` parts, and who
+        did nothing for long for one: its disk may have been asleep."""
+        if not self.rate:
+            return 0.0 if self.parts < LEARN else math.inf
+        if not self.parts and now - self._last_end > max(TRY_S, TRIES * self._last_took):
             return 0.0
-        return (self.waiting + nbytes) / (self.rate or fastest)
+        return (self.waiting + nbytes + EACH) / self.rate
 
 
 def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int, now: float) -> int:
-    """Which of some folders will have read so much first."""
-    fastest = max((paces[n].rate for n in who), default=0.0) or 1.0
-    return min(who, key=lambda n: (paces[n].done_in(nbytes, fastest, now), n))
+    """Which of some folders will have read so much first; the first of them where none is known."""
+    return min(who, key=lambda n: (paces[n].done_in(nbytes, now), n))
 
 
 class _Whole(Read):
@@ -217,7 +226,7 @@ class MirroredReader:
         with self._lock:
             now = self._clock()
             self._under_way.discard(part)
-            self._paces[n].ended(extent.nbytes, 0 if part.error else extent.nbytes, now - part.asked, now)
+            self._paces[n].ended(extent.nbytes, part.error is None, now - part.asked, now)
         self._replicas.count(n, part.nbytes)
         if part.error is not None and not part.whole.cancelled:
             # Before others are asked: whoever waits for the unit finds the note there.

@@ -7,7 +7,6 @@ gives it up when asked. Files are read below a `root`, so that tests can stand u
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import sys
@@ -24,9 +23,7 @@ from ..sizes import MOST_BYTES, format_size, parse_size
 from . import memory_calls
 from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
 from .memory_calls import MemoryCalls
-
-SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
-"""The variable that says how many ranks of one run divide this host's memory, this process too."""
+from .shared_host import shared_by
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
@@ -117,12 +114,6 @@ def last_resort(limit: MemoryLimit | None = None) -> int:
     """Bytes that may still be planned with where `default_budget` is too small for a model to run at all."""
     limit = limit or process_memory_limit()
     return max(0, limit.available // shared_by() - _LEAST_RESERVE)
-
-
-def shared_by() -> int:
-    """How many processes divide the memory; 1 for one that has it for itself."""
-    found = os.environ.get(SHARED_BY, "1")
-    return max(1, int(found)) if found.isdecimal() and len(found) < 6 else 1
 
 
 def rss() -> int:
