@@ -8,9 +8,9 @@ before anything that depends on them is handed to the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,29 +20,26 @@ from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
 from outcore.engine.transport import PassRecorder
 from outcore.engine.undo import Moved, Undo
-from outcore.engine.vocabulary import Table, no_product
+from outcore.engine.vocabulary import no_product
 from outcore.errors import LinkError
 from outcore.modules.call_values import caches_in, handles
 from outcore.modules.hooks import handle, swap, unswap
-from outcore.modules.layers import Layer
 
-from .cuts import Cuts, LayerCall, Shape, filled
+from .cuts import LayerCall, Shape, filled
 from .foreign import advance
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
-from .link.link import Link
 from .routes import reusable, routes
+
+if TYPE_CHECKING:
+    from .rank_share import RankShare
 
 
 class PipelineStage:
     """A rank's side of a model that lies on several.
 
     Args:
-        layers: of the whole model, by the numbers that ``cuts`` and ``owners`` have.
-        owners: the rank of each.
-        heads: what is only multiplied with behind all layers: rank 0's alone.
+        share: what this rank holds of it.
         metrics: where waiting is counted.
-        eager: the model evaluates on the way, so what is received must be there when the graph goes on.
-        filled: on the first rank caches of others' layers hold something, too (``fill``).
 
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
@@ -53,32 +50,21 @@ class PipelineStage:
         trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        cuts: Cuts,
-        owners: Sequence[int],
-        layers: Sequence[Layer],
-        heads: Sequence[Table] = (),
-        *,
-        metrics: Metrics | None = None,
-        eager: bool = False,
-        filled: bool = False,
-    ) -> None:
-        self.link = link
+    def __init__(self, share: RankShare, metrics: Metrics) -> None:
+        self.link, self.eager, self.metrics = share.link, share.eager, metrics
         self.recorder: PassRecorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
-        self.metrics = metrics or Metrics()
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
-        self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
+        cuts, owners, layers = share.cuts, share.owners, share.layers
+        self._cuts, self._owners, self._layers, self._heads = cuts, owners, layers, share.heads
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
+        self._wanted, self._sent = routes(cuts, owners, self.link.rank, share.filled)
         self._copies: Mapping[int, nn.Module] = {}
-        self._numbers = {id(layers[i].module): i for i in cuts.order if owners[i] == link.rank}
+        self._numbers = {id(layers[i].module): i for i in cuts.order if share.own(i)}
         self._reused = reusable(cuts, self._wanted)
-        own = [i for i in cuts.order if owners[i] == link.rank]
+        own = [i for i in cuts.order if share.own(i)]
         self.trailing = bool(own) and own[-1] not in self._sent
 
     def install(self) -> None:
