@@ -33,8 +33,8 @@ from result_file import write_result
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 OLLAMA, ANTHROPIC, RESPONSES = "/api/chat", "/v1/messages", "/v1/responses"
-LARGE = 15_500_000
-"""Bytes of a body just below what is taken (``--max-body``)."""
+LARGE = 7_900_000
+"""Bytes of a body just below what is taken."""
 
 SOON_S, HEALTH_S, TOKENS_S, LEFT_BYTES = 0.02, 0.1, 3.0, 20_000_000
 """Between two looks; and what an answer of ``/health``, two tokens, and memory a minute later may take at most."""
@@ -191,7 +191,7 @@ def two_lengths(address: str) -> Counter[str]:
 
 ATTACKS: dict[str, Callable[[str], Counter[str]]] = {
     **{name: functools.partial(one_body, name) for name in BODIES},
-    "16 bodies of 15.5 MB": many_bodies,
+    "16 bodies of 7.9 MB": many_bodies,
     "8 clients that never read": never_read,
     "headers of 64 KB": large_header,
     "Content-Length with chunked": two_lengths,

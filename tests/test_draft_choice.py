@@ -16,7 +16,7 @@ import pytest
 import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
-from outcore.checkpoint.hub_cache import with_same_tokens
+from outcore.checkpoint.find_model import with_same_tokens
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy

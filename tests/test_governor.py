@@ -153,6 +153,11 @@ def test_what_others_took_of_late_is_expected_again() -> None:
     # 600 MB in the time that two passes and a look take: 300 of them are not there.
     assert given(decision) == (600 + 64 - 300) * MB
     assert "others have taken 600 MB of late" in decision.reason
+    # Also in the middle of a pass that takes as long as the last one: what they took since it began and before.
+    slow = Governor()
+    looks = [(0, 900, None), (4, 700, 4.0), (5, 600, None), (7, 330, None)]
+    missing = [given(slow.decide(at, reading(free * MB), 0, 20 * UNIT, pass_s=pass_s)) for at, free, pass_s in looks]
+    assert missing == [0, 0, 0, (570 + 64 - 330) * MB]
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -13,23 +13,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-import zoo
 from fake_ssh import behind
 from outcore.cli.main import main
 from outcore.cli.output import Result
 from outcore.errors import LinkError, UsageError
 from outcore.machine.gpus import nvidia_gpus
-from outcore_cluster.launch.checks import check_versions, compare
-from outcore_cluster.launch.facts import digests, model_facts
 from outcore_cluster.launch.hosts import Host, find_hosts, remote_command
-from outcore_cluster.launch.launch import _status
+from outcore_cluster.launch.launch import _status, check_versions
 from outcore_cluster.launch.processes import Rank, RankProcesses
 from outcore_cluster.link.guard import on_host
 
@@ -541,58 +537,6 @@ def test_versions_that_differ_are_told() -> None:
         other = {"versions": same["versions"] | {name: "9"}}
         with pytest.raises(LinkError, match=rf"^rank 1 \(h1\) has {name} 9, rank 0 \(h0\) "):
             check_versions(All(), [same, other])  # type: ignore[arg-type]
-
-
-def test_models_that_differ_are_told() -> None:
-    zero, one = All.ranks
-    compare([(zero, {"digest": "a"}), (one, {"digest": "a"})], ["m", "m"])  # type: ignore[list-item]
-    with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: its files differ from those of rank 0 \(h0\)"):
-        compare([(zero, {"digest": "a"}), (one, {"digest": "b"})], ["m", "m"])  # type: ignore[list-item]
-    with pytest.raises(LinkError, match=r"^rank 1 \(h1\): m: no such folder"):
-        compare([(zero, {"digest": "a"}), (one, {"error": "no such folder"})], ["m", "m"])  # type: ignore[list-item]
-    with pytest.raises(LinkError, match=r"^rank 0 \(h0\): m: no such folder; check the path, or name a Hub model$"):
-        compare([(zero, {"error": "no such folder"}), (one, {"digest": "a"})], ["m", "m"])  # type: ignore[list-item]
-    with pytest.raises(LinkError, match=r"^rank 0 \(h0\): /m: no config.json here$"):
-        compare([(zero, {"error": "/m: no config.json here"})], ["/m"])  # type: ignore[list-item]
-
-
-def _truncate(folder: Path) -> None:
-    file = next(folder.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def _change_weights(folder: Path) -> None:
-    file = next(folder.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1000:] = bytes(b ^ 1 for b in data[-1000:])
-    file.write_bytes(data)
-
-
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "weights": _change_weights,
-    "configuration": lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text() + "\n"),
-    "tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
-    "template": lambda folder: (folder / "chat_template.jinja").write_text("x"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_copy_has_the_same_digest_until_something_changes(change: Callable[[Path], object], tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    before = digests(folder)
-    for file in folder.iterdir():
-        os.utime(file, (1, 1))
-    assert digests(folder) == before
-    change(folder)
-    assert digests(folder) != before
-
-
-def test_a_model_that_is_not_whole_or_not_there_is_told(tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    _truncate(folder)
-    assert "error" in model_facts(str(folder), None)
-    assert model_facts(str(tmp_path / "none"), None) == {"error": "no such folder"}
-    assert model_facts("nobody/nothing-of-this-name", None) == {"absent": True}
 
 
 AT_A_TERMINAL = """

@@ -147,7 +147,7 @@ def test_all_folders_are_read_from_and_every_byte_is_in_its_place(three: Three, 
     replicas = three.replicas()
     metrics = Metrics()
     with reading(list(three.files), replicas, io=io, metrics=metrics) as reader:
-        for seed in range(2):
+        for seed in range(5):
             three.read(reader, seed)
             reader.check()
     parts = [r.nbytes for r in replicas.all]
@@ -331,7 +331,7 @@ def simulated(rates: Sequence[float], units: int, unit: int, ahead: int = 3) -> 
             asked += 1
         n = min((n for n, reads in enumerate(under_way) if reads), key=lambda n: under_way[n][0][1])
         which, now = under_way[n].pop(0)
-        paces[n].ended(chunk, chunk, chunk / rates[n], now)
+        paces[n].ended(chunk, True, chunk / rates[n], now)
         left[which] -= 1
         while len(done) < units and not left[len(done)]:
             done.append(now)
@@ -349,7 +349,7 @@ def test_a_slow_mirror_makes_nothing_later_than_without(slow: float) -> None:
     """But for what it takes until it is known to be slow, and a try now and then."""
     fast = 3e9
     alone, both = simulated([fast], 200, 64 << 20), simulated([fast, fast / slow], 200, 64 << 20)
-    assert both[-1] - both[39] < (alone[-1] - alone[39]) * 1.05
+    assert both[-1] < alone[-1] * 1.05 + 4 * (4 << 20) / (fast / slow)
     if slow <= 3:
         assert both[-1] < alone[-1] * 1.1 / (1 + 1 / slow)
 
@@ -358,10 +358,10 @@ def test_a_disk_that_was_asleep_is_used_again() -> None:
     paces = [FolderPace(), FolderPace()]
     for pace, seconds in zip(paces, (0.001, 5.0), strict=True):
         pace.asked(1000, 0.0)
-        pace.ended(1000, 1000, seconds, seconds)
+        pace.ended(1000, True, seconds, seconds)
     paces[0].asked(1000, 5.0)
     assert quickest(paces, (0, 1), 1000, 5.0) == 0, "it took 5 s for what takes the other a millisecond"
-    assert quickest(paces, (0, 1), 1000, 56.0) == 1
+    assert quickest(paces, (0, 1), 1000, 156.0) == 1
 
 
 # Comparing

@@ -106,14 +106,14 @@ HONOURED: list[tuple[str, str, Any]] = [
 )
 def test_parameters(parameter: str, attribute: str, value: Any) -> None:
     found = said(f"PARAMETER {parameter}")
-    assert getattr(found, attribute) == value
+    assert found.get(attribute) == value
     assert found.lines == {"model": 1, attribute: 2}
 
 
 def test_every_parameter_is_honoured_or_refused_saying_what_there_is_instead() -> None:
     assert {p.split()[0] for p, *_ in HONOURED} == {"stop", *PARAMETERS}
-    for name, why in OTHER_PARAMETERS.items():
-        assert refused("", f"PARAMETER {name} 1").startswith(f"line 3: PARAMETER {name}: not supported ({why}")
+    for name in OTHER_PARAMETERS:
+        assert refused(f"PARAMETER {name} 1").startswith(f"line 2: PARAMETER {name}: not supported")
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_folders_lie_beside_the_modelfile_and_names_stay_names(tmp_path: Path) -
 def test_the_instructions_of_mlx_flash() -> None:
     found = said("FLASH true", "FLASH_RAM_GB 12", "FLASH_THREADS 6", "FLASH_PREFETCH_LAYERS 3", "FLASH_EVICTION none",
                  "FLASH_TOP_K 0", "flash_quant_warn_below 4")  # fmt: skip
-    assert found.flash
-    assert (found.memory, found.threads, found.slots, found.io) == ("12GB", 6, 4, "cached")
-    assert found.warn_below_bits == 4
-    assert said("FLASH_RAM_GB 0.007").memory == "0.007GB"
-    assert [said(f"FLASH_EVICTION {way}").io for way in ("free", "DONTNEED")] == ["auto", "auto"]
-    assert not said().flash
-    assert [said(f"FLASH {word}").flash for word in ("1", "yes", "On")] == [True] * 3
+    assert found.get("flash")
+    assert (found.get("memory"), found.get("threads"), found.get("slots"), found.get("io")) == ("12GB", 6, 4, "cached")
+    assert found.get("warn_below_bits") == 4
+    assert said("FLASH_RAM_GB 0.007").get("memory") == "0.007GB"
+    assert [said(f"FLASH_EVICTION {way}").get("io") for way in ("free", "DONTNEED")] == ["auto", "auto"]
+    assert not said().get("flash")
+    assert [said(f"FLASH {word}").get("flash") for word in ("1", "yes", "On")] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -318,4 +318,4 @@ FLASH_EVICTION free
 def test_a_modelfile_of_mlx_flash() -> None:
     found = parse_modelfile(FLASH_EXAMPLE)
     assert found.system == "You are a helpful, concise assistant."
-    assert (found.flash, found.memory, found.threads, found.slots, found.io) == (True, "10GB", 4, 3, "auto")
+    assert [found.get(name) for name in ("flash", "memory", "threads", "slots", "io")] == [True, "10GB", 4, 3, "auto"]

@@ -12,7 +12,6 @@ import pytest
 
 from outcore.cli.commands import commands
 from outcore.cli.console import PlainConsole
-from outcore.cli.draft_table import drafts_table
 from outcore.cli.main import usage
 from outcore.cli.plan import _curve_table
 from outcore.loading.preparation import prepare
@@ -50,17 +49,6 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
     assert "a token" in shown and "tokens/s" in shown
-
-
-def test_the_table_of_drafts_is_whole() -> None:
-    row = {"draft": "mlx-community/Qwen3-0.6B-4bit", "chosen": True, "predicted_tps": 12.34, "tokens_per_sweep": 2.5}
-    row |= {"draft_bytes": 120_000_000, "beside_bytes": 3_000_000, "reason": None}
-    row |= {"resident_units": 12, "bytes_per_sweep": 12_300_000_000}
-    why = "needs 51.9 GB, and that is more than there is at this budget"
-    for width in (80, 120):
-        shown = printed(drafts_table([row, {"draft": "self:2", "reason": why}]), width)
-        assert "…" not in shown and f"self:2: {why}" in shown
-        assert all(word in shown for word in ("12.34", "← this plan", "123 MB", "12.3 GB"))
 
 
 def test_the_table_of_ranks_is_whole() -> None:

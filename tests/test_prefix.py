@@ -427,12 +427,6 @@ def test_the_cache_command_lists_verifies_and_removes_prompts(
     status, said = run("ls")
     (entry,) = [e for e in said["entries"] if e["kind"] == "prompts"]
     assert status == 0 and entry["bytes"] == sum(p.stat().st_size for p in folder.iterdir())
-    status, said = run("verify")
-    assert (status, said["damaged"]) == (0, []) and said["whole"] == len(list(folder.iterdir()))
-    path = next(folder.glob("*.kv"))
-    path.write_bytes(path.read_bytes()[:-3])
-    status, said = run("verify")
-    assert (status, said["damaged"]) == (1, [path.name]) and not path.exists()
     status, said = run("rm", entry["name"])
     assert status == 0 and not folder.exists()
 

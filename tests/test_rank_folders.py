@@ -131,6 +131,20 @@ def test_adapters_that_are_applied_in_another_way_are_refused(two: RankProcesses
         assert "rank 1 has another adapter_config.json than rank 0: copy the adapter's folder from there" in said
 
 
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [("config.json", "another config.json"), ("tokenizer_config.json", "another tokenizer, or template,")],
+)
+def test_other_files_beside_the_weights_are_refused(
+    file: str, what: str, two: RankProcesses, llama: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(llama, tmp_path / "other"))
+    path = other / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {"more": 1}))
+    for said in told(two, [llama, other]):
+        assert f"rank 1 has {what} than rank 0" in said
+
+
 def test_other_code_of_the_models_own_is_refused(two: RankProcesses, llama: Path, tmp_path: Path) -> None:
     folders = []
     for name, more in (("a", ""), ("b", "# edited\n"), ("c", "")):

@@ -20,7 +20,7 @@ from outcore_bench.report.inputs import Inputs, Perplexities, PerplexityRow, rea
 from outcore_bench.report.markdown import markdown
 from outcore_bench.report.page import page
 from outcore_bench.report.published import model_key, published_tables
-from outcore_bench.report.sections import covered, overlap_text, sections, spans, summary
+from outcore_bench.report.sections import covered, overlap_text, sections, summary
 from outcore_bench.report.tables import number, size
 
 LINUX = Machine(
@@ -230,8 +230,7 @@ def test_predictions_appear_with_the_field_that_tells_them() -> None:
 
 def test_overlap_is_measured_on_the_union_of_bars() -> None:
     two = [TimelineBar("read", "a", 0, 2), TimelineBar("read", "b", 1, 3), TimelineBar("compute", "a", 2, 5)]
-    assert spans(two, "read") == [(0, 3)]
-    assert covered(two) == (3, 3, 1)
+    assert [covered(two, *kinds) for kinds in (("read",), ("compute",), ("read", "compute"))] == [3, 3, 5]
     assert "3000 ms of reads and 3000 ms of compute in one sweep; 33 % of" in overlap_text(streamed(0, 1, timeline=two))
     assert "; 0 % of the reading" in overlap_text(streamed(0, 1, timeline=bars(overlapping=False)))
 

@@ -358,7 +358,7 @@ def test_a_closed_connection_waits_for_its_client_to_read_but_not_for_ever() -> 
 
 def test_hostile_bodies_are_answered_and_change_nothing() -> None:
     async def test() -> None:
-        async with running(limits=ClientLimits(body_bytes=60_000)) as server:
+        async with running(limits=ClientLimits(body_bytes=60_000, values=20_000)) as server:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             seen: set[int] = set()
             for body in bodies(16, 500):

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from outcore.errors import OutcoreError
 
@@ -20,23 +18,14 @@ from .jobs import BenchJob
 from .measure import measure
 
 
-def _row(arguments: dict[str, Any]) -> dict[str, Any]:
-    return measure(BenchJob.of(arguments)).record()
-
-
-def _disk(arguments: dict[str, Any]) -> dict[str, Any]:
-    files = [Path(file) for file in arguments.pop("files")]
-    return asdict(disk_rate(files, **arguments))
-
-
-KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"row": _row, "disk": _disk}
-
-
-def main(argv: list[str]) -> int:
+def main(kind: str, text: str) -> int:
     """Take one measurement; returns the exit status."""
-    kind, arguments = argv
+    arguments = json.loads(text)
     try:
-        result = KINDS[kind](json.loads(arguments))
+        if kind == "row":
+            result = measure(BenchJob.of(arguments)).record()
+        else:
+            result = asdict(disk_rate([Path(file) for file in arguments.pop("files")], **arguments))
     except OutcoreError as e:
         print(e, file=sys.stderr)
         return 1
@@ -45,4 +34,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

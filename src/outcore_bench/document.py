@@ -160,7 +160,8 @@ class Ceiling:
 
 @dataclass
 class Use:
-    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and used, and joules a token."""
+    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and used. Joules a token are in older
+    results alone."""
 
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None

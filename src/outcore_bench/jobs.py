@@ -143,6 +143,23 @@ class BenchJob:
         return shlex.join(argv)
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """What stands between commas, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Whole numbers between commas, each once.
+
+    Raises:
+        UsageError: what is there is none.
+    """
+    try:
+        return tuple(int(n) for n in listed(text))
+    except ValueError:
+        raise UsageError(f"{flag} {text}: give whole numbers, separated by commas") from None
+
+
 def choose(flag: str, values: Iterable[str], known: Collection[str]) -> None:
     """Check words that a flag was given.
 

@@ -104,12 +104,9 @@ class MatrixRunner:
     def run(self) -> GridSummary:
         """Measure every point that is not there yet."""
         left = in_order([c.point for c in self.summary.cells if c.state == "missing"])
-        began = self.clock()
         self._summarize()
         for i, point in enumerate(left):
-            rest = (self.clock() - began) / i * (len(left) - i) if i else None
-            about = f"; {_left(rest)} left" if rest is not None else ""
-            self.progress(point.label + about, self.reused + i, self.reused + len(left))
+            self.progress(point.label, self.reused + i, self.reused + len(left))
             row = self._measure(point)
             self.summary.cells = [replace(c, row=row) if c.point == point else c for c in self.summary.cells]
             self._summarize()
@@ -225,11 +222,3 @@ class MatrixRunner:
 
     def _summarize(self) -> None:
         self._write(SUMMARY, self.summary.record())
-
-
-def _left(seconds: float) -> str:
-    """Time for people, no finer than minutes."""
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return "less than a minute"
-    return f"about {minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"about {minutes} min"

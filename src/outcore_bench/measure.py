@@ -15,10 +15,10 @@ from outcore.disk.metrics import Event, Metrics
 from outcore.engine.session import Session
 from outcore.machine.memory import peak_rss
 
-from .counters import Energy, Reads, process_reads
+from .counters import Reads, process_reads
 from .document import BenchRow, Reading, Setting, Speed, Stat, TimelineBar, Use
 from .jobs import BenchJob
-from .modes import Loop, open_loop
+from .modes import LOOPS, Loop
 from .page_cache import drop_page_cache, warm_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "none": None}
@@ -39,14 +39,12 @@ def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
         OutcoreError: the model cannot be loaded that way.
     """
     files = weight_files(Path(job.folder))
-    energy = Energy()
-    loop = open_loop(job)
+    loop = LOOPS[job.mode](job)
     try:
-        bench = _Bench(job, loop, files, energy, clock)
+        bench = _Bench(job, loop, files, clock)
         for _ in range(job.run.warmup):
             bench.run(tokens=1)
         row = _row(job, loop, [bench.run(job.run.tokens) for _ in range(job.run.repeats)])
-        row.use.energy_source = energy.source
         if job.run.timeline and job.batch == 1 and loop.session is not None and loop.session.streaming is not None:
             row.timeline = timeline(loop, prompt_ids(job.run.prompt_tokens, vocabulary=job.vocabulary))
         # The freed memory that MLX keeps for reuse counts, as in `outcore generate`.
@@ -56,7 +54,6 @@ def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
             row.notes.append("what was read ahead while files were dropped from the page cache is not in the time")
         return row
     finally:
-        energy.close()
         loop.close()
 
 
@@ -72,7 +69,6 @@ class _Run:
     read_s: float
     stall_s: float
     reads: Reads | None
-    joules: float | None
 
     @property
     def decode_s(self) -> float:
@@ -87,8 +83,8 @@ class _Run:
 class _Bench:
     """Runs one loop again and again, and drops the page cache where cold has to be cold."""
 
-    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], energy: Energy, clock: Clock) -> None:
-        self.job, self.loop, self.energy, self.clock = job, loop, energy, clock
+    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], clock: Clock) -> None:
+        self.job, self.loop, self.clock = job, loop, clock
         self.metrics = loop.session.metrics if loop.session is not None else Metrics()
         self.cold = loop.io == "cached" and job.run.cache == "cold"
         self.files = streamed_files(loop) or list(files)
@@ -101,7 +97,7 @@ class _Bench:
         stepping = self.loop.steps(prompts, tokens + 1)
         ttft, first = self._step(stepping)
         self.metrics.reset()
-        reads, joules = process_reads(), self.energy.joules()
+        reads = process_reads()
         seconds, steps = [], [first]
         while sum(map(len, steps)) < job.batch * (tokens + 1):
             s, step = self._step(stepping)
@@ -109,7 +105,7 @@ class _Bench:
             steps.append(step)
         nbytes, read_s = self.metrics.reading()
         sweeps, stall_s = self.metrics.sweeps, self.metrics.stall_s
-        reads_now, joules_now = process_reads(), self.energy.joules()
+        reads_now = process_reads()
         stepping.close()
         mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
         return _Run(
@@ -121,7 +117,6 @@ class _Bench:
             read_s,
             stall_s,
             reads_now.since(reads) if reads is not None and reads_now is not None else None,
-            joules_now - joules if joules is not None and joules_now is not None else None,
         )
 
     def _step(self, stepping: Generator[list[int], None, None]) -> tuple[float, list[int]]:
@@ -157,8 +152,6 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
     if reads:
         row.reading.device_bytes_per_token = sum(r.device for r in reads) / tokens
         row.reading.cached_bytes_per_token = sum(r.cached for r in reads) / tokens
-    joules = [r.joules for r in runs if r.joules is not None]
-    row.use.energy_j = sum(joules) / tokens if joules else None
     if len({tuple(map(tuple, r.steps)) for r in runs}) > 1:
         row.notes.append("repeats gave different tokens")
     if loop.session is not None:
@@ -183,7 +176,7 @@ def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
         "activations": plan.activation_bytes,
         "allocator": plan.allocator_bytes,
     }
-    row.use = Use(parts, plan.peak_bytes, energy_j=row.use.energy_j)
+    row.use = Use(parts, plan.peak_bytes)
     row.notes += session.notes
 
 

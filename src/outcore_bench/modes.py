@@ -45,15 +45,6 @@ class Loop:
     close: Callable[[], None] = lambda: None
 
 
-def open_loop(job: BenchJob) -> Loop:
-    """Load the job's model in its way.
-
-    Raises:
-        OutcoreError: the model cannot be loaded that way.
-    """
-    return LOOPS[job.mode](job)
-
-
 def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP) -> Steps:
     """mlx-lm's own loops: ``generate_step`` for one sequence, ``BatchGenerator`` for several. Greedy, no end token."""
 
@@ -137,3 +128,4 @@ def _outcore_steps(model: Any, session: Session) -> Steps:
 
 
 LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain": _open_plain, OUTCORE: _open_outcore}
+"""What loads a job's model in each way; raises ``OutcoreError`` where it cannot be loaded so."""

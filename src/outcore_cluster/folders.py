@@ -13,7 +13,7 @@ from outcore.errors import UsageError
 
 from .cuts import Cuts
 from .partial_checkpoint import RankLayers, name_in_hub
-from .weight_prints import OWN_CODE, first_other, weight_prints
+from .weight_prints import BESIDE, CONFIG, OWN_CODE, first_other, weight_prints
 
 if TYPE_CHECKING:
     from .group import RankGroup
@@ -57,7 +57,12 @@ def _check_weights(told: Sequence[Mapping[str, Any]], who: Sequence[str]) -> Non
     """Refuse other weights of the same architecture: their layers would fit together, and say what neither would."""
     if (other := first_other([each["prints"] for each in told])) is not None:
         mine, theirs, name = other
-        what = {OWN_CODE: "other code of the model's own", ADAPTER_CONFIG: f"another {ADAPTER_CONFIG}"}
+        what = {
+            OWN_CODE: "other code of the model's own",
+            CONFIG: "another config.json",
+            BESIDE: "another tokenizer, or template,",
+            ADAPTER_CONFIG: f"another {ADAPTER_CONFIG}",
+        }
         whose = "adapter" if name == ADAPTER_CONFIG else "model"
         has = what.get(name, "other weights")
         raise UsageError(f"{who[mine]} has {has} than {who[theirs]}: copy the {whose}'s folder from there")

@@ -18,9 +18,11 @@ from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, c
 from outcore.checkpoint.identity import MOST_BLOCKS, Place, block_of, read_blocks
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
-from outcore.machine.small_files import CONFIG_BYTES
+from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_small
 
-OWN_CODE = "model_file"
+OWN_CODE, CONFIG, BESIDE = "model_file", "config", "beside"
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Files beside the weights that decide what a prompt's tokens are; ``pack`` copies them."""
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:
@@ -29,7 +31,8 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
     Of parameters that lie on disk as they are used, by path, 16 hex digits of a block, and of an original's other
     tensors and an adapter's by their own names; of more than ``MOST_BLOCKS`` every n-th. Of a packed copy's files, by
     coding and name, their checksums, but for files that lack what is other ranks'. Of all parameters, their paths. Of
-    an adapter, how it is applied. Of a model with code of its own, a digest of that.
+    an adapter, how it is applied. Of a model with code of its own, a digest of that; of its configuration; of files
+    beside the weights: tokenizer and templates.
 
     Raises:
         OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.
@@ -44,6 +47,8 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
         if t.file in there:
             by_file[t.file].append((name, f"{t.shape}", (t.offset, t.nbytes)))
     found = _checksums(lazy) | {"parameters": xxhash.xxh3_64_hexdigest("\n".join(paths).encode())}
+    found[CONFIG] = xxhash.xxh3_64_hexdigest(json.dumps(lazy.config, sort_keys=True, default=str).encode())
+    found[BESIDE] = _files_beside(lazy.checkpoint.folder)
     found[OWN_CODE] = code_print(lazy.checkpoint.folder, lazy.config).decode()
     for file, its in by_file.items():
         found |= prints_of(file, its)
@@ -95,6 +100,15 @@ def _of_adapter(folder: str | Path | None) -> dict[str, str]:
     return {ADAPTER_CONFIG: how} | prints_of(
         path, [(f"adapter/{name}", f"{t.shape}", (t.offset, t.nbytes)) for name, t in tensors]
     )
+
+
+def _files_beside(folder: Path) -> str:
+    found = xxhash.xxh3_64()
+    for path in sorted({path for pattern in SMALL for path in folder.glob(pattern)}):
+        own = path.name == "config.json" or path.name.startswith("manifest") or path.name.endswith(".index.json")
+        if not own and path.is_file():
+            found.update(f"{path.name}\n".encode() + read_small(path, TOKENIZER_BYTES))
+    return found.hexdigest()
 
 
 def _checksums(lazy: LazyModel) -> dict[str, str]:

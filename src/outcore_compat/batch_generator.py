@@ -30,7 +30,7 @@ from outcore.errors import UsageError
 from outcore.machine.allocator import limits
 from outcore.modules.cache_form import check_cache
 
-from .prompt_room import check_room
+from .request_guard import check_room
 from .settings import warn_of_defaults
 from .stored_caches import HandedOut, cache_room
 

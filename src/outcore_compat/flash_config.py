@@ -7,10 +7,8 @@ given, so that a configuration that was written down whole can be read.
 from __future__ import annotations
 
 import dataclasses
-import queue
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -36,83 +34,52 @@ REFUSED = {
     "max_safe_prefill_tokens": "prompts are computed within the budget always: leave it out",
     "max_safe_context_tokens": "a context is refused where memory is short of it: leave it out",
     "disk_kv_max_tokens": "the disk's room bounds it; kv_eviction of stream_generate lets halves go: leave it out",
+    "min_quant_bits": "models of any width are run: look at the model's config.json, and leave it out",
+    "strict_quant": "models of any width are run: look at the model's config.json, and leave it out",
+    "debug": "model.outcore holds the plan, and the log of `outcore` tells of it: leave it out",
+    "enable_profiling": "outcore monitor shows it, and model.outcore.metrics counts: leave it out",
+    "monitor_queue": "outcore monitor shows it, and model.outcore.metrics counts: leave it out",
 }
 """Fields that mean nothing here, or would change answers, and what to do instead."""
 
 
-@dataclass
-class FlashConfig:
-    """mlx-flash's configuration of that name.
+DEFAULTS: dict[str, Any] = {
+    "enabled": False, "ram_budget_gb": 2.0, "eviction_strategy": "free", "n_io_threads": 4, "pipeline_depth": 2,
+    "prefetch_layers": 2, "max_kv_size": None, "kv_keep": 250, "kv_bits": None, "kv_cache_quantized": False,
+    "kv_cache_bits": 8, "prefill_chunk_size": 32, "min_quant_bits": 4, "strict_quant": False,
+    "pipelined_execution": False, "debug": False, "enable_profiling": False, "monitor_queue": None,
+    "moe_top_k_override": None, "expert_cache_size": 8, "tiled_execution": False, "tile_size": 1024,
+    "metal_kernels": True, "strict_guardrails": True, "kv_cache_local_window_size": 128,
+    "max_in_memory_kv_tokens": 2048, "enable_prefill_guardrail": True, "max_safe_prefill_tokens": 64,
+    "max_safe_context_tokens": 512, "disk_kv_enabled": False, "disk_kv_dir": "", "disk_kv_max_tokens": None,
+    "kv_cache_dir": None,
+}  # fmt: skip
+"""Its fields, and their defaults there."""
 
-    Attributes:
-        enabled: whether ``apply_flash_patch`` patches anything.
-        ram_budget_gb: memory in units of 1e9 bytes, for weights, slots, caches and activations together; in mlx-flash
-            for weights alone.
-        n_io_threads: reads in flight at once.
-        pipeline_depth: layers in flight: slots. ``prefetch_layers``: layers that are read ahead: one slot more.
-        eviction_strategy: ``free`` or ``dontneed``: weights are read around the page cache where that is as fast;
-            ``none``: through it.
-        max_kv_size: tokens that caches hold at most; ``kv_keep``: of those, so many from the beginning for good.
-        kv_bits: of quantized keys and values; or ``kv_cache_quantized`` with ``kv_cache_bits``.
-        prefill_chunk_size: prompt tokens computed at a time; 0: as many as there is room for.
-        disk_kv_enabled: keys and values of streamed layers lie on disk; otherwise, where a context does not fit in
-            another way. ``disk_kv_dir``, or ``kv_cache_dir``: the folder.
-        min_quant_bits: warn of models with fewer bits; with ``strict_quant`` refuse them.
-        pipelined_execution: reading and computing overlap always.
-        debug: print what is held in memory. ``enable_profiling``: and what each text took.
-        monitor_queue: gets a dictionary for each sweep, unless it is full.
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields",
+    [(name, Any, default) for name, default in DEFAULTS.items()],
+    namespace={"__post_init__": lambda self: self.validate()},
+)
 
-    The other fields are refused when the configuration is used, unless they have mlx-flash's default.
+
+class FlashConfig(_Fields):
+    """mlx-flash's configuration of that name; what each field means here: docs/integrations.md.
+
+    ``ram_budget_gb`` is memory in units of 1e9 bytes, for weights, slots, caches and activations together; in mlx-flash
+    for weights alone. ``REFUSED`` fields are refused when the configuration is used, unless they have their default.
 
     Raises:
         UsageError: a value is of another kind, or out of range.
     """
 
-    enabled: bool = False
-    ram_budget_gb: float = 2.0
-    eviction_strategy: str = "free"
-    n_io_threads: int = 4
-    pipeline_depth: int = 2
-    prefetch_layers: int = 2
-    max_kv_size: int | None = None
-    kv_keep: int = 250
-    kv_bits: int | None = None
-    kv_cache_quantized: bool = False
-    kv_cache_bits: int = 8
-    prefill_chunk_size: int = 32
-    min_quant_bits: int = 4
-    strict_quant: bool = False
-    pipelined_execution: bool = False
-    debug: bool = False
-    enable_profiling: bool = False
-    monitor_queue: queue.Queue[Any] | None = None
-    moe_top_k_override: int | None = None
-    expert_cache_size: int = 8
-    tiled_execution: bool = False
-    tile_size: int = 1024
-    metal_kernels: bool = True
-    strict_guardrails: bool = True
-    kv_cache_local_window_size: int = 128
-    max_in_memory_kv_tokens: int = 2048
-    enable_prefill_guardrail: bool = True
-    max_safe_prefill_tokens: int = 64
-    max_safe_context_tokens: int = 512
-    disk_kv_enabled: bool = False
-    disk_kv_dir: str = ""
-    disk_kv_max_tokens: int | None = None
-    kv_cache_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        self.validate()
-
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> FlashConfig:
         """A configuration of a dictionary, such as one that was read from JSON. Names that mlx-flash never had are
         warned of."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(str(name) for name in d if name not in known):
+        if unknown := sorted(str(name) for name in d if name not in DEFAULTS):
             warnings.warn(f"unknown to FlashConfig, and without effect: {', '.join(unknown)}", stacklevel=2)
-        return cls(**{k: v for k, v in d.items() if k in known})
+        return cls(**{k: v for k, v in d.items() if k in DEFAULTS})
 
     def validate(self) -> None:
         """Check what can be without a model.
@@ -189,4 +156,4 @@ class FlashConfig:
 
     def _given(self) -> dict[str, Any]:
         """The fields that do not have mlx-flash's defaults."""
-        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+        return {name: v for name, default in DEFAULTS.items() if (v := getattr(self, name)) != default}

@@ -8,24 +8,16 @@ apply_flash_patch(FlashConfig(enabled=True, ram_budget_gb=10.0))
 from __future__ import annotations
 
 import logging
-import queue
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
-from outcore.checkpoint.checkpoint import read_object
-from outcore.checkpoint.config import CONFIG
 from outcore.checkpoint.find_model import resolve_model
-from outcore.engine.session import Session
 from outcore.errors import UsageError
 from outcore.loading.loader import load_with_tokenizer
-from outcore.machine.small_files import CONFIG_BYTES
 
 from . import text_models
 from .flash_config import FlashConfig
@@ -103,70 +95,7 @@ def settings_of(config: FlashConfig) -> PatchSettings:
     Raises:
         UsageError: as ``apply_flash_patch``.
     """
-    watcher = _Watcher(config)
-    return PatchSettings(
-        config.options(),
-        generation=config.generation(),
-        caches=config.caches(),
-        opened=watcher.opened,
-        loaded=watcher.loaded,
-        written=watcher.written,
-    )
-
-
-class _Watcher:
-    """Tells what a configuration asks to be told."""
-
-    def __init__(self, config: FlashConfig) -> None:
-        self._config = config
-
-    def opened(self, folder: Path) -> None:
-        """Before a model is loaded."""
-        config = self._config
-        _, found = read_object(folder / CONFIG, CONFIG_BYTES)
-        quantization = found.get("quantization") or found.get("quantization_config") or {}
-        bits = quantization.get("bits") if isinstance(quantization, dict) else None
-        if isinstance(bits, int) and bits < config.min_quant_bits:
-            line = f"{folder.name}: {bits} bits a weight, fewer than min_quant_bits={config.min_quant_bits}"
-            if config.strict_quant:
-                raise UsageError(f"{line}; strict_quant refuses it")
-            _log.warning("%s", line)
-
-    def loaded(self, session: Session) -> None:
-        """Once it is."""
-        if self._config.debug:
-            print(f"[outcore] {session!r}", *session.notes, sep="\n[outcore] ", file=sys.stderr)
-        events = self._config.monitor_queue
-        if events is not None and session.streaming is not None:
-            session.streaming.before_sweep.join(lambda: _put(events, session))
-
-    def written(self, session: Session) -> None:
-        """When a text has ended."""
-        if self._config.enable_profiling:
-            told = ", ".join(f"{name} {value}" for name, value in _event(session).items())
-            print(f"[outcore] so far: {told}", file=sys.stderr)
-
-
-def _event(session: Session) -> dict[str, Any]:
-    """How a model runs: counters since it was loaded; bytes, seconds."""
-    m, plan = session.metrics, session.plan
-    return {
-        "sweeps": m.sweeps,
-        "bytes_read": m.bytes_read,
-        "read_gbps": round(m.read_gbps, 3),
-        "stall_s": round(m.stall_s, 3),
-        "drafted": m.drafted,
-        "accepted": m.accepted,
-        "layers": len(plan.resident) + len(plan.streamed),
-        "resident": len(plan.resident),
-        "active_bytes": mx.get_active_memory(),
-        "budget_bytes": plan.budget_bytes,
-    }
-
-
-def _put(events: queue.Queue[Any], session: Session) -> None:
-    with suppress(queue.Full):  # nobody reads them
-        events.put_nowait(_event(session))
+    return PatchSettings(config.options(), generation=config.generation(), caches=config.caches())
 
 
 class FlashManager:

@@ -78,12 +78,10 @@ def load_by(
 ) -> tuple[Any, ...]:
     """What ``load`` returns, of which the model comes first, within what the models of these settings share."""
     applied.before_load()
-    settings.opened(folder)
     found = settings.budget.load(folder, options, lambda o: load(folder, o))
     session: Session = found[0].outcore
     log.info("%s: %r", folder.name, session)
     cache_room.join(found[0])
-    settings.loaded(session)
     return found
 
 
@@ -152,8 +150,6 @@ def _prepared(
         finally:
             if caches is not None:
                 caches[:count] = given["prompt_cache"]  # caches may have become quantized ones
-            if settings is not None:
-                settings.written(session)
 
 
 @functools.wraps(their_batch_generate)

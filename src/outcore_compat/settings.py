@@ -6,12 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from outcore.engine.session import Session
 from outcore.options import LoadOptions
 
 from .shared_budget import SharedBudget
@@ -25,17 +23,12 @@ class PatchSettings:
         options: by which models are loaded; of ``model_config``, ``adapter_path`` and the like the call's count.
         generation: arguments of ``stream_generate`` where the caller gives none.
         caches: makes the caches of a text where the caller gives none; None: mlx-lm's.
-        opened: called with each model's folder before it is loaded; ``loaded``: with what it is then.
-        written: called with what a model is when a text has ended.
         budget: shared by all models that are loaded by this patch.
     """
 
     options: LoadOptions
     generation: Mapping[str, Any] = field(default_factory=dict)
     caches: Callable[[nn.Module], list[Any] | None] | None = None
-    opened: Callable[[Path], object] = lambda _: None
-    loaded: Callable[[Session], object] = lambda _: None
-    written: Callable[[Session], object] = lambda _: None
     budget: SharedBudget = field(default_factory=SharedBudget)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from outcore.engine.engine import State
 from outcore.engine.session import Session
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
@@ -39,7 +40,7 @@ class SharedBudget:
     def sessions(self) -> list[Session]:
         """Of the models that are still there."""
         found = [model.outcore for ref in list(self._models) if (model := ref()) is not None]
-        return [s for s in found if not s.closed]
+        return [s for s in found if s.state is not State.CLOSED]
 
     def load(self, folder: Path, options: LoadOptions, load: Load) -> tuple[Any, ...]:
         """Load one more model.

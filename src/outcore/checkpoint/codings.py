@@ -1,4 +1,5 @@
-"""Which parameters of a model's layers a packed copy stores in another form, and the bytes that it stores of them.
+"""Which parameters of a model's layers a packed copy stores in another form, the bytes that it stores of them, and what
+puts them together.
 
 A coding gives back every bit. What takes fewer bytes is chosen for each tensor by looking at all of its values: fewer
 blocks on disk than the tensor itself. What can be cut into planes is seen by its form.
@@ -7,8 +8,9 @@ blocks on disk than the tensor itself. What can be cut into planes is seen by it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +23,9 @@ from ..errors import StoreError
 from ..modules import split_exponents
 from ..modules.layers import Layer
 from . import stored_planes
-from .manifest import PLANES, SPLIT, Coded
+from .checkpoint import TensorInfo
+from .lazy_model import Decoder
+from .manifest import AGAIN, PLANES, SPLIT, Coded
 from .nested import cut_modules
 from .packed_bytes import Encoding, Pieces, Plain, Spec, piece_bytes
 
@@ -145,3 +149,52 @@ def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
     if at < buffer.size:
         raise StoreError(f"{path!a} is not as it was; the model changed while it was packed")
     return buffer.view(dtype).reshape(tuple(shape))
+
+
+def as_used(
+    folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
+) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
+    """A copy's tensors as they are used, and what decodes those that have a coding, both by their names: of the tensors
+    that its files have, believing nothing. What decoders hold is read.
+
+    Raises:
+        StoreError: a coding's tensor is not there or not of its form.
+    """
+    used, decoders = dict(tensors), dict[str, Decoder]()
+    for path, coded in codings.items():
+        stored = used.pop(coded.name(path), None)
+        if stored is None or path in used or stored.dtype != "U8" or len(stored.shape) != 2:
+            raise StoreError(f"{folder}: {path[:120]!a} is not stored as the manifest says; {AGAIN}")
+        try:
+            if coded.coding == SPLIT:
+                shape, dtype = (stored.shape[0], stored.shape[1] // 3 * 2), "BF16"
+                decoders[path] = _split(used.pop(coded.beside(path)), stored.shape, shape)
+            else:
+                shape, dtype = (stored.shape[0], stored.shape[1] // 4), "U32"
+                decoders[path] = _planes(path, stored, shape, coded)
+        except (KeyError, ValueError) as error:
+            raise StoreError(f"{stored.file}: {path[:120]!a} cannot be decoded; {AGAIN}") from error
+        used[path] = replace(stored, name=path, dtype=dtype, shape=shape, stored=(stored.dtype, stored.shape))
+    return used, decoders
+
+
+def _split(beside: TensorInfo, stored: tuple[int, ...], shape: tuple[int, ...]) -> split_exponents.SplitDecoder:
+    if (
+        not split_exponents.could_be_split(shape)
+        or stored[1] != shape[1] // 2 * 3
+        or beside.dtype != "U32"
+        or len(beside.shape) != 1
+    ):
+        raise ValueError("of another form")
+    try:
+        found = np.fromfile(beside.file, "<u4", beside.shape[0], offset=beside.offset)
+    except OSError as error:
+        raise StoreError(f"{beside.file}: cannot be read ({error.strerror}); {AGAIN}") from error
+    return split_exponents.SplitDecoder.of(shape, found)
+
+
+def _planes(path: str, stored: TensorInfo, shape: tuple[int, ...], coded: Coded) -> stored_planes.Planes:
+    whole = stored.shape[1] % 4 == 0 and stored_planes.could_be_cut(shape, coded.bits, coded.high)
+    if not whole or not path.endswith(".weight"):
+        raise ValueError("of another form")
+    return stored_planes.Planes(shape, coded.bits, coded.high)

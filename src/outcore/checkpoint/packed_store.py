@@ -28,7 +28,7 @@ from ..machine.cache_use import keep, kept
 from ..machine.packages import version
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
-from .decoders import as_used
+from .codings import as_used
 from .lazy_model import Decoder, LazyModel, open_lazily
 from .manifest import (
     AGAIN,
@@ -80,8 +80,8 @@ class PackedStore:
         Raises:
             StoreError: they are not what it says.
         """
-        m, used = manifest, as_used(folder, tensors, manifest.codings)
-        return cls(folder, m.kind, used.tensors, files, m.source, m.coding, m.codings, used.decoders)
+        m, (used, decoders) = manifest, as_used(folder, tensors, manifest.codings)
+        return cls(folder, m.kind, used, files, m.source, m.coding, m.codings, decoders)
 
 
 def open_packed(folder: Path) -> PackedStore:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
 from ..machine.small_files import INDEX_BYTES
+from ..modules.cache_form import COUNTS
 from ..modules.call_values import flat
 from ..modules.mlx_lm_compat import BaseCache
 from .checkpoint import read_header
@@ -98,7 +99,7 @@ def _check(caches: Sequence[Any]) -> None:
     for c in flat(caches):
         if not isinstance(c, BaseCache):
             raise TypeError(f"{type(c).__name__} is no cache")
-        for name in ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size"):
+        for name in (*COUNTS, "chunk_size", "bits", "group_size"):
             value = getattr(c, name, 0)
             if type(value) is not int or not 0 <= value <= _MOST:
                 raise ValueError(f"{name} is {str(value)[:40]}")

@@ -10,6 +10,7 @@ import mlx_lm.utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import CheckpointError, OutcoreError, PromptError, UsageError
+from ..modules.mlx_lm_compat import inner_tokenizer
 from ..text import half_character, one_line, shortened
 from .config import check_files
 
@@ -35,7 +36,7 @@ def load_tokenizer(
         tokenizer.get_vocab()
         # transformers would warn of texts that are longer than the model was made for, files of requests among them:
         # what is too long for it is told by us, and of whom.
-        warned = getattr(tokenizer._tokenizer, "deprecation_warnings", None)
+        warned = getattr(inner_tokenizer(tokenizer), "deprecation_warnings", None)
         if isinstance(warned, dict):
             warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     except BaseException as e:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import OutcoreError, UsageError
-from ..machine.cache_contents import CONVERSATION, PROMPTS, Entry, contents
+from ..machine.cache_contents import CONVERSATION, Entry, contents
 from ..machine.cache_folder import cache_dir
 from ..sizes import format_size
 from ..text import counted, shortened
@@ -33,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
         args.result.record = _record(found)
         _show(found)
         return 0
-    if args.action == "verify":
-        return _verify(args, found)
     if args.action == "rm":
         chosen = list(dict.fromkeys(_named(name, found) for name in args.names))
     else:
@@ -56,18 +54,6 @@ def run(args: argparse.Namespace) -> int:
     args.result.record = {"removed": [e.name for e in removed], "bytes": nbytes, "refused": refused}
     print(f"removed {len(removed)} of {len(chosen)}, {format_size(nbytes)}")
     return 1 if refused else 0
-
-
-def _verify(args: argparse.Namespace, found: Sequence[Entry]) -> int:
-    from ..decode.blocks import verify
-
-    results = [verify(e.path) for e in found if e.kind == PROMPTS]
-    whole, damaged = sum(n for n, _ in results), sorted(name for _, names in results for name in names)
-    for name in damaged:
-        tell(f"outcore cache: {name}: damaged, and removed")
-    args.result.record = {"whole": whole, "damaged": damaged}
-    print(f"{counted(whole, 'file')} of prompts as written, {len(damaged)} damaged")
-    return 1 if damaged else 0
 
 
 def _named(name: str, found: Sequence[Entry]) -> Entry:

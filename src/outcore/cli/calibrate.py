@@ -19,7 +19,7 @@ from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from .console import PlainConsole
+from .console import console
 from .engine import measuring, progress_bar
 from .output import tell
 
@@ -81,30 +81,30 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
-    console = PlainConsole(highlight=False, soft_wrap=True)
+    out = console()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
     how = "cached" if found.io == "cached" else "direct"
     rows = [
-        ("disk", f"{found.read_gbps:.2f} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
+        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
     ]
     rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
     for name, value in rows:
         table.add_row(name, value)
-    console.print(table)
+    out.print(table)
     if found.disk_points:
-        console.print(_disk_table(found))
+        out.print(_disk_table(found))
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
-        console.print(times)
+        out.print(times)
     if record["measured_now"]:
-        console.print(f"Measured in {record['seconds']:.0f} s, and kept.", markup=False)
+        out.print(f"Measured in {record['seconds']:.0f} s, and kept.")
     else:
-        console.print("Known already; --force measures again.", markup=False)
+        out.print("Known already; --force measures again.")
     for note in record["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        out.print(f"Note: {note}")
 
 
 def _disk_table(found: Calibration) -> Table:
@@ -117,7 +117,7 @@ def _disk_table(found: Calibration) -> Table:
         for chunk in sorted({p.chunk for p in found.disk_points if p.direct == direct}):
             rates = {p.in_flight: p.gbps for p in found.disk_points if (p.chunk, p.direct) == (chunk, direct)}
             name = f"{_mib(chunk)} {'direct' if direct else 'cached'}"
-            table.add_row(name, *(f"{rates[n]:.2f}" if n in rates else "" for n in counts))
+            table.add_row(name, *(f"{rates[n]:.3g}" if n in rates else "" for n in counts))
     return table
 
 

@@ -9,13 +9,15 @@ The module is light (``outcore --help`` imports it) and has
 
 - ``COMMANDS``: names and their ``Command``;
 - ``FLAGS``, optional: names of commands, and for each ``"module:function"`` that adds flags to its parser. What is done
-  with them: ``parser.run = "module:function"`` has the command run that instead, which may call what stood there.
+  with them: ``parser.run = "module:function"`` has the command run that instead, which may call what stood there;
+  ``parser.fill`` is called with the parsed flags first; it may fill in others, and set ``args.preset``: messages, a
+  template, stop strings and options of a text that no flag says.
 - ``RANK``, optional, of one package: the module with ``find_own_model`` and ``as_rank`` that is used where ``MLX_RANK``
   is set.
 
 Packages are looked for when help lists the commands, when a command is none of the core's, and for the flags of those
-that run a model. A source tree, or an editable install made before,
-has no such metadata of the packages beside this one, so these are found by their names as well.
+that run a model. A source tree, or an editable install made before, has no such metadata of the packages beside this
+one, so these are found by their names as well.
 """
 
 from __future__ import annotations

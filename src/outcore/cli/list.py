@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,6 @@ REASON = 90
 """Characters of a reason at most."""
 
 
-@dataclass(frozen=True)
-class ListedModel:
-    """A model in the Hub's cache.
-
-    Attributes:
-        folder: of the revision that its name stands for; None where there is none.
-        nbytes: of all its revisions on the disk.
-    """
-
-    name: str
-    folder: Path | None
-    nbytes: int
-
-
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
@@ -50,9 +35,13 @@ def run(args: argparse.Namespace) -> None:
     if args.context is not None:
         whole("--context", args.context)
     budget = asked_budget(args.memory, "balanced")
-    models, broken = cached_models(args.cache_dir)
-    rows = [_row(found, args.context, budget) for found in models]
-    rows += [_refused(name, 0, why) for name, why in broken]
+    rows: list[dict[str, Any]] = []
+    try:
+        info = scan_cache_dir(args.cache_dir)
+        rows += [_row(r, args.context, budget) for r in info.repos if r.repo_type == "model"]
+        rows += [_refused(name, 0, why) for name, why in _broken(info.warnings)]
+    except (CacheNotFound, ValueError):  # not there, or a file
+        pass
     rows.sort(key=lambda r: str(r["model"]).lower())
     args.result.record = {"budget_bytes": budget, "context": args.context, "models": rows}
     if not rows:
@@ -62,16 +51,6 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"Here: with a budget of {format_size(budget)}{'' if args.memory else ', what would be used without --memory'}."
     )
-
-
-def cached_models(folder: str | None) -> tuple[list[ListedModel], list[tuple[str, str]]]:
-    """The models in the Hub's cache, and what there is broken with the reason. Asks no network."""
-    try:
-        info = scan_cache_dir(folder)
-    except (CacheNotFound, ValueError):  # not there, or a file
-        return [], []
-    models = [ListedModel(r.repo_id, _snapshot(r), r.size_on_disk) for r in info.repos if r.repo_type == "model"]
-    return models, list(_broken(info.warnings))
 
 
 def _broken(warnings: Sequence[Exception]) -> Iterator[tuple[str, str]]:
@@ -91,26 +70,26 @@ def _snapshot(repo: CachedRepoInfo) -> Path | None:
     return next((r.snapshot_path for r in [*main, *newest]), None)
 
 
-def _row(found: ListedModel, context: int | None, budget: int) -> dict[str, Any]:
+def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, Any]:
     """What there is to say of a model."""
-    if found.folder is None:
-        return _refused(found.name, found.nbytes, "nothing of it was fetched")
+    name, nbytes, folder = repo.repo_id, repo.size_on_disk, _snapshot(repo)
+    if folder is None:
+        return _refused(name, nbytes, "nothing of it was fetched")
     try:
         with redirect_stdout(sys.stderr):  # what mlx-lm has to say
-            prepared = prepare(found.folder, memory=f"{budget}B", context=context, least=True)
+            prepared = prepare(folder, memory=f"{budget}B", context=context, least=True)
     except OutcoreError as e:
         # Where is known: what stands before the reason is the folder.
-        why = one_line(e).removeprefix(f"{found.folder}: ").replace(f"{found.folder}/", "")
-        return _refused(found.name, found.nbytes, why)
+        return _refused(name, nbytes, one_line(e).removeprefix(f"{folder}: ").replace(f"{folder}/", ""))
     except Exception as e:  # a model's own configuration, in mlx-lm's hands: it raises what it likes
-        return _refused(found.name, found.nbytes, f"mlx-lm cannot open it: {one_line(e)}")
+        return _refused(name, nbytes, f"mlx-lm cannot open it: {one_line(e)}")
     smallest, resident = prepared.plan.smallest_budget_bytes, resident_budget(prepared.profile.size)
     here = "all resident" if resident <= budget else "streams" if smallest <= budget else "does not fit"
     row = {
-        "model": found.name,
-        "folder": str(found.folder),
+        "model": name,
+        "folder": str(folder),
         "model_type": prepared.profile.lazy.config.get("model_type"),
-        "disk_bytes": found.nbytes,
+        "disk_bytes": nbytes,
         "weight_bytes": prepared.profile.lazy.checkpoint.nbytes,
         "context": prepared.profile.size.context,
         "smallest_budget_bytes": smallest,

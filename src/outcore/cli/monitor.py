@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..errors import OutcoreError, StoreError, UsageError
 from ..monitoring.files import read_all
-from .console import PlainConsole
+from .console import PlainConsole, console
 from .monitor_view import NO_MODEL, view
 
 EVERY_S = 0.25
@@ -26,9 +26,6 @@ EVERY_S = 0.25
 
 SETTLED = 5
 """Looks after which rates are of a second: what ``--once`` shows."""
-
-WIDTH = 100
-"""Characters of a line where standard output is no terminal."""
 
 NOBODY = "No Outcore process of yours runs. Start one in another terminal, such as outcore chat: it will show up here."
 
@@ -69,12 +66,12 @@ def _looks() -> Iterator[list[dict[str, Any]]]:
 def _once(args: argparse.Namespace) -> None:
     *_, processes = itertools.islice(_looks(), SETTLED)
     args.result.record = {"processes": processes}
-    console = PlainConsole(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    out = console(soft_wrap=False)
     for process in processes:
         for model in process["models"]:
-            console.print(view(process, model))
+            out.print(view(process, model))
         if not process["models"]:
-            console.print(f"{process['command']} · process {process['pid']}: {NO_MODEL}")
+            out.print(f"{process['command']} · process {process['pid']}: {NO_MODEL}")
 
 
 class LiveView:

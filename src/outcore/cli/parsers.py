@@ -234,15 +234,10 @@ def cache() -> ArgumentParser:
         "needed; what is in use stays.",
     )
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ls | verify | rm | clear", parser_class=ArgumentParser
+        dest="action", required=True, metavar="ls | rm | clear", parser_class=ArgumentParser
     )
     own = {
         "ls": ("Show what there is, largest first.", None),
-        "verify": (
-            "Read what is kept of prompts, and remove what is damaged, which would be found when it is used, and "
-            "computed again. The status is 1 if there was any.",
-            None,
-        ),
         "rm": (
             "Remove some of it.",
             flag("names", "As ls shows it, or a beginning that only one has.", nargs="+", metavar="NAME"),

@@ -11,8 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..calibration.calibrate import calibrate_mirrors, calibrated
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.hub_cache import name_of
+from ..checkpoint.find_model import name_of, resolve_model
 from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
@@ -26,7 +25,7 @@ from ..sizes import format_size
 from ..text import counted
 from .arguments import engine_options
 from .console import console
-from .draft_table import choice_records, drafts_table, why_drafted
+from .draft_choices import choice_records, draft_lines
 from .engine import measuring, progress_bar
 from .output import tell
 
@@ -247,8 +246,7 @@ def _print(compared: Compared, record: dict[str, Any]) -> None:
     else:
         out.print("None of these budgets fits into what is free now.")
     if record["drafts"] and compared.device is None:
-        out.print(drafts_table(record["drafts"]))
-        out.print(why_drafted(record["drafts"]))
+        out.print("\n".join(draft_lines(record["drafts"])))
     for note in record["notes"]:
         out.print(f"Note: {note}")
 

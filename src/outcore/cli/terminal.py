@@ -7,7 +7,6 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -21,9 +20,6 @@ PROMPT, MORE = "> ", ". "
 
 HISTORY = "chat-history"
 """A file in the cache folder, which no ``outcore cache clear`` removes: it cannot be made again."""
-
-HISTORY_BYTES = 4 << 20
-"""Bytes of history from which on the older half is forgotten."""
 
 _PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"
 """Have the terminal say where what is pasted begins and ends (xterm's bracketed paste); and no longer."""
@@ -82,19 +78,11 @@ def _history() -> History:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             os.fchmod(fd, 0o600)
-            if os.fstat(fd).st_size > HISTORY_BYTES:
-                _forget_half(path)
         finally:
             os.close(fd)
     except (OSError, StoreError):
         return InMemoryHistory()
     return FileHistory(str(path))
-
-
-def _forget_half(path: Path) -> None:
-    text = path.read_bytes()[-HISTORY_BYTES // 2 :]
-    # Each entry begins with an empty line and a comment.
-    path.write_bytes(text[max(0, text.find(b"\n\n#")) :])
 
 
 @contextmanager

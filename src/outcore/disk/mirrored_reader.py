@@ -7,10 +7,11 @@ then. What one cannot read another is asked for.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ReadError
@@ -25,38 +26,45 @@ from .replica import Replicas
 LEAST_CHUNK, PARTS = 256 << 10, 16
 """Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""
 
+EACH = 128 << 10
+"""Bytes that could have been read in the time that a read takes whatever its size."""
+
+LEARN = 4
+"""Parts that somebody is asked for whose rate is not known."""
+
 MEMORY_S = 0.5
 """Seconds of reading after which what was before counts half."""
 
-TRY_S, TRIES = 0.25, 10
+TRY_S, TRIES = 0.25, 30
 """One that is too slow is tried again after so many seconds, and so many times what its last part took."""
 
 
 class FolderPace:
-    """How fast a folder is read from, of late, and how much it was asked for.
+    """How fast a folder is read from, of late, and how much it was asked for. Bytes are counted with ``EACH`` for every
+    part.
 
     Attributes:
         rate: bytes a second while something was under way; 0: not known.
-        waiting: bytes that were asked for and have not come.
+        waiting: bytes that were asked for and have not come, in so many ``parts``.
     """
 
     def __init__(self) -> None:
         self.rate = 0.0
-        self.waiting = 0
+        self.waiting = self.parts = 0
         self._since = self._last_end = self._last_took = 0.0
         self._nbytes = self._seconds = 0.0
 
     def asked(self, nbytes: int, now: float) -> None:
-        """So much is asked for."""
-        if not self.waiting:
+        """A part is asked for."""
+        if not self.parts:
             self._since = now
-        self.waiting += nbytes
+        self.waiting, self.parts = self.waiting + nbytes + EACH, self.parts + 1
 
-    def ended(self, asked: int, done: int, took: float, now: float) -> None:
-        """What was asked for ``took`` seconds ago has ended; ``done`` bytes of it came."""
-        self.waiting -= asked
+    def ended(self, nbytes: int, came: bool, took: float, now: float) -> None:
+        """What was asked for ``took`` seconds ago has ended, well or badly."""
+        self.waiting, self.parts = self.waiting - nbytes - EACH, self.parts - 1
         self._last_end, self._last_took = now, took
-        self._nbytes += done
+        self._nbytes += nbytes + EACH if came else 0
         self._seconds += now - self._since
         self._since = now
         if self._seconds > 0:
@@ -64,28 +72,19 @@ class FolderPace:
         if self._seconds > MEMORY_S:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
-    def done_in(self, nbytes: int, fastest: float, now: float) -> float:
-        """Seconds in which it would have read so much more. Whoever did nothing for long may be faster by now: its disk
-        may have been asleep."""
-        if self.rate and not self.waiting and now - self._last_end > max(TRY_S, TRIES * self._last_took):
+    def done_in(self, nbytes: int, now: float) -> float:
+        """Seconds in which it would have read so much more. Whoever is not known is asked for ``LEARN`` parts, and who
+        did nothing for long for one: its disk may have been asleep."""
+        if not self.rate:
+            return 0.0 if self.parts < LEARN else math.inf
+        if not self.parts and now - self._last_end > max(TRY_S, TRIES * self._last_took):
             return 0.0
-        return (self.waiting + nbytes) / (self.rate or fastest)
+        return (self.waiting + nbytes + EACH) / self.rate
 
 
 def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int, now: float) -> int:
-    """Which of some folders will have read so much first."""
-    fastest = max((paces[n].rate for n in who), default=0.0) or 1.0
-    return min(who, key=lambda n: (paces[n].done_in(nbytes, fastest, now), n))
-
-
-@dataclass(eq=False)
-class _Part:
-    """A part of a unit. ``extent`` names the model's own file; ``tried``: folders from which it could not be read."""
-
-    whole: _Whole
-    extent: Extent
-    target: memoryview
-    tried: set[int]
+    """Which of some folders will have read so much first; the first of them where none is known."""
+    return min(who, key=lambda n: (paces[n].done_in(nbytes, now), n))
 
 
 class _Whole(Read):
@@ -93,25 +92,34 @@ class _Whole(Read):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.reads: list[Read] = []
+        self.parts: list[Read] = []
 
     def cancel(self) -> None:
         self.cancelled = True
-        for read in list(self.reads):
-            read.cancelled = True
+        for part in list(self.parts):
+            part.cancelled = True
 
     def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
         last = super().finish(error, nbytes)
         if last:
-            self.reads.clear()  # they hold the memory that was read into
+            self.parts.clear()  # they hold the memory that was read into
         return last
 
 
-class _PartRead(Read):
-    """Reading a part in one folder; ``told`` when that has ended, before anybody who waits for the unit."""
+class _Part(Read):
+    """Reading a part of a unit in one folder; ``told`` when that has ended, before anybody who waits for the unit.
 
-    def __init__(self, name: str, told: Callable[[Read], None]) -> None:
-        super().__init__(name)
+    Attributes:
+        extent: names the model's own file; None: what is in memory already. ``tried``: folders that could not read it.
+    """
+
+    def __init__(
+        self, whole: _Whole, extent: Extent | None, target: memoryview, tried: frozenset[int], told: Callable[..., None]
+    ) -> None:
+        super().__init__(whole.name)
+        self.whole, self.extent, self.target, self.tried = whole, extent, target, tried
+        self.cancelled = whole.cancelled
+        self.folder, self.asked = 0, 0.0
         self._told = told
 
     def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
@@ -146,7 +154,7 @@ class MirroredReader:
     ) -> None:
         self._replicas, self._chunk, self._clock = replicas, chunk, clock
         self._paces = [FolderPace() for _ in replicas.all]
-        self._under_way: list[dict[Read, Path]] = [{} for _ in replicas.all]
+        self._under_way: set[_Part] = set()
         self._lock = threading.RLock()
         self._closed = False
         self._holders: dict[Path, dict[int, OpenFile]] = {}
@@ -185,50 +193,53 @@ class MirroredReader:
         most = min(self._chunk, part - part % BLOCK)
         if copies:
             whole.add()
-            self._readers[0].begin(_PartRead(name, lambda read: _pass_on(whole, read)), (), target, copies)
+            self._readers[0].begin(_Part(whole, None, target, frozenset(), self._pass_on), (), target, copies)
         for extent in extents:
             for offset, nbytes in pieces(extent, most):
                 whole.add()
-                at = extent.at + offset - extent.offset
-                self._ask(_Part(whole, replace(extent, offset=offset, nbytes=nbytes, at=at), target, set()))
+                piece = replace(extent, offset=offset, nbytes=nbytes, at=extent.at + offset - extent.offset)
+                if not self._ask(whole, piece, target):
+                    whole.finish(ReadError(f"{name}: the reader was closed"))
         whole.finish()
         return whole
 
-    def _ask(self, part: _Part) -> bool:
+    def _ask(self, whole: _Whole, extent: Extent, target: memoryview, tried: frozenset[int] = frozenset()) -> bool:
         """Have somebody read a part; False: nobody is left."""
-        extent, whole = part.extent, part.whole
         with self._lock:
             holders = self._holders[extent.file]
-            left = [n for n in self._replicas.in_turn(holders) if n not in part.tried]
+            left = [n for n in holders if n not in tried]
             alive = [n for n in left if self._replicas.all[n].lost is None] or left
             if self._closed or not alive:
                 return False
-            began = self._clock()
-            n = quickest(self._paces, alive, extent.nbytes, began)
-            self._paces[n].asked(extent.nbytes, began)
-            read = _PartRead(whole.name, lambda read: self._ended(part, n, began, read))
-            read.cancelled = whole.cancelled
-            whole.reads.append(read)
-            self._under_way[n][read] = extent.file
-            where = replace(extent, file=holders[n].path)
-            self._readers[n].begin(read, [where], part.target)
+            part = _Part(whole, extent, target, tried, self._ended)
+            part.asked = self._clock()
+            part.folder = n = quickest(self._paces, alive, extent.nbytes, part.asked)
+            self._paces[n].asked(extent.nbytes, part.asked)
+            whole.parts.append(part)
+            self._under_way.add(part)
+            self._readers[n].begin(part, [replace(extent, file=holders[n].path)], target)
             return True
 
-    def _ended(self, part: _Part, n: int, began: float, read: Read) -> None:
-        whole, extent = part.whole, part.extent
+    def _ended(self, part: _Part) -> None:
+        extent, n = part.extent, part.folder
+        assert extent is not None
         with self._lock:
             now = self._clock()
-            del self._under_way[n][read]
-            self._paces[n].ended(extent.nbytes, 0 if read.error else extent.nbytes, now - began, now)
-        self._replicas.count(n, read.nbytes)
-        if read.error is not None and not whole.cancelled:
-            part.tried.add(n)
+            self._under_way.discard(part)
+            self._paces[n].ended(extent.nbytes, part.error is None, now - part.asked, now)
+        self._replicas.count(n, part.nbytes)
+        if part.error is not None and not part.whole.cancelled:
             # Before others are asked: whoever waits for the unit finds the note there.
-            if not read.passing and self._elsewhere(extent.file, n):
-                self._lose(n, str(read.error))
-            if self._ask(part):
+            if not part.passing and self._elsewhere(extent.file, n):
+                self._lose(n, str(part.error))
+            if self._ask(part.whole, extent, part.target, part.tried | {n}):
                 return
-        _pass_on(whole, read)
+        self._pass_on(part)
+
+    @staticmethod
+    def _pass_on(part: _Part) -> None:
+        part.whole.began = part.whole.began or part.began
+        part.whole.finish(part.error, part.nbytes)
 
     def _elsewhere(self, file: Path, n: int) -> bool:
         """Whether another folder that is not lost has a file."""
@@ -237,9 +248,9 @@ class MirroredReader:
     def _lose(self, n: int, why: str) -> None:
         self._replicas.lose(n, why)
         with self._lock:
-            for read, file in self._under_way[n].items():
-                if self._elsewhere(file, n):
-                    read.cancelled = True  # and asked of another, as what fails
+            for part in self._under_way:
+                if part.folder == n and part.extent is not None and self._elsewhere(part.extent.file, n):
+                    part.cancelled = True  # and asked of another, as what fails
 
     def check(self) -> None:
         """As in ``Reader``, where no other folder has the file."""
@@ -251,8 +262,3 @@ class MirroredReader:
             self._closed = True
         for reader in self._readers:
             reader.close()
-
-
-def _pass_on(whole: Read, part: Read) -> None:
-    whole.began = whole.began or part.began
-    whole.finish(part.error, part.nbytes)

@@ -42,9 +42,9 @@ class Read:
         self._lock = threading.Lock()
         self._done = threading.Event()
 
-    def add(self) -> None:
+    def add(self, chunks: int = 1) -> None:
         with self._lock:
-            self._left += 1
+            self._left += chunks
 
     def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
         """One chunk less; returns whether it was the last."""
@@ -65,7 +65,7 @@ class Read:
     @property
     def failed(self) -> bool:
         """Whether it has ended badly."""
-        return self.ready and self.error is not None
+        return self.error is not None and self.ready
 
     def cancel(self) -> None:
         """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
@@ -183,21 +183,21 @@ class FileReader:
 
     def begin(self, read: Read, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         """As ``submit``, and ``read`` is told what becomes of it."""
-        if any(e.at + e.nbytes > len(target) for e in extents) or any(
-            c.at + len(c.source) > len(target) for c in copies
-        ):
-            raise ValueError(f"{read.name} does not fit in a buffer of {len(target)} bytes")
-        # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
-        aligned = any(e.in_place for e in extents) and address_of(target) % BLOCK == 0
+        room, address = len(target), address_of(target)
+        ends = [e.at + e.nbytes for e in extents] + [c.at + len(c.source) for c in copies]
+        if ends and max(ends) > room:
+            raise ValueError(f"{read.name} does not fit in a buffer of {room} bytes")
         for extent in extents:
             file = self._files[extent.file]
-            whole = extent.in_place and aligned and (extent.at - extent.offset) % BLOCK == 0
-            for offset, nbytes in pieces(extent, self._chunk):
-                read.add()
+            # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
+            whole = extent.in_place and address % BLOCK == 0 and (extent.at - extent.offset) % BLOCK == 0
+            chunks = pieces(extent, self._chunk)
+            read.add(len(chunks))
+            for offset, nbytes in chunks:
                 at = extent.at + offset - extent.offset
                 self._queue.put((read, Chunk(file, offset, nbytes, target, at, whole), target))
+        read.add(len(copies))
         for copy in copies:
-            read.add()
             self._queue.put((read, copy, target))
         read.finish()
         return read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,10 +79,6 @@ class Replicas:
                 raise error
             self.lose(n, str(error))
         return found
-
-    def in_turn(self, numbers: Iterable[int]) -> list[int]:
-        """Folders in the order in which they should be asked: lost ones last."""
-        return sorted(numbers, key=lambda n: self.all[n].lost is not None)
 
     def check(self, holders: Mapping[int, OpenFile]) -> None:
         """Look at one file in each folder. Who has it no more as it was is lost, where another has it: what was read

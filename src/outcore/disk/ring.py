@@ -162,8 +162,9 @@ class Ring:
         Raises:
             ClosedError: the ring was closed.
         """
-        self._check_open()
-        if self._next_slot_held():
+        if self._closed:
+            self._check_open()
+        if self._is_held(self._turn % len(self.slots)):
             raise RuntimeError("every slot of the ring is held; release one first")
         if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):
             self._miss(unit)
@@ -217,8 +218,11 @@ class Ring:
         """The slot of the next turn; those after it follow in cyclic order."""
         return self._turn % len(self.slots)
 
-    def _next_slot_held(self) -> bool:
-        return any(lease.slot == self.next_slot for lease in self._held.values())
+    def _is_held(self, slot: int) -> bool:
+        for lease in self._held.values():  # noqa: SIM110 - a generator's steps are calls, in every layer of every pass
+            if lease.slot == slot:
+                return True
+        return False
 
     def _miss(self, unit: int) -> None:
         self.metrics.misses += 1
@@ -255,7 +259,7 @@ class Ring:
             ahead = len(self._ahead)
             unit = self._order[(self._at + ahead) % len(self._order)]
             slot = (self._turn + ahead) % len(self.slots)
-            if any(lease.slot == slot for lease in self._held.values()):
+            if self._is_held(slot):
                 return
             self._ahead.append(self._begin(unit, ahead))
 

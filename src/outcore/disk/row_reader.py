@@ -72,7 +72,7 @@ class RowReader:
 
     def _read(self, path: Path, offset: int, target: memoryview, what: str) -> None:
         holders = self._holders[path]
-        left = self._replicas.in_turn(holders)
+        left = sorted(holders, key=lambda n: self._replicas.all[n].lost is not None)  # lost ones last
         while left:
             n = left.pop(0)
             file = holders[n]

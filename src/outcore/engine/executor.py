@@ -96,7 +96,7 @@ class LayerExecutor:
         self._arrived = arrived
         self._handed_over = handed_over
         self._evaluates = evaluates
-        self._transport = transport
+        self._transport, self._alone = transport, transport.alone
         self._open: _OpenPart | None = None
 
     def bind(self, ring: Ring, weights: Weights) -> None:
@@ -126,13 +126,15 @@ class LayerExecutor:
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
             self._under_way.arrive(lease)
-        self._enter(unit, args, kwargs)
+        if self.beside is not None:
+            self._enter(unit, args, kwargs)
         out = self._build(unit, lease.slot, original, args, kwargs)
-        leaving = self._leaving(unit, out)
+        leaving = [] if self._alone else self._leaving(unit, out)
         self._arrive(lease)
         self._arrived(unit, lease.slot)
-        self._hand_over(lease, [*handles(out, args, kwargs), *(array for _, array in leaving)])
-        self._transport.depart(leaving)
+        self._hand_over(lease, [*handles(out, args, kwargs), *[array for _, array in leaving]])
+        if leaving:
+            self._transport.depart(leaving)
         return out
 
     def _record(self, within: RecordedPass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -281,12 +283,15 @@ class LayerExecutor:
     def _arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
         self._under_way.arrive(lease)
-        self.settle()
+        if not self._alone:
+            self.settle()
         if self.beside is not None:
             self.beside.arrive(self._module(lease.unit))
 
     def settle(self) -> None:
         """Wait for what other ranks send, where passes are not recorded."""
+        if self._alone:
+            return
         if self._transport.waits:
             # Others compute meanwhile: the slot that was computed from may as well be read into next.
             self._under_way.drain()
@@ -330,7 +335,8 @@ class LayerExecutor:
             self.undo.reached(moved)
 
     def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        self.reached(self.moved())
+        if self.undo is not None:
+            self.undo.reached(self.undo.moved())
         self._under_way.hand_over(lease, arrays)
         self._handed_over()
         self._under_way.lag()

@@ -82,7 +82,8 @@ class Governor:
         self._seen: deque[tuple[float, int, dict[str, int]]] = deque()  # lately: bytes held, and free of each limit
         self._checked: float | None = None  # when last
         self._alert = False
-        self._swept = True  # since memory was given up last
+        self._swept = True  # a pass has ended since memory was given up last
+        self._pass_s = 0.0  # of the last one
         self._shed_at: float | None = None
         self._grown = False  # since memory was given up last
         self._calm_s = CALM_S
@@ -128,7 +129,8 @@ class Governor:
         """
         limit = min(pressure.limits, key=lambda x: (x.available - 2 * reserve(x), x.total))
         wanted, free = reserve(limit), limit.available - needed
-        again = self._taken_lately(now, pressure, held, limit.source, pass_s)
+        self._pass_s = self._pass_s if pass_s is None else pass_s
+        again = self._taken_lately(now, pressure, held, limit.source)
         self._signs.read(now, pressure, any(x.available < 2 * reserve(x) for x in pressure.limits))
         self._checked, self._swept = now, self._swept or pass_s is not None
         self._had_room = self._had_room or limit.available >= STARVED * wanted
@@ -187,13 +189,13 @@ class Governor:
         settled = self._shed_at is None or (self._swept and now - self._shed_at >= WINDOW_S)
         return (max(1, int((spare + away) * SHARE)) if settled else 0), why
 
-    def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str, pass_s: float | None) -> int:
+    def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str) -> int:
         """Bytes that others took of a limit within the time that giving memory up may take to show.
 
         A limit that this model's memory does not count against (a GPU's is not the machine's) does not change when
         layers go, so others take what both differences show.
         """
-        while self._seen and now - self._seen[0][0] > 2 * (pass_s or 0.0) + LOOK_S:
+        while self._seen and now - self._seen[0][0] > 2 * self._pass_s + LOOK_S:
             self._seen.popleft()
         free = {x.source: x.available for x in pressure.limits}
         lost = [(was[source] - free[source], before - held) for _, before, was in self._seen if source in was]

@@ -39,9 +39,11 @@ class InFlightQueue:
 
     def arrive(self, lease: Lease) -> None:
         """Wait for the unit's bytes to be in its slot."""
-        if not lease.read.ready:
-            # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
-            self.drain()
+        if lease.read.ready:
+            lease.read.wait()
+            return
+        # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
+        self.drain()
         self.ring.wait(lease)
 
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:

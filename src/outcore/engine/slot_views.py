@@ -52,6 +52,8 @@ class Weights:
         self.ring = ring
         self.copies = copies
         self._views: dict[tuple[int, int], list[mx.array]] = {}
+        # Units whose parameters are all used as they lie.
+        self._plain = [not u.decoders and all(to is None for to in u.cast) for u in units]
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
         # All at once, and now: one by one, each would wait in turn behind what a GPU has queued.
@@ -107,7 +109,8 @@ class Weights:
 
     def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
         """Put a unit's parameters in their places in the model."""
-        put(self.units[unit].layer.parameters, self.of(unit, slot, args, made))
+        plain = self._plain[unit] and not self.copies
+        put(self.units[unit].layer.parameters, self._views[unit, slot] if plain else self.of(unit, slot, args, made))
 
     def withdraw(self, unit: int) -> None:
         """Take them out again: any use of them fails from then on."""

@@ -295,7 +295,11 @@ class Streaming:
         if any(isinstance(c, BatchKVCache | BatchRotatingKVCache) for c in caches):
             # Of a batch that is no more if this fails (``mlx_lm.generate.BatchGenerator``).
             caches = []
-        ids = next((a for a in args if isinstance(a, mx.array) and a.ndim > 1), None)
+        ids = None
+        for arg in args:
+            if isinstance(arg, mx.array) and arg.ndim > 1:
+                ids = arg
+                break
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
             self._begin_sweep(None if ids is None else ids.size)
             out = original(*args, **kwargs)

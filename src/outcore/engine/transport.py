@@ -246,8 +246,7 @@ class _SoloStage:
     alone = True
     eager = waits = False
 
-    def working(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    working = staticmethod(contextlib.nullcontext)
 
     def transaction(self, undo: Undo | None) -> None: ...
 

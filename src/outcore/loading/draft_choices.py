@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..checkpoint.hub_cache import name_of, with_same_tokens
+from ..checkpoint.find_model import name_of, with_same_tokens
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.packed_store import missing_bytes, source_of, whole_files
 from ..decode.speculative.drafting import head_drafts

@@ -205,12 +205,12 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
         fields, kinds = mount.split(), kind.split()
         if len(fields) < 5 or len(kinds) < 3:
             continue
+        version = 2 if kinds[0] == "cgroup2" else 1 if kinds[0] == "cgroup" and "memory" in kinds[2].split(",") else 0
+        if not version:
+            continue
         # Spaces in paths are written as octal escapes.
         mount_root, mount_point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
-        if kinds[0] == "cgroup2":
-            yield 2, mount_root, mount_point
-        elif kinds[0] == "cgroup" and "memory" in kinds[2].split(","):
-            yield 1, mount_root, mount_point
+        yield version, mount_root, mount_point
 
 
 def _folders_upwards(root: Path, mount_root: str, mount_point: str, group: str) -> Iterator[Path]:
@@ -266,8 +266,7 @@ def number_in(path: Path) -> int | None:
 
 def fields_of(path: Path) -> dict[str, int]:
     """`key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; others are left out."""
-    lines = (line.replace(":", " ").split() for line in text_of(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    return {key: int(number) for key, number in re.findall(r"(?m)^(\w[^\s:]*):?\s+(\d+)(?!\S)", text_of(path))}
 
 
 def asked_budget(memory: int | float | str | None, profile: str = "balanced") -> int:

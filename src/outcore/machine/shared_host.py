@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
-"""How many they are, this process too; ``outcore_cluster.link.guard`` sets it."""
+"""How many they are, this process too; ``link.guard`` sets it."""
 
 
 def shared_by() -> int:

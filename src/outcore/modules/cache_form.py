@@ -20,6 +20,9 @@ PLAIN = "KVCache"
 INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
 """What mlx-lm puts in the place of a plain one: quantized, or bounded."""
 
+COUNTS = ("offset", "_idx", "keep", "max_size", "start_position")
+"""Attributes in which mlx-lm's caches count tokens."""
+
 KEYED = INSTEAD | {"ChunkedKVCache"}
 """Those with keys and values of shape (1, heads, tokens, features)."""
 
@@ -124,7 +127,7 @@ def _impossible(cache: Any) -> str | None:
     room = min((shape[2] for shape in shapes.values()), default=0)
     if len({shape[2] for shape in shapes.values()}) > 1:
         return "holds more keys than values"
-    counts = {name: getattr(cache, name, 0) for name in ("offset", "_idx", "keep", "max_size", "start_position")}
+    counts = {name: getattr(cache, name, 0) for name in COUNTS}
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts.values()):
         return "counts tokens with what is no count"
     rotating = type(cache).__name__ == "RotatingKVCache"

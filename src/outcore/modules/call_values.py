@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from .hooks import arrays_in, handle
+from .hooks import arrays_in
 from .mlx_lm_compat import BaseCache
 
 NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
@@ -48,7 +48,10 @@ def own_memory(caches: Sequence[Any]) -> None:
 
 def handles(*values: Any) -> list[mx.array]:
     """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
-    return [handle(a) for a in arrays_in(*values)]
+    found = arrays_in(*values)
+    for i, a in enumerate(found):
+        found[i] = a.astype(a.dtype)  # as ``hooks.handle``
+    return found
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
@@ -78,8 +81,10 @@ def inputs_of(args: Any, kwargs: Any) -> list[mx.array]:
 
 def tokens_in(args: Any) -> int:
     """Tokens in a layer's input: the product of all dimensions but the last."""
-    x = next((a for a in args if isinstance(a, mx.array)), None)
-    return x.size // max(x.shape[-1], 1) if x is not None else 0
+    for x in args:
+        if isinstance(x, mx.array):
+            return x.size // max(x.shape[-1], 1)
+    return 0
 
 
 def sequences_in(args: Any) -> int:

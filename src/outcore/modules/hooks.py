@@ -5,6 +5,7 @@ whatever they are called with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -94,7 +95,26 @@ def arrays_in(*values: Any) -> list[mx.array]:
     A cache's attributes rather than its ``state``: that property slices, and what must be evaluated is the buffer.
     """
     found: list[mx.array] = []
-    _collect(values, found, set(), 6)
+    seen: set[int] = set()
+    # A stack instead of recursion: every layer of every pass asks.
+    ahead: list[tuple[Any, int]] = list(zip(reversed(values), repeat(5)))
+    while ahead:
+        value, depth = ahead.pop()
+        if isinstance(value, mx.array):
+            found.append(value)
+        elif value is None or isinstance(value, str | int | float | nn.Module | type):
+            continue
+        elif depth and id(value) not in seen:
+            if isinstance(value, list | tuple):
+                inner: Any = value
+            elif isinstance(value, dict):
+                inner = value.values()
+            elif hasattr(value, "__dict__") and not callable(value):
+                inner = vars(value).values()
+            else:
+                continue
+            seen.add(id(value))
+            ahead += zip(reversed(inner), repeat(depth - 1))
     return found
 
 
@@ -104,22 +124,3 @@ def handle(array: mx.array) -> mx.array:
     Not ``mx.array(array)``, which is a copy as soon as it is evaluated.
     """
     return array.astype(array.dtype)
-
-
-def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
-    if isinstance(value, mx.array):
-        found.append(value)
-    elif value is None or isinstance(value, str | int | float | nn.Module | type) or depth == 0 or id(value) in seen:
-        return
-    elif isinstance(value, list | tuple):
-        seen.add(id(value))
-        for v in value:
-            _collect(v, found, seen, depth - 1)
-    elif isinstance(value, dict):
-        seen.add(id(value))
-        for v in value.values():
-            _collect(v, found, seen, depth - 1)
-    elif hasattr(value, "__dict__") and not callable(value):
-        seen.add(id(value))
-        for v in vars(value).values():
-            _collect(v, found, seen, depth - 1)

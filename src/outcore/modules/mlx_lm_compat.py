@@ -14,8 +14,9 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 
-__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "generating_caches", "request_tokenizer",
-           "set_chat_template", "set_request_tokenizer", "set_window_index", "window_index"]  # fmt: skip
+__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "generating_caches", "has_template_code",
+           "inner_tokenizer", "request_tokenizer", "set_chat_template", "set_request_tokenizer", "set_window_index",
+           "window_index"]  # fmt: skip
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -49,6 +50,16 @@ def generating_caches(generator: BatchGenerator) -> Iterable[Any]:
     """The merged caches of the sequences that are generating, a layer each."""
     caches: Iterable[Any] = generator._generation_batch.prompt_cache
     return caches
+
+
+def inner_tokenizer(tokenizer: TokenizerWrapper) -> Any:
+    """The tokenizer of transformers that mlx-lm's wraps."""
+    return tokenizer._tokenizer
+
+
+def has_template_code(tokenizer: TokenizerWrapper) -> bool:
+    """Whether code of mlx-lm's renders messages, and not the tokenizer's own template."""
+    return tokenizer._chat_template is not None
 
 
 def set_chat_template(tokenizer: TokenizerWrapper, template: str) -> None:

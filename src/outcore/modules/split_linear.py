@@ -7,8 +7,10 @@ streaming, so this holds for streamed and resident weights alike.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,50 +25,57 @@ ROW_STEP = 64
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
 
 
-class Rows:
-    """Splits products over streams. One object serves a whole model."""
+class Parts(dict[int, list[tuple[slice, Any]]]):
+    """Of so many rows slices, and the stream that computes each; None: the one that needs the result, the last."""
 
-    def __init__(self, streams: int) -> None:
-        self._streams = [mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)]
+    def __init__(self, streams: list[Any]) -> None:
+        super().__init__()
+        self._streams = streams
 
-    def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
-        """Concatenate ``part(rows a to b)`` along an axis, the last one, each computed on a stream of its own."""
+    def __missing__(self, rows: int) -> list[tuple[slice, Any]]:
         n = len(self._streams) + 1
         bounds = [min(rows, -(-rows * i // n // ROW_STEP) * ROW_STEP) for i in range(n)] + [rows]
         slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
-        # The last part is computed on the stream that needs the result.
-        parts = []
-        for rows_, stream in zip(slices[:-1], self._streams, strict=False):
-            with mx.stream(stream):
-                parts.append(part(rows_))
-        parts.append(part(slices[-1]))
-        return mx.concatenate(parts, axis=axis)
+        found = self[rows] = list(zip(slices, [*self._streams[: len(slices) - 1], None], strict=True))
+        return found
+
+
+class Rows:
+    """Splits products over streams. One object serves a whole model.
+
+    Attributes:
+        parts: as ``Parts``, by a product's rows.
+    """
+
+    def __init__(self, streams: int) -> None:
+        self.parts = Parts([mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)])
+
+    def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
+        """Concatenate ``part(rows a to b)`` along an axis, the last one, each computed on a stream of its own."""
+        found = []
+        for rows_, stream in self.parts[rows]:
+            with mx.stream(stream) if stream is not None else contextlib.nullcontext():
+                found.append(part(rows_))
+        return mx.concatenate(found, axis=axis)
 
 
 def _product(module: nn.Module, x: mx.array) -> mx.array:
     """What a linear layer, or an embedding as one, multiplies with, row by row; quantized or not."""
-    rows: Rows = module.__dict__["_outcore_rows"]
-    weight, bias = module["weight"], module.get("bias")
-    if "scales" not in module:
-        if bias is None:
-            return rows.product(weight.shape[0], lambda s: x @ weight[s].T)
-        return rows.product(weight.shape[0], lambda s: mx.addmm(bias[s], x, weight[s].T))
-    scales, biases = module["scales"], module.get("biases")
-
-    def part(s: slice) -> mx.array:
-        return mx.quantized_matmul(
-            x,
-            weight[s],
-            scales=scales[s],
-            biases=None if biases is None else biases[s],
-            transpose=True,
-            group_size=module.group_size,
-            bits=module.bits,
-            mode=module.mode,
-        )
-
-    out = rows.product(weight.shape[0], part)
-    return out if bias is None else out + bias
+    weight, bias, scales, biases = module["weight"], module.get("bias"), module.get("scales"), module.get("biases")
+    if scales is not None:
+        how = {"transpose": True, "group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+    found = []
+    for s, stream in module.__dict__["_outcore_rows"].parts[weight.shape[0]]:
+        with mx.stream(stream) if stream is not None else contextlib.nullcontext():
+            if scales is not None:
+                zeros = None if biases is None else biases[s]
+                found.append(mx.quantized_matmul(x, weight[s], scales=scales[s], biases=zeros, **how))
+            elif bias is None:
+                found.append(x @ weight[s].T)
+            else:
+                found.append(mx.addmm(bias[s], x, weight[s].T))
+    out = mx.concatenate(found, axis=-1)
+    return out if bias is None or scales is None else out + bias
 
 
 class RowsLinear(nn.Linear):

@@ -6,7 +6,7 @@ drafted. There is more than one way to make room for it; of those that fit, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -59,6 +59,7 @@ class Planning:
     draft: Draft | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     blocks: bool = True
+    _made: dict[Hashable, tuple[Calibration, Plan]] = field(default_factory=dict, compare=False)
 
     def at(self, budget: int, calibration: Calibration = ASSUMED) -> Planned:
         """The plan within ``budget`` bytes.
@@ -129,7 +130,11 @@ class Planning:
         return Planned(plan, self.size, None)
 
     def _make(self, size: ModelSize, budget: int, head: bool | None, calibration: Calibration) -> Plan:
-        plan = make_plan(size, budget, calibration=calibration, **self._options(head))
+        key = size, budget, head, id(calibration)
+        if key not in self._made:  # also by what this one was replaced from, with another draft
+            plan = make_plan(size, budget, calibration=calibration, **self._options(head))
+            self._made[key] = calibration, plan  # which is held, so that no other one has its id
+        plan = self._made[key][1]
         # Of several ranks one drafts; the others know its name, and their disks wait as well.
         if self.draft is not None and self.draft.name != NGRAM and self.options.get("slots") is None:
             plan = _read_ahead(size, plan, calibration)

@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import render
 from ..errors import RequestError
+from ..modules.mlx_lm_compat import has_template_code
 from .events import GenerationRequest
 from .harmony import is_harmony
 
@@ -67,7 +68,7 @@ class TokenizerTemplate:
         if isinstance(found, Mapping):
             found = found.get("tool_use") or found.get("default") or next(iter(found.values()), "")
         self.text = found if isinstance(found, str) else ""
-        code = tokenizer.has_chat_template and (not self.text or tokenizer._chat_template is not None)
+        code = tokenizer.has_chat_template and (not self.text or has_template_code(tokenizer))
         self._takes_tools = code or re.search(r"\btools\b", self.text) is not None
         self.harmony = is_harmony(self.text)
         self.tools = self._takes_tools and (tokenizer.has_tool_calling or self.harmony)

@@ -13,13 +13,64 @@ import http
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 from enum import Enum
 from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import ConnectionGate
+from .limits import ClientLimits
+
+
+class ConnectionGate:
+    """The connections of a server: lets new ones in, and knows which wait for their clients.
+
+    Args:
+        refusal: of a path (None: it is not known yet), a status and a message: an answer's body, in the words of the
+            path's API.
+        clock: seconds.
+
+    Attributes:
+        waiting: for their clients to send a request or to read an answer, those first that have done so the longest.
+        turned_away, dropped, late: connections that there was no room for, that made room for others, and that were
+            closed because of a time-out.
+    """
+
+    def __init__(
+        self,
+        limits: ClientLimits,
+        refusal: Callable[[str | None, int, str], bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits, self.refusal, self.clock = limits, refusal, clock
+        self.waiting: dict[Connection, None] = {}
+        self.turned_away = self.dropped = self.late = 0
+
+    def admits(self, connections: int) -> bool:
+        """Whether there is room for one beside so many; if need be, the one that has waited the longest is dropped.
+
+        One whose request is being answered, and which reads, is never dropped.
+        """
+        if connections < self.limits.connections:
+            return True
+        oldest = next(iter(self.waiting), None)
+        if oldest is None:
+            self.turned_away += 1
+            return False
+        self.dropped += 1
+        oldest.drop()
+        return True
+
+    def wait(self, held: Connection) -> None:
+        """It waits for its client from now on."""
+        self.waiting.pop(held, None)
+        self.waiting[held] = None
+
+    def leave(self, held: Connection) -> None:
+        """It waits for its client no more."""
+        self.waiting.pop(held, None)
 
 
 class Phase(Enum):

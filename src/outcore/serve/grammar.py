@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from ..errors import RequestError
+from ..modules.mlx_lm_compat import inner_tokenizer
 from ..text import one_line
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Grammars:
         if not ends:
             raise RequestError("this model has no token that ends an answer of a given form", "unsupported_parameter")
         try:
-            return llguidance.hf.from_tokenizer(self._wrapper._tokenizer, eos_token=ends)
+            return llguidance.hf.from_tokenizer(inner_tokenizer(self._wrapper), eos_token=ends)
         except Exception as e:  # what is wrong with a tokenizer is told in many ways
             why = f"this model's tokenizer cannot be kept to a form: {one_line(e)}"
             raise RequestError(why, "unsupported_parameter") from e

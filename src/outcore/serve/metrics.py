@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .connection import ConnectionGate
 from .events import Event, Finished, Service
-from .limits import ConnectionGate
 
 FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 

@@ -110,17 +110,13 @@ class TextBody(OpenAIBody):
     response_format: Format | None = None
     grammar: str = ""  # llama.cpp's
 
-    def request(self, defaults: Defaults, *lengths: int | None) -> GenerationRequest:
-        """What is asked, but for the prompt.
-
-        Args:
-            lengths: tokens of the answer at most; the first that is given counts.
-        """
+    def request(self, defaults: Defaults) -> GenerationRequest:
+        """What is asked, but for the prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
         return GenerationRequest(
             model=self.model,
-            max_tokens=next((n for n in lengths if n is not None), defaults.max_tokens),
+            max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=self.sampling(defaults.sampling),
             stop=self.stop,
             schema=schema_of(self.response_format, "response_format"),
@@ -295,7 +291,7 @@ def chat(request: HttpRequest, service: Service) -> ParsedRequest:
         raise wrong("top_logprobs", "only where logprobs is true")
     messages = conversation(made)
     ask = replace(
-        body.request(request.defaults, body.max_completion_tokens, body.max_tokens),
+        body.request(request.defaults),
         messages=messages,
         continued=continues(messages),
         tools=tools,
@@ -315,7 +311,7 @@ def completion(request: HttpRequest, service: Service) -> ParsedRequest:
     prompts = _prompts(body.prompt)
     if len(prompts) * body.n > CHOICES:
         raise wrong("n", f"{len(prompts) * body.n} answers; at most {CHOICES} over all prompts")
-    ask = body.request(request.defaults, body.max_tokens, body.max_completion_tokens)
+    ask = body.request(request.defaults)
     ask = replace(ask, logprobs=None if body.logprobs is False else body.logprobs)
     writer = CompletionWriter(**body.writing(), choices=len(prompts) * body.n, logprobs=ask.logprobs is not None)
     return ParsedRequest(tuple(replace(ask, prompt=prompt) for prompt in prompts), writer)

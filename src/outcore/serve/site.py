@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from .api import JSON, Api, Defaults, encoded
 from .body import HeldBody
+from .connection import ConnectionGate
 from .events import RequestError, Service
-from .limits import ClientLimits, ConnectionGate
+from .limits import ClientLimits
 from .metrics import ServerMetrics
 
 IGNORED = "x-outcore-ignored"

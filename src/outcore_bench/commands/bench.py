@@ -17,7 +17,7 @@ from outcore.errors import OutcoreError, UsageError
 from outcore.sizes import parse_size
 
 from ..document import Document
-from ..jobs import BenchSettings, RunSettings
+from ..jobs import BenchSettings, RunSettings, listed, numbers
 from ..runner import Runner, shown_command
 from ..table import WIDTH, show
 from ..words import AUTO
@@ -57,23 +57,15 @@ def settings(args: argparse.Namespace) -> BenchSettings:
     Raises:
         UsageError: one of them cannot be used.
     """
-    try:
-        batch = tuple(int(n) for n in _list(args.batch))
-    except ValueError:
-        raise UsageError(f"--batch {args.batch}: give whole numbers, separated by commas") from None
     return BenchSettings(
-        modes=_list(args.modes),
-        memory=_list(args.memory),
-        resident=_list(args.resident),
-        io=_list(args.io) or (AUTO,),
-        batch=batch or (1,),
+        modes=listed(args.modes),
+        memory=listed(args.memory),
+        resident=listed(args.resident),
+        io=listed(args.io) or (AUTO,),
+        batch=numbers("--batch", args.batch) or (1,),
         limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
         run=RunSettings(**{f.name: getattr(args, f.name) for f in fields(RunSettings)}),
     )
-
-
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _writer(output: Path | None) -> Callable[[Document], None]:

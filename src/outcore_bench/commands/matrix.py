@@ -16,7 +16,7 @@ from outcore.errors import OutcoreError, UsageError
 from outcore.machine.memory import given_budget
 from outcore.text import printable
 
-from ..jobs import RunSettings
+from ..jobs import RunSettings, listed, numbers
 from ..matrix import Grid
 from ..matrix_runner import MatrixRunner
 from ..runner import shown_command
@@ -69,10 +69,10 @@ def axes(args: argparse.Namespace) -> Grid:
         UsageError: one of them cannot be used.
     """
     return Grid(
-        memory=tuple(sorted({given_budget(s) for s in _list(args.memory)})) if args.memory is not None else None,
-        io=_list(args.io) if args.io is not None else None,
-        slots=_numbers("--slots", args.slots),
-        threads=_numbers("--threads", args.threads),
+        memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory is not None else None,
+        io=listed(args.io) if args.io is not None else None,
+        slots=tuple(sorted(numbers("--slots", args.slots))),
+        threads=tuple(sorted(numbers("--threads", args.threads))),
     )
 
 
@@ -82,23 +82,5 @@ def each_run(args: argparse.Namespace) -> RunSettings:
     Raises:
         UsageError: one of the flags cannot be used.
     """
-    return RunSettings(
-        cache=args.cache,
-        tokens=args.tokens,
-        prompt_tokens=args.prompt_tokens,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        dtype=args.dtype,
-        cpu_streams=args.cpu_streams,
-    )
-
-
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(sorted({int(n) for n in _list(text)}))
-    except ValueError:
-        raise UsageError(f"{flag} {text}: give whole numbers, separated by commas") from None
+    names = ("cache", "tokens", "prompt_tokens", "repeats", "warmup", "dtype", "cpu_streams")
+    return RunSettings(**{name: getattr(args, name) for name in names})

@@ -135,27 +135,20 @@ def _curves_of(d: Document, x: Callable[[BenchRow], float | None]) -> list[Chart
     ]
 
 
-def covered(bars: Sequence[TimelineBar]) -> tuple[float, float, float]:
-    """Seconds of reading, seconds of computing, and seconds of both at once."""
-    reads, computes = spans(bars, "read"), spans(bars, "compute")
-    both = sum(max(0.0, min(e, f) - max(b, c)) for b, e in reads for c, f in computes)
-    return sum(e - b for b, e in reads), sum(e - b for b, e in computes), both
-
-
-def spans(bars: Sequence[TimelineBar], kind: str) -> list[tuple[float, float]]:
-    """When at least one bar of ``kind`` was under way: intervals in order, none touching the next."""
-    out: list[tuple[float, float]] = []
-    for begin, end in sorted((b.begin, b.end) for b in bars if b.kind == kind):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((begin, end))
-    return out
+def covered(bars: Sequence[TimelineBar], *kinds: str) -> float:
+    """Seconds in which at least one bar of these kinds was under way."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((b.begin, b.end) for b in bars if b.kind in kinds):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def overlap_text(row: BenchRow) -> str:
     """How much of one sweep's reading ran while something was computed."""
-    reading, computing, both = covered(row.timeline or [])
+    bars = row.timeline or []
+    reading, computing = covered(bars, "read"), covered(bars, "compute")
+    both = reading + computing - covered(bars, "read", "compute")
     return (
         f"{number(1000 * reading)} ms of reads and {number(1000 * computing)} ms of compute in one sweep; "
         f"{percent(both / reading if reading else None)} of the reading ran during compute."

@@ -13,8 +13,8 @@ def setup_arg_parser() -> ArgumentParser:
     parser = command_parser(
         "outcore launch",
         "Run a command on several machines, each with a share of the model's layers. Looks first whether they can be "
-        "reached and have the same versions and the same model. Ends with 0 if all of them did, with 1 if one failed, "
-        "and 130 after Ctrl-C; whatever happens, nothing keeps running.",
+        "reached and have the same versions; ranks compare the model when they meet. Ends with 0 if all of them did, "
+        "with 1 if one failed, and 130 after Ctrl-C; whatever happens, nothing keeps running.",
         "outcore launch --hosts local,mini.local -- generate mlx-community/Qwen3-8B-4bit --memory 16GB",
         flag(
             "--hosts",

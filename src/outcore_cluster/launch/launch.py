@@ -1,8 +1,8 @@
 """``outcore launch``: a command on several machines at once, each a rank of it.
 
 On every host a guard is started (``outcore_cluster.link.guard``), here as a child and elsewhere through ssh. It tells
-its versions, looks at the model, and starts the rank. The run's key goes to it over its standard input and on through a
-pipe, so that no list of processes shows it.
+its versions, and starts the rank. The run's key goes to it over its standard input and on through a pipe, so that no
+list of processes shows it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from outcore.errors import LinkError, UsageError
 from outcore.text import meant, printable, shortened, unmoved
 
 from .as_rank import RANK_MODEL, check_command
-from .checks import check_models, check_versions
 from .hosts import Host, find_hosts, models_of, remote_command, variable_of
 from .input import Input, LauncherDocument, Streams
 from .processes import Rank, RankProcesses, how
@@ -40,6 +39,8 @@ START_S = 7
 """Seconds in which all ranks must have found each other; their guards run by then."""
 TWICE_S = 3.0
 """Seconds after a Ctrl-C in which another one means that all is to end."""
+VERSIONS = ("outcore", "mlx", "mlx-lm")
+"""What all hosts have to have the same version of."""
 LINES_SHOWN = 5
 """Last lines of a rank that failed."""
 
@@ -85,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
                 rank.say(start=_order(command, variables | typed, args.cwd, host, own))
             ready = ranks.await_all("ready", READY_S)
             check_versions(ranks, ready)
-            if inner is not None:
-                check_models(ranks, inner, python)
             if hosts.hosts[0].local:
                 starting.close()  # from here on it says itself what it does
             _go(ranks, [answer["port"] for answer in ready])
@@ -113,6 +112,22 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
     inner = parser_of(words[0]).parse_args(list(words[1:]))
     check_command(words[0], inner)
     return inner
+
+
+def check_versions(ranks: RankProcesses, ready: Sequence[dict[str, Any]]) -> None:
+    """All hosts must compute the same, with the same programs.
+
+    Raises:
+        LinkError: names the host, and what it has.
+    """
+    first = ready[0]["versions"]
+    for rank, answer in zip(ranks.ranks, ready, strict=True):
+        for name in VERSIONS:
+            if (there := answer["versions"][name]) != first[name]:
+                raise LinkError(
+                    f"{rank.who} has {name} {there}, {ranks.ranks[0].who} {first[name]}: install the same on all hosts",
+                    rank.number,
+                )
 
 
 def _guarded(

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from outcore.calibration.calibrate import calibrated
-from outcore.checkpoint.hub_cache import name_of
+from outcore.checkpoint.find_model import name_of
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import measuring, progress_bar
 from outcore.cli.model_folder import model_folder

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from outcore.errors import LinkError
-from outcore.machine.processes import is_stopped
 from outcore.text import printable
 
+from ..other_processes import is_stopped
 from .hosts import Host
 
 LINES = 20

@@ -1,17 +1,26 @@
-"""What the threads of a link have in common: the run's fault, once there is one, and who waits."""
+"""What the threads of a link have in common: the run's fault, once there is one, and who waits. A process whose run has
+failed is ended, also where its main thread sits in a call of C that takes no exception."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable
 
 from outcore.errors import LinkError
 from outcore.machine import interrupts
+from outcore.text import printable
 
 from .movement import Movement
 
 POLL_S = 0.05
 """Seconds until a wait of the main thread looks for signals that are held."""
+
+
+STATUS = 1
+TELL_S = 0.5
 
 
 class LinkBoard:
@@ -75,3 +84,29 @@ class LinkBoard:
                     self.check()
                 interrupts.check()
         self.movement.note()
+
+
+def end_within(grace_s: float, error: LinkError, told: Callable[[], bool], leave: Callable[[int], None]) -> None:
+    """Let the main thread end by itself, and end the process after that.
+
+    Args:
+        told: whether somebody has had the error as an exception, and will have said so.
+        leave: ``os._exit``.
+    """
+
+    def run() -> None:
+        time.sleep(grace_s)
+        if not told():
+            # Who reads it may have stopped.
+            telling = threading.Thread(target=write_error, args=(f"outcore: {error}",), daemon=True)
+            telling.start()
+            telling.join(TELL_S)
+        leave(STATUS)
+
+    threading.Thread(target=run, name="outcore-link-end", daemon=True).start()
+
+
+def write_error(line: str) -> None:
+    """A line on standard error, past Python's own streams: another thread may hold their locks for ever."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{printable(line)}\n".encode(errors="backslashreplace"))

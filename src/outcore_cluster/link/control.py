@@ -8,22 +8,23 @@ comes in time. So one rank's death is told everywhere as that rank's, not as tha
 from __future__ import annotations
 
 import contextlib
+import json
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from outcore.errors import LinkError
 from outcore.text import one_line
 
 from .board import LinkBoard
-from .frames import Frame, FrameError, Kind
+from .frames import Frame, FrameError, FrameParser, Kind, header
 from .limits import LinkLimits
 from .meeting import Identity
 from .movement import Sign
-from .peer import Peer, Suspicion, packed, unpacked
 from .watch import GONE, Blame, broke, silent, stuck
 
 LATE_S = 2.0
@@ -31,6 +32,70 @@ LATE_S = 2.0
 
 OVERDUE_S = 0.5
 """Seconds for which somebody may wait for a rank that has ended: what it sent may not have been looked at yet."""
+
+
+@dataclass
+class Peer:
+    """A rank at the other end of a control connection, which does not block.
+
+    Attributes:
+        ended_at: when it said that its part was done. gone: nothing more comes from it.
+        beats: it has begun to give signs.
+        knows: that this rank's part is done.
+    """
+
+    sock: socket.socket
+    heard_at: float
+    sign: Sign = field(default_factory=Sign)
+    parser: FrameParser = field(default_factory=FrameParser)
+    leaving: bytearray = field(default_factory=bytearray)
+    sequence: int = 0
+    ended_at: float | None = None
+    gone: bool = False
+    beats: bool = False
+    knows: bool = False
+
+    def queue(self, kind: Kind, payload: bytes) -> None:
+        """Send a frame, as far as the connection takes it; the rest stays in ``leaving``."""
+        self.leaving += header(kind, self.sequence, len(payload)) + payload
+        self.sequence += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left."""
+        try:
+            while self.leaving:
+                del self.leaving[: self.sock.send(self.leaving)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.leaving.clear()  # reading tells what is wrong
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """That a rank is at fault, and which other rank said so, if it was one."""
+
+    blame: Blame
+    reporter: int | None
+    since: float
+
+
+def packed(blame: Blame) -> bytes:
+    """As the payload of a frame."""
+    return json.dumps([blame.rank, blame.what]).encode()
+
+
+def unpacked(payload: bytes, size: int) -> Blame:
+    """Back from it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    rank, what = json.loads(payload)
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise FrameError(f"a verdict on rank {rank!r} of {size}")
+    return Blame(rank, one_line(str(what)))
 
 
 class ControlLink:

@@ -4,9 +4,8 @@ It stands between ``outcore launch``, at the other end of its standard streams (
 and the rank, its child. Both sides write lines of JSON, one object each:
 
     launcher → guard   start (command, environment, directory, host, terminal), go (rank, addresses, ...),
-                       check (a command that prints an answer), input, input_end, interrupt,
-                       terminate, beat
-    guard → launcher   ready (port, versions), checked, out, err, ended (status), refused (why), beat (and whether the
+                       input, input_end, interrupt, terminate, beat
+    guard → launcher   ready (port, versions), out, err, ended (status), refused (why), beat (and whether the
                        rank is stopped)
 
 The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
@@ -35,10 +34,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from outcore.machine.gpus import VISIBLE, nvidia_gpus
-from outcore.machine.processes import below, is_stopped
 from outcore.machine.shared_host import SHARED_BY
 from outcore.text import one_line
 
+from ..other_processes import below, is_stopped
 from . import environment as names
 
 BEAT_S = 1.0
@@ -47,7 +46,6 @@ TERM_S = 0.5
 """Seconds between asking a rank to end and ending it."""
 MOST_HELD = 1 << 18
 """Bytes for the launcher beyond which the rank's output is left in its pipes."""
-CHECKED = "checked"
 PACKAGES = ("outcore", "mlx", "mlx-lm")
 
 
@@ -72,8 +70,6 @@ class RankGuard:
         self._input_ends = False
         self._over = False
         self._ended_at = 0.0
-        self._checking: subprocess.Popen[bytes] | None = None
-        self._answer = b""
 
     def run(self) -> int:
         """Guard until the rank has ended, or the launcher has; the exit status."""
@@ -146,8 +142,6 @@ class RankGuard:
             self._say(ready={"port": self._listener.getsockname()[1], "versions": versions()})
         elif "go" in order:
             self._go(order["go"])
-        elif "check" in order:
-            self._check(order["check"])
         elif "input" in order:
             self._input += order["input"].encode()
         elif "input_end" in order:
@@ -199,25 +193,9 @@ class RankGuard:
             os.set_blocking(self._rank.stdin.fileno(), False)
             self._feed()
 
-    def _check(self, command: list[str]) -> None:
-        """Run something that prints an answer; it is passed on when it is whole."""
-        self._checking = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=self._order.get("directory")
-        )
-        assert self._checking.stdout is not None
-        self._outputs[self._checking.stdout.fileno()] = CHECKED
-
     def _pass_on(self, fd: int) -> None:
         data = os.read(fd, 1 << 15)
-        if self._outputs[fd] == CHECKED:
-            self._answer += data
-            if not data:
-                del self._outputs[fd]
-                if self._checking is not None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        self._checking.wait(TERM_S)
-                self._say(checked=self._answer.decode(errors="backslashreplace"))
-        elif data:
+        if data:
             self._say(**{self._outputs[fd]: data.decode(errors="backslashreplace")})
         else:
             del self._outputs[fd]
@@ -254,9 +232,6 @@ class RankGuard:
             self._turn()
 
     def _end_rank(self) -> None:
-        if self._checking is not None:
-            self._checking.kill()
-            self._checking.wait()
         rank = self._rank
         if rank is None:
             return

@@ -21,15 +21,13 @@ from contextlib import AbstractContextManager
 
 from outcore.errors import LinkError
 
-from .board import LinkBoard
+from .board import LinkBoard, end_within
 from .channel import Channel, Receive
-from .control import ControlLink
-from .ending import end_within
+from .control import ControlLink, packed
 from .frames import Frame, FrameError, Kind, header
 from .limits import LinkLimits
 from .meeting import CONTROL, DATA, Identity, Meeting
 from .movement import Movement
-from .peer import packed
 from .watch import Blame
 
 _COUNT = struct.Struct("!Q")

@@ -35,16 +35,10 @@ class Modelfile:
         model: a folder, absolute if the Modelfile means one beside it, or a name on the Hub. ``adapter``: a folder.
             ``draft``: as ``model``.
         messages: as chat templates take them: ``role`` and ``content``, said before the first message of the user.
-        licenses: their texts; nothing depends on them.
-        num_ctx: tokens of prompt and answer together. ``num_predict``: tokens of an answer; -1: as many as there is
-            room for.
-        top_k: 0: of all. ``seed``: negative: another one each time.
-        repeat_penalty: 1: none. ``repeat_last_n``: tokens that it and the other penalties look at; 0: none; -1: all.
-        draft_num_predict: drafted tokens at most; 0: nothing is drafted.
-        flash: ``FLASH`` is there. ``memory``: such as ``10GB``. ``threads``: reads in flight. ``slots``: of the ring.
-            ``io``: as in ``LoadOptions``. ``warn_below_bits``: of a weight; 0: never. ``flash_top_k``: 0: the
-            model's own number of experts.
-        lines: of each attribute that the Modelfile says something of: the number of its (first) line.
+        values: parameters by their names (``num_predict`` -1: as many as there is room for; ``top_k`` 0: of all;
+            ``seed`` negative: another one each time), and of mlx-flash's instructions ``memory``, ``threads``,
+            ``slots``, ``io`` and ``warn_below_bits``.
+        lines: of each of these that the Modelfile says something of: the number of its (first) line.
     """
 
     path: Path
@@ -56,26 +50,12 @@ class Modelfile:
     messages: tuple[Mapping[str, str], ...] = ()
     licenses: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
-    num_ctx: int | None = None
-    num_predict: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    draft_num_predict: int | None = None
-    flash: bool = False
-    memory: str | None = None
-    threads: int | None = None
-    slots: int | None = None
-    io: str | None = None
-    warn_below_bits: int | None = None
-    flash_top_k: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    def get(self, name: str) -> Any:
+        """An attribute, or one of ``values``; None: it is not said."""
+        return self.values.get(name, getattr(self, name, None))
 
     def line(self, attribute: str) -> str:
         """Where it says something, for errors."""
@@ -84,15 +64,13 @@ class Modelfile:
     def penalties(self) -> dict[str, float | int]:
         """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serve.events.Sampling``;
         none where nothing is punished."""
-        last = 64 if self.repeat_last_n is None else COUNT if self.repeat_last_n < 0 else self.repeat_last_n
-        given = {
-            "repetition": self.repeat_penalty or 1.0,
-            "presence": self.presence_penalty or 0.0,
-            "frequency": self.frequency_penalty or 0.0,
-        }
+        last = self.values.get("repeat_last_n", 64)
+        last = COUNT if last < 0 else last
         found: dict[str, float | int] = {}
-        for kind, penalty in given.items():
-            if last and penalty != (1.0 if kind == "repetition" else 0.0):
+        for kind, name, nothing in (("repetition", "repeat", 1.0), ("presence", "presence", 0.0),
+                                    ("frequency", "frequency", 0.0)):  # fmt: skip
+            penalty = self.values.get(f"{name}_penalty") or nothing
+            if last and penalty != nothing:
                 found |= {f"{kind}_penalty": penalty, f"{kind}_context_size": last}
         return found
 
@@ -138,7 +116,8 @@ def parse_modelfile(text: str, path: Path = Path("Modelfile")) -> Modelfile:
         lines.setdefault(attribute, instruction.line)
     if "model" not in found:
         raise LineError(last, "there is no FROM in all of it: add FROM with a model's folder or its name on the Hub")
-    return Modelfile(path=path, lines=lines, **found)
+    own = {name: found.pop(name) for name in list(found) if name in Modelfile.__dataclass_fields__}
+    return Modelfile(path=path, values=found, lines=lines, **own)
 
 
 def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
@@ -231,28 +210,12 @@ PARAMETERS: dict[str, tuple[re.Pattern[str], type, Check]] = {
 }
 """Ollama's parameters that are honoured: how a value is written, its type, and what refuses one."""
 
-OTHER_PARAMETERS = {
-    "num_thread": "FLASH_THREADS is for reading, --cpu-streams for computing",
-    "num_gpu": "what stays in memory follows from --memory, or FLASH_RAM_GB",
-    "num_batch": "--prefill-step-size",
-    "num_keep": "nothing is shifted out of a context here",
-    "typical_p": "use top_p or min_p",
-    "mirostat": "use temperature, top_p or min_p",
-    "mirostat_tau": "use temperature, top_p or min_p",
-    "mirostat_eta": "use temperature, top_p or min_p",
-    "tfs_z": "use top_p or min_p",
-    "use_mmap": "--io cached or direct; FLASH_EVICTION",
-    "use_mlock": "what is resident stays in memory",
-    "low_vram": "--memory, or FLASH_RAM_GB",
-    "main_gpu": "MLX chooses the device",
-    "numa": "MLX chooses the device",
-    "f16_kv": "--kv-bits",
-    "penalize_newline": "Ollama has dropped it",
-    "num_gqa": "the model's own config.json says it",
-    "logits_all": "llama.cpp's own",
-    "vocab_only": "llama.cpp's own",
-}
-"""Those that are not, and what there is instead."""
+OTHER_PARAMETERS = (
+    "num_thread", "num_gpu", "num_batch", "num_keep", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z",
+    "use_mmap", "use_mlock", "low_vram", "main_gpu", "numa", "f16_kv", "penalize_newline", "num_gqa", "logits_all",
+    "vocab_only",
+)  # fmt: skip
+"""Those that are not."""
 
 
 def _parameter(instruction: Instruction) -> tuple[str, Any]:
@@ -264,7 +227,7 @@ def _parameter(instruction: Instruction) -> tuple[str, Any]:
     if name in PARAMETERS:
         return name, _number(instruction, *PARAMETERS[name])
     if name in OTHER_PARAMETERS:
-        raise instruction.refused(f"not supported ({OTHER_PARAMETERS[name]}); leave it out")
+        raise instruction.refused("not supported: Outcore's plan, or a flag, decides it; leave it out")
     known = ("stop", *PARAMETERS)
     raise LineError(
         instruction.line,

@@ -74,13 +74,13 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
     def fill(attribute: str, name: str, value: Any) -> None:
         if name not in given and hasattr(args, name):
             setattr(args, name, value)
-            filled[name] = Setting(str(getattr(said, attribute)), said.line(attribute))
+            filled[name] = Setting(str(said.get(attribute)), said.line(attribute))
 
     several = parser.prog == "outcore serve"
     if several and "models_named" in given:
         given |= {"model"}
     for attribute, name in FLAGS.items():
-        value: Any = getattr(said, attribute)
+        value: Any = said.get(attribute)
         if value is None:
             continue
         if attribute == "draft_num_predict" and value == 0:
@@ -100,7 +100,7 @@ class ModelfilePreset(Preset):
 
     def __init__(self, said: Modelfile) -> None:
         self.said = said
-        self.messages, self.stop, self.threads = said.messages, said.stop, said.threads
+        self.messages, self.stop, self.threads = said.messages, said.stop, said.get("threads")
 
     def prepare(
         self, tokenizer: TokenizerWrapper, config: Mapping[str, Any], *, template: bool = True, cached: bool = False
@@ -125,12 +125,13 @@ class ModelfilePreset(Preset):
 
     def answer_tokens(self, prompt: int, most: int) -> int:
         """By ``num_ctx`` too."""
-        if self.said.num_ctx is None:
+        context = self.said.get("num_ctx")
+        if context is None:
             return most
-        room = self.said.num_ctx - prompt
+        room: int = context - prompt
         if room < 1:
             raise UsageError(
-                f"{self.said.line('num_ctx')}: num_ctx {self.said.num_ctx} leaves no room for an answer to a prompt of "
+                f"{self.said.line('num_ctx')}: num_ctx {context} leaves no room for an answer to a prompt of "
                 f"{counted(prompt, 'token')}; give more, or a shorter prompt"
             )
         return room if most < 0 else min(room, most)
@@ -146,7 +147,8 @@ class ModelfilePreset(Preset):
 
     def defaults(self, defaults: Defaults) -> Defaults:
         """Penalties and the seed."""
-        seed = None if self.said.seed is None or self.said.seed < 0 else self.said.seed
+        seed = self.said.get("seed")
+        seed = None if seed is None or seed < 0 else seed
         penalties: dict[str, Any] = self.said.penalties()
         return replace(defaults, sampling=replace(defaults.sampling, seed=seed, **penalties))
 
@@ -174,7 +176,7 @@ class ModelfilePreset(Preset):
 
     def _warn(self, config: Mapping[str, Any]) -> None:
         """Tell what ``FLASH_QUANT_WARN_BELOW`` has to say of a model's config.json."""
-        least = self.said.warn_below_bits
+        least = self.said.get("warn_below_bits")
         found = config.get("quantization") or config.get("quantization_config")
         groups = [found, *found.values()] if isinstance(found, dict) else []
         bits = [g["bits"] for g in groups if isinstance(g, dict) and isinstance(g.get("bits"), int)]

@@ -34,41 +34,17 @@ OPERATORS = {"and": " and ", "or": " or "}
 
 
 @dataclass(frozen=True)
-class Text:
-    """Written as it is."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class TemplateField:
-    """One of ``FIELDS``."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class If:
-    """A condition, an expression of Jinja's, and what is written if it holds, and if not."""
-
-    condition: str
-    then: tuple[Node, ...]
-    otherwise: tuple[Node, ...] = ()
-
-
-Node = Text | TemplateField | If
-
-
-@dataclass(frozen=True)
 class GoTemplate:
     """A turn of a conversation.
 
     Attributes:
         text: as it stands in the Modelfile.
+        body: the same in Jinja, of ``System``, ``Prompt``, ``Response``, and ``mark``, which stands where the first
+            ``.Response`` ends.
     """
 
     text: str
-    nodes: tuple[Node, ...]
+    body: str
 
     def jinja(self, begin: str = "") -> str:
         """A chat template for ``tokenizer.apply_chat_template``; its messages are of system, user and assistant.
@@ -76,14 +52,14 @@ class GoTemplate:
         Args:
             begin: what every text begins with: the token that the tokenizer puts in front, if it does.
         """
-        until, _ = _until_response(self.nodes)
-        parts = {"turn": _written(self.nodes), "last": _written(until), "begin": _literal(begin)}
+        parts = {"turn": self.body, "mark": _literal(MARK), "begin": _literal(begin)}
         return (CONVERSATION % parts).rstrip("\n")
 
 
+MARK = "\x02.Response\x03"
+
 CONVERSATION = """\
-{%%- macro turn(System, Prompt, Response) -%%}%(turn)s{%%- endmacro -%%}
-{%%- macro last(System, Prompt, Response) -%%}%(last)s{%%- endmacro -%%}
+{%%- macro turn(System, Prompt, Response, mark="") -%%}%(turn)s{%%- endmacro -%%}
 {%%- set now = namespace(system="", prompt="", response="", role="") -%%}
 {%%- set text -%%}
 {%%- for message in messages -%%}
@@ -105,7 +81,8 @@ CONVERSATION = """\
 {%%- endif -%%}
 {%%- set now.role = message.role -%%}
 {%%- endfor -%%}
-{%%- if add_generation_prompt or now.role != "assistant" -%%}{{- last(now.system, now.prompt, now.response) -}}
+{%%- if add_generation_prompt or now.role != "assistant" -%%}
+{{- turn(now.system, now.prompt, now.response, %(mark)s).split(%(mark)s)[0] -}}
 {%%- else -%%}{{- turn(now.system, now.prompt, now.response) -}}{%%- endif -%%}
 {%%- endset -%%}
 {{- ("" if text.startswith(%(begin)s) else %(begin)s) ~ text -}}
@@ -122,52 +99,69 @@ def parse_template(instruction: Instruction) -> GoTemplate:
     text = instruction.value
     if len(text) > LONGEST:
         raise instruction.refused(f"{len(text)} characters; at most {LONGEST}")
-    nodes = _Parser(instruction).nodes()
-    if not _responds(nodes):
-        nodes = (*nodes, TemplateField("Response"))
-    return GoTemplate(text, nodes)
+    return GoTemplate(text, _Parser(instruction).body())
 
 
 class _Parser:
-    """Of one template: a stack of open conditions, each with what was written before its ``else``."""
+    """Of one template, which it writes in Jinja: nothing there depends on how its white space is treated."""
 
     def __init__(self, instruction: Instruction) -> None:
         self._text, self._line = instruction.value, instruction.line
+        self._written: list[str] = []
+        self._open: list[tuple[int, int, bool]] = []  # conditions: where they began, their branches, and else was there
+        self._ended = False  # .Response stands before this
 
-    def nodes(self) -> tuple[Node, ...]:
-        written: list[Node] = []
-        # Conditions that are open: where they began, what was written before them; for each of its branches the
-        # condition, None for else, and what is written then.
-        open_: list[tuple[int, list[Node], list[tuple[str | None, list[Node]]]]] = []
+    def body(self) -> str:
         for at, piece in self._pieces():
-            if isinstance(piece, Text):
-                written.append(piece)
+            if isinstance(piece, str):
+                self._write(_literal(piece))
                 continue
             word, words = (piece[0], piece[1:]) if piece else ("", [])
             if word == "if":
-                self._check_depth(sum(len(branches) for *_, branches in open_), at)
-                open_.append((at, written, [(self._condition(words, at), written := [])]))
+                self._branch("if", words, at, (at, 0, False))
             elif word == "else":
-                if not open_ or open_[-1][2][-1][0] is None:
+                if not self._open or self._open[-1][2]:
                     raise self._error(at, "else without an if before it")
                 if words and words[0] != "if":
                     raise self._error(at, f"else {shortened(' '.join(words))}: there is else, and else if")
-                self._check_depth(sum(len(branches) for *_, branches in open_), at)
-                open_[-1][2].append((self._condition(words[1:], at) if words else None, written := []))
+                self._branch("elif" if words else "else", words[1:], at, self._open.pop())
             elif word == "end" and not words:
-                if not open_:
+                if not self._open:
                     raise self._error(at, "end without an if before it")
-                _, written, branches = open_.pop()
-                written.append(_chain(branches))
+                self._open.pop()
+                self._written.append("{%- endif -%}")
+                self._mark()
             else:
-                written.append(TemplateField(self._field(piece, at)))
-        if open_:
-            raise self._error(open_[-1][0], "if without an end")
-        return tuple(written)
+                self._write(self._field(piece, at))
+        if self._open:
+            raise self._error(self._open[-1][0], "if without an end")
+        if not any("Response" in part for part in self._written if not part.startswith('{{- "')):
+            self._write("Response")
+        return "".join(self._written)
 
-    def _pieces(self) -> list[tuple[int, Text | list[str]]]:
+    def _write(self, expression: str) -> None:
+        self._written.append(f"{{{{- {expression} -}}}}")
+        if expression == "Response":
+            self._ended = True
+            self._mark()
+
+    def _mark(self) -> None:
+        """Ollama runs a template up to ``.Response`` without what comes after it, in other branches too."""
+        if self._ended:
+            self._written.append("{{- mark -}}")
+
+    def _branch(self, word: str, words: Sequence[str], at: int, of: tuple[int, int, bool]) -> None:
+        if sum(branches for _, branches, _ in (*self._open, of)) >= DEEPEST:
+            raise self._error(at, f"more than {DEEPEST} conditions within each other")
+        condition = f" {self._condition(words, at)}" if word != "else" else ""
+        self._open.append((of[0], of[1] + 1, word == "else"))
+        self._written.append(f"{{%- {word}{condition} -%}}")
+        if word != "if":
+            self._mark()
+
+    def _pieces(self) -> list[tuple[int, str | list[str]]]:
         """Texts, and the words of actions, with where they stand; without comments, and without what is trimmed."""
-        found: list[tuple[int, Text | list[str]]] = []
+        found: list[tuple[int, str | list[str]]] = []
         text, at, trims = self._text, 0, False
         while (begin := text.find("{{", at)) >= 0:
             end = text.find("}}", begin)
@@ -178,13 +172,13 @@ class _Parser:
             right = body.endswith("-") and body[-2:-1] in (*SPACE, "")
             between = text[at:begin].lstrip(SPACE) if trims else text[at:begin]
             if between := between.rstrip(SPACE) if left else between:
-                found.append((at, Text(between)))
+                found.append((at, between))
             body = body[left : len(body) - right].strip(SPACE)
             if not COMMENT.fullmatch(body):
                 found.append((begin, self._words(body, begin)))
             at, trims = end + 2, right
         rest = text[at:].lstrip(SPACE) if trims else text[at:]
-        return [*found, (at, Text(rest))] if rest else found
+        return [*found, (at, rest)] if rest else found
 
     def _words(self, body: str, at: int) -> list[str]:
         words = [word[0] for word in islice(WORD.finditer(body), WORDIEST + 1)]
@@ -231,66 +225,8 @@ class _Parser:
             "are understood here; use them, or leave TEMPLATE out: then the model's own chat template is used",
         )
 
-    def _check_depth(self, depth: int, at: int) -> None:
-        if depth >= DEEPEST:
-            raise self._error(at, f"more than {DEEPEST} conditions within each other")
-
     def _error(self, at: int, why: str) -> LineError:
         return LineError(self._line + self._text.count("\n", 0, at), f"TEMPLATE: {why}")
-
-
-def _chain(branches: Sequence[tuple[str | None, list[Node]]]) -> If:
-    """``if``, ``else if`` and ``else`` as conditions within each other."""
-    otherwise: tuple[Node, ...] = ()
-    found: If | None = None
-    for condition, nodes in reversed(branches):
-        if condition is None:
-            otherwise = tuple(nodes)
-        else:
-            found = If(condition, tuple(nodes), otherwise)
-            otherwise = (found,)
-    assert found is not None
-    return found
-
-
-def _responds(nodes: Sequence[Node]) -> bool:
-    """Whether ``.Response`` is there, in a condition too."""
-    return any(
-        node == TemplateField("Response")
-        or (isinstance(node, If) and ("Response" in node.condition or _responds((*node.then, *node.otherwise))))
-        for node in nodes
-    )
-
-
-def _until_response(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], bool]:
-    """What stands before the first ``.Response``, that included, and whether it is there."""
-    kept: list[Node] = []
-    for node in nodes:
-        cut = node == TemplateField("Response")
-        if isinstance(node, If):
-            then, cut = _until_response(node.then)
-            otherwise: tuple[Node, ...] = ()
-            if not cut:
-                otherwise, cut = _until_response(node.otherwise)
-            node = If(node.condition, then, otherwise)
-        kept.append(node)
-        if cut:
-            return tuple(kept), True
-    return tuple(kept), False
-
-
-def _written(nodes: Sequence[Node]) -> str:
-    """As Jinja, in which nothing depends on how its white space is treated."""
-    parts = []
-    for node in nodes:
-        if isinstance(node, Text):
-            parts.append(f"{{{{- {_literal(node.text)} -}}}}")
-        elif isinstance(node, TemplateField):
-            parts.append(f"{{{{- {node.name} -}}}}")
-        else:
-            otherwise = f"{{%- else -%}}{_written(node.otherwise)}" if node.otherwise else ""
-            parts.append(f"{{%- if {node.condition} -%}}{_written(node.then)}{otherwise}{{%- endif -%}}")
-    return "".join(parts)
 
 
 def _literal(text: str) -> str:

@@ -11,8 +11,7 @@ from typing import Any, Protocol, cast
 
 import mlx.nn as nn
 
-from ...checkpoint.find_model import resolve_model
-from ...checkpoint.hub_cache import name_of
+from ...checkpoint.find_model import name_of, resolve_model
 from ...checkpoint.lazy_model import LazyModel
 from ...engine.model_profile import ModelProfile
 from ...errors import CheckpointError, UsageError
