@@ -64,7 +64,7 @@ def ours(folder: str, dtype: str | None) -> dict[str, Any]:
             "peak_rss_bytes": peak_rss(),
             "s_per_pass": (time.perf_counter() - began) / len(PASSES),
             "parts": len(session.plan.parts),
-            "units": len(session.streaming.units),
+            "units": len(session.streaming.layers.units),
             "slots": session.plan.slots,
             "head_streamed": session.plan.head_streamed,
             "bytes_per_token": session.plan.bytes_per_token,

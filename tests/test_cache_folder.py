@@ -22,7 +22,7 @@ from outcore.cli.main import main
 from outcore.errors import CalibrationError, StoreError
 from outcore.machine import cache_folder
 from outcore.machine.cache_folder import cache_dir, make_cache
-from outcore.plan.machine_profile import Calibration, DiskPoint
+from outcore.plan.machine_profile import Calibration
 from test_pack import original, refusal
 
 
@@ -202,15 +202,14 @@ HOSTILE: list[Any] = [None, True, 0, -1, 1e400, float("nan"), "1", "../..", [], 
 
 def test_every_value_of_a_calibration_is_checked(tmp_path: Path) -> None:
     whole = Calibration(
-        kinds={"Layer 0": {1: 0.1, 4: 0.2}}, disk_points=(DiskPoint(4096, 1, True, 1.5),), measured=True, threads=4,
+        kinds={"Layer 0": {1: 0.1, 4: 0.2}}, measured=True, threads=4,
         chunk=1 << 20,
     )  # fmt: skip
     path = store_calibration(tmp_path, 1, whole)
     assert load_calibration(tmp_path, 1) == (whole, None)
     document = json.loads(path.read_text())
     places = [(name,) for name in document["calibration"]]
-    places += [("kinds", "Layer 0"), ("kinds", "Layer 0", "1"), ("disk_points", 0)]
-    places += [("disk_points", 0, name) for name in document["calibration"]["disk_points"][0]]
+    places += [("kinds", "Layer 0"), ("kinds", "Layer 0", "1")]
     refused = 0
     for place in places:
         for value in HOSTILE:
@@ -227,7 +226,6 @@ def test_every_value_of_a_calibration_is_checked(tmp_path: Path) -> None:
             if found is not None:  # what is taken is a calibration that can be computed with
                 numbers = [v for v in vars(found).values() if isinstance(v, int | float) and not isinstance(v, bool)]
                 numbers += [s for times in found.kinds.values() for s in times.values()]
-                numbers += [v for p in found.disk_points for v in (p.chunk, p.in_flight, p.gbps)]
                 assert all(0 < v < float("inf") for v in numbers), (place, value)
                 store_calibration(tmp_path, 1, found)
     assert refused > 100

@@ -35,7 +35,7 @@ from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
 from outcore.loading.preparation import Preparation, prepare
-from outcore.plan.machine_profile import Calibration, DiskPoint
+from outcore.plan.machine_profile import Calibration
 
 MEASURED = Calibration(
     read_gbps=3.5,
@@ -44,7 +44,6 @@ MEASURED = Calibration(
     threads=4,
     chunk=8 << 20,
     kinds={"Block a": {1: 0.01, 32: 0.02}},
-    disk_points=(DiskPoint(8 << 20, 4, True, 3.5),),
     measured=True,
 )
 
@@ -112,7 +111,6 @@ def change(path: Path, **changes: Any) -> None:
         {"kinds": {"a": {"one": 1.0}}},
         {"threads": "4"},
         {"io": "fast"},
-        {"disk_points": [{}]},
     ],
 )
 def test_a_damaged_calibration_is_not_used(tmp_path: Path, calibration: Any) -> None:
@@ -187,10 +185,6 @@ def test_the_disk_is_measured_without_reading_anything_twice(tmp_path: Path, mon
         asked.sort()
         assert len(asked) > 20 and all(a <= b for (_, a), (b, _) in pairwise(asked))
     assert best.read_gbps > 0 and 0 < best.read_latency_s < 1
-    assert {(p.chunk, p.in_flight, p.direct) for p in best.disk_points} == {
-        (s.chunk, s.threads, s.direct) for s in bench.settings
-    }
-    assert all(p.gbps > 0 for p in best.disk_points)
 
 
 def test_other_settings_than_the_default_must_be_clearly_faster() -> None:
@@ -291,7 +285,7 @@ def test_a_model_that_is_large_enough_is_read_itself(tmp_path: Path, monkeypatch
     notes: list[str] = []
     files, nbytes = ranges(prepared, notes)
     assert files == [tmp_path / "model" / "model.safetensors"] and notes == []
-    assert nbytes == sum(unit.read_bytes for unit in prepared.profile.units if unit is not None)
+    assert nbytes % files[0].stat().st_size == 0 < nbytes
 
 
 def test_a_small_model_on_the_disk_of_the_cache_is_left_alone(tmp_path: Path, brief: None) -> None:

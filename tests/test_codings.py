@@ -178,7 +178,7 @@ def test_answers_are_the_same_bits(model_type: str, tmp_path: Path) -> None:
             tmp_path / "copy", memory="1GB", resident=resident, dtype=name, draft="none", govern=False, **RUN
         )
         with model.outcore as session:
-            assert any(any(u.decoders) for u in session.streaming.units) and session.plan.streamed
+            assert any(any(u.decoders) for u in session.streaming.layers.units) and session.plan.streamed
             assert same(model, wanted(folder, dtype))
 
 

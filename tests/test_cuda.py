@@ -66,7 +66,7 @@ def test_weights_are_copied_for_several_sequences_and_only_where_memory_is_plann
     def copied(x: mx.array, **options: int) -> bool:
         model, _ = loader.load_model(folder, memory="2GB", resident=0, **options)
         with model.outcore as session:
-            views, again = (session.streaming.weights.of(0, 0, (x,)) for _ in range(2))
+            views, again = (session.streaming.layers.weights.of(0, 0, (x,)) for _ in range(2))
             return all(a is not b for a, b in zip(views, again, strict=True))
 
     one, many = mx.zeros((1, 3, 64)), mx.zeros((3, 1, 64))

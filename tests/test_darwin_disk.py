@@ -283,7 +283,6 @@ def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: 
         bench = bench_of(path, calls)
         best = best_setting(bench)
         assert best.read_gbps == pytest.approx(RATE, rel=0.02)
-        assert [p.gbps for p in best.disk_points] == pytest.approx([RATE] * len(best.disk_points), rel=0.02)
         assert best.io == "auto" and best.read_latency_s == pytest.approx(BLOCK / RATE / 1e9)
         assert calls.hit == calls.misaligned == 0
 

@@ -25,7 +25,7 @@ from outcore.decode.one_text import Alone
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
-from outcore.plan.draft_choice import SeveralDrafts, pays_for_several
+from outcore.plan.draft_choice import SeenDrafts, pays_for_several
 from outcore.plan.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
 
@@ -416,14 +416,14 @@ def test_drafts_pay_for_several_where_reading_takes_the_time(quick_models: Calla
         size, plan = session.size, session.plan
         slow = Calibration(read_gbps=0.01, weight_gbps=10.0)
         fast = Calibration(read_gbps=10.0, weight_gbps=1.0)
-        how = SeveralDrafts(chance=0.9)
+        how = SeenDrafts(chance=0.9)
         for blocks in (True, False):
             assert pays_for_several(size, plan, slow, 2, how, blocks)
-            assert not pays_for_several(size, plan, slow, 2, SeveralDrafts(chance=0.01), blocks)
+            assert not pays_for_several(size, plan, slow, 2, SeenDrafts(chance=0.01), blocks)
         assert not pays_for_several(size, plan, fast, 2, how, blocks=False)
         assert not pays_for_several(size, plan, slow, size.drafted + 1, how, blocks=True), "none has a guess"
-        assert pays_for_several(size, plan, slow, 2, SeveralDrafts(tokens=1.5), blocks=False)
-        assert not pays_for_several(size, plan, slow, 2, SeveralDrafts(tokens=1.0), blocks=False)
+        assert pays_for_several(size, plan, slow, 2, SeenDrafts(tokens=1.5), blocks=False)
+        assert not pays_for_several(size, plan, slow, 2, SeenDrafts(tokens=1.0), blocks=False)
 
 
 class Late:

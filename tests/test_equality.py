@@ -127,7 +127,7 @@ def test_a_head_in_many_slices(
     found, (headless, _) = differences(folder, brief=True)  # with the head in memory there is nothing to slice
     assert not found
     assert headless.streaming is not None and headless.plan.head_streamed
-    slices = len(headless.streaming.units) - len(headless.plan.parts)
+    slices = len(headless.streaming.layers.units) - len(headless.plan.parts)
     assert slices > 4
     assert headless.metrics.misses == 0 and headless.metrics.rows_read > 0
 

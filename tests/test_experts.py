@@ -201,11 +201,11 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
 def test_a_prompt_reads_each_expert_once_at_most_and_leaves_those_it_used_most(folder: Path) -> None:
     model = held(folder, 12)
     session: Session = model.outcore
-    whole = sum(u.unit.read_bytes for u in session.streaming.units)  # type: ignore[union-attr]
+    whole = sum(u.unit.read_bytes for u in session.streaming.layers.units)  # type: ignore[union-attr]
     before = session.metrics.bytes_read
     logits(model, [80])
     ring = session.plan.slots * session.plan.slot_bytes
-    blocks = 2 * BLOCK * sum(len(u.unit.extents) for u in session.streaming.units)  # type: ignore[union-attr]
+    blocks = 2 * BLOCK * sum(len(u.unit.extents) for u in session.streaming.layers.units)  # type: ignore[union-attr]
     assert session.metrics.bytes_read - before <= whole + ring + blocks
     assert session.metrics.experts_used == 0
     mx.eval(model(mx.array([[5]]), cache=make_prompt_cache(model)))

@@ -93,7 +93,7 @@ def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_pa
                 assert told == (draft in ("none", "ngram")) and not any("compact" in note for note in session.notes)
                 nested = any(nested_modules(model))
                 assert session.plan.streamed and nested == draft.startswith("self")
-                assert any(any(u.decoders) for u in session.streaming.units)
+                assert any(any(u.decoders) for u in session.streaming.layers.units)
                 assert same(model, wanted)
     assert len(written(cache)) == (1 if bits == 8 else 0), "low bits, once more, where others than those draft"
 
@@ -104,7 +104,7 @@ def test_the_draft_and_what_is_read_are_the_copys_own(packed: Path, original: Pa
     for folder in (original, packed):
         model, _ = outcore.load_model(folder, draft="self:2", resident=0, **OPTIONS)
         with model.outcore as session:
-            low[folder] = sum(u.unit.weight_bytes for u in session.streaming.units if u.rows is None)
+            low[folder] = sum(u.unit.weight_bytes for u in session.streaming.layers.units if u.rows is None)
             assert same(model, wanted)
         if folder == original:
             assert len(written(cache)) == 2, "an overlay of low bits, and a draft"

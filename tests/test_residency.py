@@ -248,7 +248,7 @@ def assert_streams_as_planned(session: Session) -> None:
     if streaming is None:
         assert not plan.streams
         return
-    units = [streaming.units[n] for n in streaming.order]
+    units = [streaming.layers.units[n] for n in streaming.layers.order]
     assert len({id(u.layer.module) for u in units if u.rows is None}) == len(plan.streamed)
     assert len(streaming.ring.slots) == plan.slots
     assert plan.slot_bytes >= slot_bytes(max(u.slot_bytes for u in streaming.ring.units))

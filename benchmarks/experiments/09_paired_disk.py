@@ -33,7 +33,7 @@ TOKENS = 2
 def plain(model: Any, slots: list[Slot]) -> float:
     """GB/s of a reader of its own over all units of a sweep."""
     streaming = model.outcore.streaming
-    units = [streaming.ring.units[i] for i in streaming.order]
+    units = [streaming.ring.units[i] for i in streaming.layers.order]
     files = sorted({e.file for u in units for e in u.extents})
     io = model.outcore.io
     reader = FileReader(files, io=io, threads=THREADS)

@@ -52,7 +52,7 @@ def _calibration(folder: Path) -> dict[str, Any] | None:
     known, _ = load_calibration(folder, cores() if gpu_name() is None else 1)
     if known is None:
         return None
-    return {name: value for name, value in asdict(known).items() if name not in ("kinds", "disk_points", "measured")}
+    return {name: value for name, value in asdict(known).items() if name not in ("kinds", "measured")}
 
 
 def describe(name: str, prepared: Preparation) -> Model:

@@ -36,7 +36,7 @@ PLACE = ("device", "cpu_streams", "filesystem", "disk_gib", "mirror")
 MADE_WITH = {"mlx": "MLX", "cpu": "processor", "cores": "number of cores", "memory_gib": "memory in GiB", "gpu": "GPU"}
 
 _WANTED = {
-    *("read_gbps", "read_latency_s", "sync_s", "weight_gbps", "io", "threads", "chunk", "kinds", "disk_points"),
+    *("read_gbps", "read_latency_s", "sync_s", "weight_gbps", "io", "threads", "chunk", "kinds"),
 }
 _LEAST, _MOST = 1e-12, 1e12
 """Of any number in a calibration: no machine is slower or faster."""

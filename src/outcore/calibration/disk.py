@@ -18,7 +18,7 @@ from ..disk.reader import CHUNK, THREADS, FileReader
 from ..disk.ring import Slot
 from ..machine.device import device_kind
 from ..machine.memory import default_budget
-from ..plan.machine_profile import Calibration, DiskPoint
+from ..plan.machine_profile import Calibration
 
 MIB = 1 << 20
 CHUNKS = (MIB, 4 * MIB, 32 * MIB)
@@ -179,7 +179,6 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibrat
         io="auto" if setting.direct else "cached",
         threads=setting.threads,
         chunk=setting.chunk,
-        disk_points=tuple(DiskPoint(s.chunk, s.threads, s.direct, round(rate, 4)) for s, rate in medians.items()),
         measured=True,
     )
 

@@ -95,8 +95,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
     for name, value in rows:
         table.add_row(name, value)
     out.print(table)
-    if found.disk_points:
-        out.print(_disk_table(found))
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
         out.print(times)
     if record["measured_now"]:
@@ -105,20 +103,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         out.print("Known already; --force measures again.")
     for note in record["notes"]:
         out.print(f"Note: {note}")
-
-
-def _disk_table(found: Calibration) -> Table:
-    table = Table(title="GB/s by size and number of requests in flight", title_justify="left", box=None)
-    counts = sorted({p.in_flight for p in found.disk_points})
-    table.add_column("")
-    for n in counts:
-        table.add_column(str(n), justify="right")
-    for direct in (True, False):
-        for chunk in sorted({p.chunk for p in found.disk_points if p.direct == direct}):
-            rates = {p.in_flight: p.gbps for p in found.disk_points if (p.chunk, p.direct) == (chunk, direct)}
-            name = f"{_mib(chunk)} {'direct' if direct else 'cached'}"
-            table.add_row(name, *(f"{rates[n]:.3g}" if n in rates else "" for n in counts))
-    return table
 
 
 def _times_table(found: Calibration, prepared: Preparation) -> Table | None:

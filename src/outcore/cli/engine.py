@@ -100,7 +100,7 @@ def sweep_progress(bar: ProgressBar, session: Session) -> Callable[[], None]:
     if streaming is None:
         bar.wait("prompt")
         return bar.clear
-    units = len(streaming.units)
+    units = len(streaming.layers.units)
     # The first time, the device's kernels are compiled before the first of them is done.
     bar.count("prompt", 0, units)
     done = 0

@@ -11,7 +11,7 @@ from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..plan.cache_size import KV_STEP, SHARED_STEP
-from ..plan.draft_choice import REPEATED, SeveralDrafts, pays_for_several
+from ..plan.draft_choice import SeenDrafts, pays_for_several
 from ..plan.draft_cost import MOST, SELF
 from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps, replanned_bytes
@@ -184,14 +184,14 @@ class SequenceRoom:
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
         seen = session.experience or AcceptanceStats()
-        how = SeveralDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else REPEATED)
+        how = SeenDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else None)
         if drafting.model is not None:
             if drafting.kind != SELF or residency.layers.draft is None:
                 return False  # it has caches for one text
             guess = seen.guess.get(SELF, Seconds()).value
             if guess is None:
                 guess = guess_s(size, residency.layers.draft.draft, residency.calibration)
-            how = SeveralDrafts(chance=min(seen.typical(SELF), 0.999), guess_s=guess)
+            how = SeenDrafts(chance=min(seen.typical(SELF), 0.999), guess_s=guess)
         return pays_for_several(size, session.plan, residency.calibration, texts, how, blocks=not on_cpu())
 
     def _ahead(self) -> int:

@@ -65,7 +65,6 @@ class LayerExecutor:
     """What calls of streamed modules go through.
 
     Args:
-        arrived: called with a unit and its slot when its weights are there.
         handed_over: called when a unit's work was handed to the device.
         evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
         transport: to the ranks that have other layers of the model.
@@ -82,7 +81,6 @@ class LayerExecutor:
         self,
         under_way: InFlightQueue,
         *,
-        arrived: Callable[[int, int], None],
         handed_over: Callable[[], None],
         evaluates: bool,
         transport: Transport,
@@ -93,16 +91,16 @@ class LayerExecutor:
         self.undo: Undo | None = None
         self.beside: KVOffloader | None = None
         self._under_way = under_way
-        self._arrived = arrived
         self._handed_over = handed_over
         self._evaluates = evaluates
         self._transport, self._alone = transport, transport.alone
         self._open: _OpenPart | None = None
 
-    def bind(self, ring: Ring, weights: Weights) -> None:
-        """Turns are this ring's from now on."""
+    def bind(self, ring: Ring, weights: Weights, arrived: Callable[[int, int], None]) -> None:
+        """Turns are this ring's from now on; ``arrived`` is called with a unit and its slot when its weights are
+        there."""
         self._ring = self._under_way.ring = ring
-        self._weights = weights
+        self._weights, self._arrived = weights, arrived
 
     # A unit for one call
 

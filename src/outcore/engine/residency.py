@@ -195,7 +195,7 @@ class Residency:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
         plan, layers, before = self.engine.plan, self.layers, self.layers.sheddable
         if self.engine.streaming is not None:
-            self.engine.streaming.adopt_none()
+            self.engine.streaming.layers.adopt_none()
         allowed = self._allowed
         best: tuple[Plan, list[int]] | None = None
         for step in [s for s in steps if s <= ENOUGH_STEP] or steps:

@@ -84,7 +84,7 @@ class ResidentLayers:
     def coming(self) -> list[int]:
         """Layers that were shed and that the next pass brings to stay."""
         streaming, modules = self.engine.streaming, self.modules
-        return [i for i in sorted(self.shed_layers) if streaming is not None and streaming.is_coming(modules[i])]
+        return [i for i in sorted(self.shed_layers) if streaming is not None and streaming.layers.is_coming(modules[i])]
 
     @property
     def spare_bytes(self) -> int:
@@ -150,14 +150,14 @@ class ResidentLayers:
         back, modules = self.returning(len(coming) + count), self.modules
         if streaming is not None:
             # Those that come already are among them, or have no room any more.
-            streaming.adopt_none()
-            streaming.adopt([modules[i] for i in back])
+            streaming.layers.adopt_none()
+            streaming.layers.adopt([modules[i] for i in back])
         return max(0, len(back) - len(coming))
 
     def note_arrivals(self) -> None:
         """Write down what came back with the last pass."""
         streaming, modules = self.engine.streaming, self.modules
-        back = {i for i in self.shed_layers if streaming is not None and streaming.is_resident(modules[i])}
+        back = {i for i in self.shed_layers if streaming is not None and streaming.layers.is_resident(modules[i])}
         if back:
             self.shed_layers -= back
             self.replan([*self.engine.plan.resident, *back])

@@ -10,14 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
-from ..checkpoint.nested import settle, unsettle
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
 from ..machine.allocator import clear_cache
 from ..machine.device import device_kind
 from ..machine.exclusive import Exclusive
 from ..machine.interrupts import check
-from ..modules.call_values import caches_in, copy_of, handles
+from ..modules.call_values import caches_in, handles
 from ..modules.hooks import absent, put, swap, unswap
 from ..plan.model_size import Graph
 from .executor import KVOffloader, LayerExecutor
@@ -26,7 +25,8 @@ from .in_flight import InFlightQueue
 from .observers import Observers
 from .pooled_switch import SwitchUnit
 from .recorded_pass import RecordedPass, Wanted, in_turn
-from .slot_views import StreamedUnit, Weights
+from .slot_views import StreamedUnit
+from .streamed_layers import StreamedLayers
 from .transport import Solo, Sweeps, Transport
 from .undo import Undo
 from .vocabulary import StreamedTable
@@ -92,7 +92,6 @@ class Streaming:
         self._under_way = InFlightQueue(ring, metrics, self._transport)
         self._turns = LayerExecutor(
             self._under_way,
-            arrived=self._adopt,
             handed_over=self._handed_over,
             evaluates=evaluates,
             transport=self._transport,
@@ -110,23 +109,16 @@ class Streaming:
         tables: Sequence[StreamedTable] = (),
     ) -> None:
         """Stream the model through this ring; arguments as above. Where there was another: after ``release``."""
-        self.units = units
-        self.tables = tables
-        self.ring = ring
-        self.weights = Weights(units, ring, copies=self.copies)
-        self._turns.bind(ring, self.weights)
-        self._order = list(order)
-        self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
-        for i, u in enumerate(units):
-            if u.rows is None:
-                self._layers.setdefault(id(u.layer.module), []).append(i)
-        self._resident = {id(module) for module in resident}
-        self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
-        for key in self._layers:
-            if key not in self._resident:
-                self._install(key)
-            else:
-                self._transport.watch(self.units[self._layers[key][0]].layer.module)
+        self.tables, self.ring = tables, ring
+        self.layers = StreamedLayers(
+            units,
+            ring,
+            self._turns,
+            order=order,
+            resident=resident,
+            copies=self.copies,
+            transport=self._transport,
+        )
         for t in tables:
             unswap(t.table.module)  # on another rank than the first, it had no head
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
@@ -158,7 +150,7 @@ class Streaming:
             self.experts = Experts(units, slots, self.metrics, self._device, self._advance, eager=self.evaluates)
         if self.experts is not None:
             # Another ring may be bound next.
-            self.experts.bind(self.ring, self.units)
+            self.experts.bind(self.ring, self.layers.units)
         self._set_done()
 
     def _set_done(self) -> None:
@@ -168,8 +160,7 @@ class Streaming:
     def _done(self, lease: Lease) -> None:
         if self.experts is not None:
             self.experts.done(lease)
-        module = id(self.units[lease.unit].layer.module)
-        if self._turns.beside is not None and self._layers.get(module, [None])[-1] == lease.unit:
+        if self._turns.beside is not None and (module := self.layers.ends(lease.unit)) is not None:
             self._turns.beside.computed(module)
 
     @property
@@ -188,89 +179,20 @@ class Streaming:
         """What a pass has built so far is about to be computed."""
         self._turns.reached(self._turns.moved())
 
-    # What is streamed
-
-    @property
-    def order(self) -> list[int]:
-        """The units of a sweep as they come now."""
-        return [i for i in self._order if id(self.units[i].layer.module) not in self._resident]
-
-    def is_resident(self, layer: nn.Module) -> bool:
-        """Whether a layer that could be streamed stays in memory now."""
-        return id(layer) in self._resident
-
     def shed(self, layers: Sequence[nn.Module]) -> None:
         """Stream these layers from the next sweep on, and free the memory that they stayed in. Between sweeps only."""
         self.drain()
-        for module in layers:
-            if id(module) in self._resident:
-                self._resident.remove(id(module))
-                for i in self._layers[id(module)]:
-                    unsettle(self.units[i].layer.parameters)
-                self._install(id(module))
+        self.layers.shed(layers)
         self._reorder()
         clear_cache()
 
-    def adopt(self, layers: Sequence[nn.Module]) -> None:
-        """Keep what the next sweep brings of these layers: they stay in memory from the sweep after that on."""
-        for module in layers:
-            self._adopting.update(dict.fromkeys(self._layers[id(module)]))
-
-    def adopt_none(self) -> None:
-        """Keep nothing of what the next sweep brings, after all. Between sweeps only."""
-        self._adopting = {}
-
-    def is_coming(self, layer: nn.Module) -> bool:
-        """Whether the next sweep brings a layer to stay."""
-        return any(i in self._adopting for i in self._layers.get(id(layer), ()))
-
     def _reorder(self) -> None:
-        self.ring.reorder(self.order)
+        self.ring.reorder(self.layers.order)
         self._tell_order()
 
     def _tell_order(self) -> None:
         if self.beside is not None:
-            self.beside.expect([id(self.units[i].layer.module) for i in self.order if self._is_first(i)])
-
-    def _is_first(self, unit: int) -> bool:
-        """Whether a layer's turns begin with this unit."""
-        return self._layers.get(id(self.units[unit].layer.module), [None])[0] == unit
-
-    def _install(self, key: int) -> None:
-        units = [(i, self.units[i]) for i in self._layers[key]]
-        self._transport.unwatch(units[0][1].layer.module)
-        for i, u in units:
-            self.weights.withdraw(i)
-            if not u.modules:
-                swap(u.layer.module, "Streamed", self._turns.whole(i))
-            for module in u.modules:
-                swap(module, "Streamed", self._turns.part(i))
-        if units[0][1].modules:
-            swap(units[0][1].layer.module, "Streamed", self._turns.in_parts(units[0][0]))
-
-    def _keep_adopted(self) -> None:
-        """Layers of which all has come stay in memory."""
-        whole = [k for k, mine in self._layers.items() if all(self._adopting.get(i) is not None for i in mine)]
-        for key in whole:
-            for i in self._layers[key]:
-                u = self.units[i]
-                for module in (u.layer.module, *u.modules):
-                    unswap(module)
-                put(u.layer.parameters, self._adopting.pop(i) or [])
-                settle(u.layer.parameters)
-            self._resident.add(key)
-            self._transport.watch(self.units[self._layers[key][0]].layer.module)
-        # What did not come in one sweep (its order was another) will not be waited for.
-        self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
-        if whole:
-            self._reorder()
-
-    def _adopt(self, unit: int, slot: int) -> None:
-        """Copy a unit's weights out of its slot if it comes to stay."""
-        if unit in self._adopting:
-            arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
-            mx.eval(arrays)
-            self._adopting[unit] = arrays
+            self.beside.expect(self.layers.modules)
 
     # Sweeps
 
@@ -362,8 +284,8 @@ class Streaming:
         if self._began:
             # What others took until then says nothing of this machine.
             self.sweep_s = self._under_way.settled - self._began - (self._under_way.waited_s - self._waited)
-        if self._adopting:
-            self._keep_adopted()
+        if self.layers.keep_adopted():
+            self._reorder()
         self.before_sweep()
         if self._turns.undo is not None:
             self._turns.undo.begin()
@@ -493,14 +415,12 @@ class Streaming:
         for t in self.tables:
             if t.lookup is not None:
                 t.lookup.close()
-        self.weights.close()
+        self.layers.weights.close()
         self.ring.close()
 
     def remove(self) -> None:
         """Give the model its own classes back (its streamed weights stay absent)."""
-        for u in self.units:
-            for module in (u.layer.module, *u.modules):
-                unswap(module)
+        self.layers.remove()
         for t in self.tables:
             unswap(t.table.module)
         unswap(self.model)

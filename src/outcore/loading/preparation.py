@@ -35,7 +35,7 @@ from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
-from ..plan.workload import Workload, plan_for_several
+from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
@@ -326,7 +326,7 @@ def draft_kind(o: LoadOptions) -> tuple[str, int | str | None]:
 def _plan_for_several(
     size: ModelSize, o: LoadOptions, alone: bool, budget: int, calibration: Calibration
 ) -> tuple[ModelSize, Plan]:
-    """The size and the plan for sequences that share sweeps."""
+    """The size and the plan for sequences that share passes; for one at a time where they have to run ``alone``."""
     plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))
 
     def planned(size: ModelSize) -> Plan:
@@ -338,8 +338,16 @@ def _plan_for_several(
                 raise
             return plan_for(size, budget=e.smallest)
 
-    sequences = o.sequences if isinstance(o.sequences, int) else cast(Workload, o.sequences)
-    return plan_for_several(size, sequences, alone, partial(plan_for, budget=budget), planned)
+    if isinstance(o.sequences, int):
+        several = for_sequences(size, 1 if alone else o.sequences)
+        return several, planned(several)
+    workload = cast(Workload, o.sequences)
+    workload = replace(workload, most=1, least=1) if alone else workload
+    try:
+        return workload.choose(size, partial(plan_for, budget=budget))
+    except BudgetError:
+        several = for_sequences(size, workload.least)
+        return several, planned(several)
 
 
 def _undrafted(plan: Plan, kind: str, o: LoadOptions) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def _strip(session: Session) -> tuple[str, str]:
     if streaming is None or residency is None:
         return "".join(strip), head
     places = {id(module): i for i, module in enumerate(residency.layers.modules)}
-    units = streaming.units
+    units = streaming.layers.units
     for number, state in streaming.ring.glance():
         unit, code = units[number] if number < len(units) else None, state[0]
         place = places.get(id(unit.layer.module)) if unit is not None and unit.rows is None else None

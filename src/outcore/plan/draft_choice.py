@@ -63,20 +63,6 @@ class Choice:
     first: int = 0
 
 
-@dataclass(frozen=True)
-class SeveralDrafts:
-    """What drafts for several texts.
-
-    Attributes:
-        chance: how likely a guess is right; None: of repetitions, which give so many ``tokens`` a sweep.
-        guess_s: seconds of a guess.
-    """
-
-    chance: float | None = None
-    tokens: float = REPEATED
-    guess_s: float = 0.0
-
-
 def expected(
     planned: Planned, calibration: Calibration, name: str, blocks: bool, seen: SeenDrafts | None = None, first: int = 0
 ) -> Choice:
@@ -126,17 +112,17 @@ def expected_of(
 
 
 def pays_for_several(
-    size: ModelSize, plan: Plan, calibration: Calibration, texts: int, how: SeveralDrafts, blocks: bool
+    size: ModelSize, plan: Plan, calibration: Calibration, texts: int, seen: SeenDrafts, blocks: bool
 ) -> bool:
     """Whether texts that share sweeps are written faster with drafts, each in passes of its own, than with one token
-    each from a pass over all of them: by simulated sweeps."""
+    each from a pass over all of them: by simulated sweeps. Without a ``chance`` their own repetitions draft."""
     together = sweep_s(size, plan, calibration, texts, True)  # a row of one pass for each
     alone = sweep_s(size, plan, calibration, 1, blocks, texts)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted // texts):
-        seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * how.guess_s
-        tokens = how.tokens
-        if how.chance is not None:
-            tokens = (1 - how.chance ** (n + 1)) / (1 - how.chance)
+        seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * (seen.guess_s or 0.0)
+        tokens = seen.tokens or REPEATED
+        if seen.chance is not None:
+            tokens = (1 - seen.chance ** (n + 1)) / (1 - seen.chance)
         elif n > TRIED:
             break
         else:  # where there is nothing to repeat nothing is tried

@@ -14,16 +14,6 @@ TOKENS = (1, 4, 16, 128, 512)
 
 
 @dataclass(frozen=True)
-class DiskPoint:
-    """One measurement of the disk: requests of ``chunk`` bytes, ``in_flight`` at a time, around the cache or not."""
-
-    chunk: int
-    in_flight: int
-    direct: bool
-    gbps: float
-
-
-@dataclass(frozen=True)
 class Calibration:
     """A machine and one of its disks.
 
@@ -39,7 +29,6 @@ class Calibration:
             computed with.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
-        disk_points: every measurement of the disk.
         measured: False for the assumptions of a machine that was never calibrated.
     """
 
@@ -54,7 +43,6 @@ class Calibration:
     threads: int | None = None
     chunk: int | None = None
     kinds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    disk_points: tuple[DiskPoint, ...] = ()
     measured: bool = False
 
     def seconds(self, kind: str, tokens: int) -> float | None:

@@ -109,29 +109,3 @@ class Workload:
 
     def _seconds(self, size: ModelSize, plan: Plan) -> float:
         return self.sweeps(size) * plan.token_s
-
-
-def plan_for_several(
-    size: ModelSize,
-    sequences: int | Workload,
-    alone: bool,
-    plan_for: Callable[[ModelSize], Plan],
-    planned: Callable[[ModelSize], Plan],
-) -> tuple[ModelSize, Plan]:
-    """The size and the plan for several sequences; for one at a time where they have to run ``alone``.
-
-    Args:
-        planned: as ``plan_for``, and perhaps with more memory where that refuses: for the least that there has to be.
-
-    Raises:
-        BudgetError: not even that fits.
-    """
-    if isinstance(sequences, int):
-        several = for_sequences(size, 1 if alone else sequences)
-        return several, planned(several)
-    workload = replace(sequences, most=1, least=1) if alone else sequences
-    try:
-        return workload.choose(size, plan_for)
-    except BudgetError:
-        several = for_sequences(size, workload.least)
-        return several, planned(several)

@@ -31,13 +31,6 @@ from .response_items import INPUT, Known, ResponseObjectWriter
 
 LOGPROBS = "message.output_text.logprobs"
 
-HOSTED = {
-    "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell", "mcp",
-    "programmatic_tool_calling", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview",
-    "web_search_preview_2025_03_11",
-}  # fmt: skip
-"""Tools that OpenAI runs, or that its own models were trained on. Codex offers some of them to every model."""
-
 
 class Item(Part):
     """An item of the conversation, of whatever type."""
@@ -127,16 +120,14 @@ class Tools:
         """More of them, of the request or of a namespace."""
         for i, tool in enumerate(tools):
             at = f"{where}[{i}]"
-            if tool.type in HOSTED:
-                self.unused.append(f"{at} {tool.type}")
-            elif tool.type == "namespace" and not namespace:
+            if tool.type == "namespace" and not namespace:
                 if not tool.name or tool.tools is None:
                     raise wrong(f"{at}.tools", "a name, and a list of tools, are needed")
                 self.add(tool.tools, f"{at}.tools", tool.name)
             elif tool.type in ("function", "custom"):
                 self._function(tool, at, namespace)
-            else:
-                raise wrong(f"{at}.type", "only function, custom and namespace are supported", UNSUPPORTED)
+            else:  # OpenAI runs it, or its own models were trained on it; Codex offers some of them to every model
+                self.unused.append(f"{at} {tool.type}")
 
     def _function(self, tool: Tool, at: str, namespace: str) -> None:
         known = Known(tool.name, tool.type == "custom", namespace)
