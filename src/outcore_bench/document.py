@@ -86,7 +86,7 @@ class TimelineBar:
 
 
 @dataclass
-class Setting:
+class RowSetting:
     """Under which conditions a row was measured.
 
     Attributes:
@@ -188,7 +188,7 @@ class BenchRow:
     mode: str
     label: str
     command: str
-    setting: Setting = field(default_factory=Setting)
+    setting: RowSetting = field(default_factory=RowSetting)
     speed: Speed = field(default_factory=Speed)
     reading: Reading = field(default_factory=Reading)
     ceiling: Ceiling = field(default_factory=Ceiling)
@@ -225,7 +225,7 @@ class BenchRow:
         return raw
 
 
-_PARTS: dict[str, type] = {"setting": Setting, "speed": Speed, "reading": Reading, "ceiling": Ceiling, "use": Use}
+_PARTS: dict[str, type] = {"setting": RowSetting, "speed": Speed, "reading": Reading, "ceiling": Ceiling, "use": Use}
 
 
 @dataclass

@@ -16,7 +16,7 @@ from outcore.engine.session import Session
 from outcore.machine.memory import peak_rss
 
 from .counters import Reads, process_reads
-from .document import BenchRow, Reading, Setting, Speed, Stat, TimelineBar, Use
+from .document import BenchRow, Reading, RowSetting, Speed, Stat, TimelineBar, Use
 from .jobs import BenchJob
 from .modes import LOOPS, Loop
 from .page_cache import drop_page_cache, warm_page_cache, weight_files
@@ -41,7 +41,7 @@ def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
     files = weight_files(Path(job.folder))
     loop = LOOPS[job.mode](job)
     try:
-        bench = _Bench(job, loop, files, clock)
+        bench = _Repeats(job, loop, files, clock)
         for _ in range(job.run.warmup):
             bench.run(tokens=1)
         row = _row(job, loop, [bench.run(job.run.tokens) for _ in range(job.run.repeats)])
@@ -58,7 +58,7 @@ def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Repeat:
     """One repeat: seconds, and what was counted while decoding."""
 
     ttft_s: float
@@ -80,7 +80,7 @@ class _Run:
         return sum(len(tokens) for tokens in self.steps[1:])
 
 
-class _Bench:
+class _Repeats:
     """Runs one loop again and again, and drops the page cache where cold has to be cold."""
 
     def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], clock: Clock) -> None:
@@ -91,7 +91,7 @@ class _Bench:
         if loop.io == "cached" and job.run.cache == "warm":
             warm_page_cache(self.files)
 
-    def run(self, tokens: int) -> _Run:
+    def run(self, tokens: int) -> _Repeat:
         job = self.job
         prompts = [prompt_ids(job.run.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
         stepping = self.loop.steps(prompts, tokens + 1)
@@ -108,7 +108,7 @@ class _Bench:
         reads_now = process_reads()
         stepping.close()
         mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
-        return _Run(
+        return _Repeat(
             ttft,
             seconds,
             steps,
@@ -135,7 +135,7 @@ def streamed_files(loop: Loop) -> list[Path]:
     return sorted({extent.file for unit in units for extent in unit.extents})
 
 
-def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
+def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
     tokens = sum(r.decoded for r in runs)
     speed = Speed(
         s_per_token=Stat.of([r.decode_s / r.decoded for r in runs]),
@@ -144,7 +144,7 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Run]) -> BenchRow:
         ttft_s=Stat.of([r.ttft_s for r in runs]),
         seconds=[s for r in runs for s in r.seconds],
     )
-    setting = Setting(memory=job.memory, io=loop.io, batch=job.batch, limit_bytes=job.limit)
+    setting = RowSetting(memory=job.memory, io=loop.io, batch=job.batch, limit_bytes=job.limit)
     setting.cache = CACHES.get(loop.io, job.run.cache)
     row = BenchRow(job.mode, job.label, "", setting, speed)
     row.tokens = list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps)))
@@ -180,7 +180,7 @@ def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
     row.notes += session.notes
 
 
-def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Run]) -> None:
+def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Repeat]) -> None:
     """What the engine read."""
     seconds, read_s = sum(r.decode_s for r in runs), sum(r.read_s for r in runs)
     nbytes, sweeps = sum(r.bytes_read for r in runs), sum(r.sweeps for r in runs)

@@ -19,7 +19,7 @@ from outcore.errors import OutcoreError
 
 from .cgroup import Cgroup
 from .disk import DiskRate
-from .document import BUSY, BenchRow, Setting
+from .document import BUSY, BenchRow, RowSetting
 from .jobs import BenchJob
 from .page_cache import drop_page_cache
 
@@ -63,7 +63,7 @@ def measure_disk(files: Sequence[Path], warm: bool) -> DiskRate | None:
 
 def failed(job: BenchJob, why: str) -> BenchRow:
     """A row that could not be measured."""
-    setting = Setting(memory=job.memory, batch=job.batch, limit_bytes=job.limit)
+    setting = RowSetting(memory=job.memory, batch=job.batch, limit_bytes=job.limit)
     return BenchRow(job.mode, job.label, "", setting, error=why)
 
 

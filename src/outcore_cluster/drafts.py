@@ -32,7 +32,7 @@ from .cuts import Cuts
 from .layer_shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
 from .link.link import Link
 from .rank_share import share_out
-from .routes import fillable
+from .stage import fillable
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class RankedDrafts:
             BudgetError: it has no room on the first rank.
         """
         profile, owners, means = sharing.profile, sharing.owners(draft), sharing.means(draft)
-        size = share_out(profile, sharing.cuts, sharing.link, owners, filled=is_filled(draft))[0].size
+        size = share_out(profile, sharing.cuts, sharing.link, owners, filled=is_filled(draft)).size
         kind, name = (NONE, NONE) if draft is None else (draft.kind, draft.name)
         planned = Planning(size, kind, draft, self.ring, self.blocks).at(self.budget, self.calibration)
         left, nbytes = beside_rings(means), sharing.nbytes

@@ -102,7 +102,7 @@ def head_paths(profile: ModelProfile) -> frozenset[str]:
 
 def share_out(
     profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
-) -> tuple[ModelProfile, RankShare]:
+) -> ModelProfile:
     """What this rank holds of a model.
 
     Args:
@@ -117,7 +117,7 @@ def share_out(
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
     share = RankShare(link, cuts, ranks, profile.layers, heads, profile.evaluates, filled)
-    return _of_rank(profile, share), share
+    return _of_rank(profile, share)
 
 
 def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:

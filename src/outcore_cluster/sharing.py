@@ -73,8 +73,7 @@ def shared_out(
         return tuple(share_layers(nbytes, groups, means(draft), hop_s))
 
     found = _agreed(ranks, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
-    mine, _ = share_out(profile, cuts, link, found.owners, filled=found.filled)
-    return replace(found, profile=mine)
+    return replace(found, profile=share_out(profile, cuts, link, found.owners, filled=found.filled))
 
 
 def _agreed(ranks: RankGroup, choose: Callable[[], SharedModel]) -> SharedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,29 +20,25 @@ from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
 from outcore.engine.transport import PassRecorder
 from outcore.engine.undo import Moved, Undo
-from outcore.engine.vocabulary import Table, no_product
+from outcore.engine.vocabulary import no_product
 from outcore.errors import LinkError
 from outcore.modules.call_values import caches_in, handles
 from outcore.modules.hooks import handle, swap, unswap
-from outcore.modules.layers import Layer
 
 from .cuts import Cuts, LayerCall, Shape, filled
 from .foreign import advance
 from .incoming import Incoming, Rounds, bytes_of, new_buffer
-from .link.link import Link
-from .routes import reusable, routes
+
+if TYPE_CHECKING:
+    from .rank_share import RankShare
 
 
 class PipelineStage:
     """A rank's side of a model that lies on several.
 
     Args:
-        layers: of the whole model, by the numbers that ``cuts`` and ``owners`` have.
-        owners: the rank of each.
-        heads: what is only multiplied with behind all layers: rank 0's alone.
+        share: what this rank holds of it.
         metrics: where waiting is counted.
-        eager: the model evaluates on the way, so what is received must be there when the graph goes on.
-        filled: on the first rank caches of others' layers hold something, too (``fill``).
 
     Attributes:
         recorder: what streams this rank's layers; None: all of them are in memory.
@@ -53,32 +49,21 @@ class PipelineStage:
         trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        cuts: Cuts,
-        owners: Sequence[int],
-        layers: Sequence[Layer],
-        heads: Sequence[Table] = (),
-        *,
-        metrics: Metrics | None = None,
-        eager: bool = False,
-        filled: bool = False,
-    ) -> None:
-        self.link = link
+    def __init__(self, share: RankShare, metrics: Metrics) -> None:
+        self.link, self.eager, self.metrics = share.link, share.eager, metrics
         self.recorder: PassRecorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
-        self.metrics = metrics or Metrics()
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
-        self._cuts, self._owners, self._layers, self._heads, self.eager = cuts, owners, layers, heads, eager
+        cuts, owners, layers = share.cuts, share.owners, share.layers
+        self._cuts, self._owners, self._layers, self._heads = cuts, owners, layers, share.heads
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = routes(cuts, owners, link.rank, filled)
+        self._wanted, self._sent = routes(cuts, owners, self.link.rank, share.filled)
         self._copies: Mapping[int, nn.Module] = {}
-        self._numbers = {id(layers[i].module): i for i in cuts.order if owners[i] == link.rank}
+        self._numbers = {id(layers[i].module): i for i in cuts.order if share.own(i)}
         self._reused = reusable(cuts, self._wanted)
-        own = [i for i in cuts.order if owners[i] == link.rank]
+        own = [i for i in cuts.order if share.own(i)]
         self.trailing = bool(own) and own[-1] not in self._sent
 
     def install(self) -> None:
@@ -320,3 +305,40 @@ def _no_logits(rows: int, _: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return original(*args, **kwargs)
+
+
+def fillable(cuts: Cuts, owners: Sequence[int]) -> bool:
+    """Whether the first rank can be sent what all layers are made from that write to caches."""
+    used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
+    return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
+
+
+def routes(
+    cuts: Cuts, owners: Sequence[int], rank: int, filled: bool
+) -> tuple[dict[int, frozenset[int]], dict[int, dict[int, tuple[int, ...]]]]:
+    """What a rank needs of others' layers: their numbers, and those of outputs; and what others need of its own: ranks,
+    by layer and output. ``filled``: the first rank needs what layers are made from that write to caches."""
+    uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
+    uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
+    wanted: dict[int, set[int]] = {}
+    sent: dict[int, dict[int, set[int]]] = {}
+    for user, leaves in uses:
+        for layer, n in leaves:
+            if owners[layer] == user:
+                continue
+            if user == rank:
+                wanted.setdefault(layer, set()).add(n)
+            if owners[layer] == rank:
+                sent.setdefault(layer, {}).setdefault(n, set()).add(user)
+    to_ranks = {layer: {n: tuple(sorted(ranks)) for n, ranks in sorted(to.items())} for layer, to in sent.items()}
+    return {layer: frozenset(found) for layer, found in wanted.items()}, to_ranks
+
+
+def reusable(cuts: Cuts, wanted: Mapping[int, frozenset[int]]) -> set[int]:
+    """Layers whose outputs the next layer alone is made from, so that their memory is free when that was sent."""
+    behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
+    users: dict[int, set[int | None]] = {}
+    for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:
+        for layer, _ in uses:
+            users.setdefault(layer, set()).add(i)
+    return {layer for layer in wanted if layer in behind and users[layer] == {behind[layer]}}

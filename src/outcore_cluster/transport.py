@@ -31,17 +31,7 @@ class RankTransport(RankRoom, PipelineStage):
 
     def __init__(self, share: RankShare, state: Engine) -> None:
         RankRoom.__init__(self, share.link, state, share.forecast)
-        PipelineStage.__init__(
-            self,
-            share.link,
-            share.cuts,
-            share.owners,
-            share.layers,
-            share.heads,
-            metrics=state.metrics,
-            eager=share.eager,
-            filled=share.filled,
-        )
+        PipelineStage.__init__(self, share, state.metrics)
 
     look_ahead = staticmethod(look_ahead_on_ranks)
 

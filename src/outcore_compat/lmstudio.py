@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from .flash_config import FlashConfig
 from .mlx_lm import Patch
 from .patched_calls import load_by, stream_generate
 from .settings import PatchSettings, applied
-from .swapped_names import SwappedNames
 
 __all__ = ["FlashConfig", "FlashGenerationLoop", "FlashManager", "apply_flash_patch", "remove_flash_patch"]
 
@@ -45,15 +45,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _FlashPatch:
-    """The one that is applied, if any, and mlx-vlm's name, if it is there."""
-
-    def __init__(self) -> None:
-        self.patch: Patch | None = None
-        self.names: SwappedNames | None = None
-
-
-_applied = _FlashPatch()
+_applied = ExitStack()
+"""Gives back what the configuration that is applied has put in place."""
 
 
 def apply_flash_patch(config: FlashConfig | None = None) -> None:
@@ -73,20 +66,16 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
         return
     _log.info("ram_budget_gb=%s: for caches, buffers and activations too, not for weights alone", config.ram_budget_gb)
     with applied.lock:
-        _applied.patch = Patch(settings)
-        _applied.names = text_models.swapped_names()
-        if _applied.names is not None:
-            _applied.names.put()
+        _applied.enter_context(Patch(settings))
+        if (names := text_models.swapped_names()) is not None:
+            names.put()
+            _applied.callback(names.give_back)
 
 
 def remove_flash_patch() -> None:
     """Every name is what it was. Safe to call twice."""
     with applied.lock:
-        if _applied.names is not None:
-            _applied.names.give_back()
-        if _applied.patch is not None:
-            _applied.patch.remove()
-        _applied.patch = _applied.names = None
+        _applied.close()
 
 
 def settings_of(config: FlashConfig) -> PatchSettings:

@@ -46,11 +46,9 @@ class Applied:
         with self.lock:
             return self._stack[-1] if self._stack else None
 
-    def push(self, settings: PatchSettings) -> bool:
-        """Returns whether there was none before."""
+    def push(self, settings: PatchSettings) -> None:
         with self.lock:
             self._stack.append(settings)
-            return len(self._stack) == 1
 
     def drop(self, settings: PatchSettings | None) -> bool:
         """Drop one, or all. Returns whether the last one has gone."""

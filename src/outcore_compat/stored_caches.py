@@ -28,7 +28,7 @@ class CacheRoom:
         self.lock = threading.RLock()
         self._models: list[weakref.ref[nn.Module]] = []
         self._stores: weakref.WeakSet[BoundedPromptCache] = weakref.WeakSet()
-        self._texts: list[_Texts] = []
+        self._texts: list[_TextsUnderWay] = []
         # Bytes that are stored beyond what is planned for caches, and by which plan.
         self._beyond: tuple[int, Plan | None] = (0, None)
 
@@ -44,9 +44,9 @@ class CacheRoom:
             self._stores.add(store)
 
     @contextmanager
-    def texts(self, session: Session, sequences: int = 1, tokens: int = 0) -> Iterator[_Texts]:
+    def texts(self, session: Session, sequences: int = 1, tokens: int = 0) -> Iterator[_TextsUnderWay]:
         """Texts under way: at most so many at once, of so many tokens each, both of which may be changed meanwhile."""
-        texts = _Texts(session, sequences, tokens)
+        texts = _TextsUnderWay(session, sequences, tokens)
         with self.lock:
             self._texts.append(texts)
         try:
@@ -93,7 +93,7 @@ class CacheRoom:
             self._beyond = taken
 
 
-class _Texts:
+class _TextsUnderWay:
     def __init__(self, session: Session, sequences: int, tokens: int) -> None:
         self.session, self.sequences, self.tokens = session, sequences, tokens
 

@@ -41,11 +41,6 @@ class PublishedTable:
     ours: int
 
 
-def source() -> str:
-    """Where the published numbers come from."""
-    return str(published_data()["source"])
-
-
 def model_key(name: str, bits: int | None = None, dtype: str | None = None) -> str:
     """A name as it can be compared: ``mlx-community/Qwen3.5-9B-MLX-8bit`` is ``qwen3.5-9b-8bit``.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..devices import published_data
 from ..document import BenchRow, Document, Stat, TimelineBar
 from . import tables
 from .charts import MUTED, ChartCurve, curves_chart, mode_colour, timeline_chart
 from .inputs import Inputs
-from .published import published_tables, source
+from .published import published_tables
 from .tables import ReportTable, ceiling, document_name, labelled, number, percent, resident_share, size, speed, streams
 
 _MODE_NAMES = {"outcore": "Outcore", "plain": "the plain way", "mlx-lm": "mlx-lm, all in memory"}
@@ -76,7 +77,7 @@ def sections(inputs: Inputs, *, charts: bool = True) -> list[Section]:
     compared = [t for t in published_tables(inputs) if t.ours]
     for i, t in enumerate(compared):
         title = f"Published table {t.number}: {t.title}"
-        found.append(Section(f"published-{t.number}", title, "" if i else source(), t.table))
+        found.append(Section(f"published-{t.number}", title, "" if i else published_data()["source"], t.table))
     return [s for s in found if s.table or s.charts]
 
 
