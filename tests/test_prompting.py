@@ -99,13 +99,15 @@ def test_tools_and_their_calls_go_through_the_template(
     assert CALL["function"] == {"name": "f", "arguments": {"a": "é"}}
 
 
+SEEN = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "look", "arguments": {}}}]}
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "kind", "why"),
     [
-        ("STRICT", ({"role": "system", "content": "S"}, USER), "system messages", "System role not supported"),
-        ("SILENT", ({"role": "system", "content": "S"}, USER), "system messages", "it leaves them out"),
-        ("SILENT", CALLED[::2], "tool messages", "it leaves them out"),
-        ("PLAIN", CALLED[:2], "tool calls", "it leaves them out"),
+        ("SILENT", ({"role": "system", "content": "Be short"}, USER), "system messages", "it leaves them out"),
+        ("SILENT", (USER, {**CALLED[2], "content": "seventeen"}), "tool messages", "it leaves them out"),
+        ("PLAIN", (USER, SEEN), "tool calls", "it leaves them out"),
     ],
 )
 def test_what_a_template_does_not_take_is_named(
@@ -119,6 +121,12 @@ def test_what_a_template_does_not_take_is_named(
 def test_a_template_that_fails_says_why(
     made: Callable[[str], TokenizerWrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    strict = refused(made("STRICT"), GenerationRequest(messages=({"role": "system", "content": "S"}, USER)))
+    assert strict == (
+        "messages: the chat template refuses them: System role not supported",
+        "invalid_request",
+        "messages",
+    )
     with monkeypatch.context() as patch:
         patch.setattr(made("STRICT")._tokenizer, "chat_template", "{{ raise_exception('Too warm\\ntoday') }}")
         why = "messages: the chat template refuses them: Too warm today"

@@ -32,7 +32,7 @@ from .cuts import Cuts
 from .layer_shares import HOP_S, RankMeans, beside_rings, shared_sweep_s
 from .link.link import Link
 from .rank_share import share_out
-from .routes import fillable
+from .stage import fillable
 
 
 @dataclass(frozen=True)

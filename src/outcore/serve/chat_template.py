@@ -1,7 +1,7 @@
 """A model's chat template: what it knows of, and what it makes of an ask's messages.
 
-Templates refuse in their own words, or leave out what they do not know of without a word. So each kind of message is
-tried once with a word that has to come out again.
+Templates refuse in their own words, or leave out what they do not know of without a word; then a word of a message is
+not in what they wrote.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..modules.mlx_lm_compat import has_template_code
 from .events import GenerationRequest
 from .harmony import is_harmony
 
-NEEDLE, CITY = "find_needle", "{'city': 'needle'}"
-"""Looked for in what a template wrote; and arguments as Python writes them, which no model was trained on."""
+CITY = "{'city': 'needle'}"
+"""Arguments as Python writes them, which no model was trained on."""
 
 TOOL = {
     "type": "function",
@@ -33,22 +33,17 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-CALL = {"id": "call_0", "type": "function", "function": {"name": NEEDLE, "arguments": {"city": "needle"}}}
-USER = {"role": "user", "content": "x"}
+CALL = {"id": "call_0", "type": "function", "function": {"name": "x", "arguments": {"city": "needle"}}}
+CALLED = (
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call_0"},
+)
 OTHER = {"role": "user", "content": "\N{BLACK SQUARE}"}
 """Hardly what a conversation begins with."""
-CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
-PROBES: dict[str, tuple[Mapping[str, Any], ...]] = {
-    "system messages": ({"role": "system", "content": NEEDLE}, USER),
-    "tool calls": (USER, CALLED, {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call_0"}),
-    "tool messages": (
-        USER,
-        json.loads(json.dumps(CALLED).replace(NEEDLE, "x")),
-        {"role": "tool", "content": NEEDLE, "name": "x", "tool_call_id": "call_0"},
-    ),
-}
-"""Of each kind of message that a template may not know, a conversation that shows it."""
+WORD = re.compile(r"[A-Za-z0-9]+")
+"""Such as no template writes in another way."""
 
 
 class TokenizerTemplate:
@@ -63,7 +58,6 @@ class TokenizerTemplate:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
-        self._tried: dict[str, str | None] = {}
         found = tokenizer.chat_template
         if isinstance(found, Mapping):
             found = found.get("tool_use") or found.get("default") or next(iter(found.values()), "")
@@ -94,17 +88,10 @@ class TokenizerTemplate:
         if tools and not self.tools:
             why = "its form of calls is not known here" if self._takes_tools else "the chat template takes none"
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
-        kinds = self._kinds(messages)
-        try:
-            text = self._render(messages, tools, ask.template_options, continued=ask.continued)
-        except RequestError as e:
-            for kind in kinds:
-                if e.param == "messages" and (refused := self._refused(kind)):
-                    raise _refusal(kind, refused) from e
-            raise
-        for kind in kinds:
-            if self._refused(kind) == "":
-                raise _refusal(kind, "it leaves them out")
+        text = self._render(messages, tools, ask.template_options, continued=ask.continued)
+        if (kind := _left_out(messages, text)) is not None:
+            why = f"messages: this model's chat template takes no {kind}: it leaves them out"
+            raise RequestError(why, "unsupported_message", param="messages")
         return text
 
     def begin(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -137,36 +124,22 @@ class TokenizerTemplate:
         """Whether the template wants calls' arguments as a string of JSON, and whether it wants short ids."""
         for form in ((False, False), (False, True), (True, False), (True, True)):
             try:
-                if CITY not in self._render(PROBES["tool calls"], (TOOL,), {}, form=form):
+                if CITY not in self._render(CALLED, (TOOL,), {}, form=form):
                     return form
             except RequestError:
                 continue
         return (False, False)
 
-    def _refused(self, kind: str) -> str | None:
-        """Why the template does not take such messages; empty: it leaves them out; None: it takes them."""
-        if kind not in self._tried:
-            self._tried[kind] = self._try(kind)
-        return self._tried[kind]
 
-    def _try(self, kind: str) -> str | None:
-        tools = (TOOL,) if self.tools and kind != "system messages" else ()
-        try:
-            text = self._render(PROBES[kind], tools, {})
-        except RequestError as e:
-            return str(e).partition("refuses them: ")[2]
-        return None if NEEDLE in text else ""
-
-    @staticmethod
-    def _kinds(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        roles = {m.get("role") for m in messages}
-        there = ("system" in roles, any(m.get("tool_calls") for m in messages), "tool" in roles)
-        return [kind for kind, is_there in zip(PROBES, there, strict=True) if is_there]
-
-
-def _refusal(kind: str, why: str) -> RequestError:
-    words = f"messages: this model's chat template takes no {kind}: {why}"
-    return RequestError(words, "unsupported_message", param="messages")
+def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
+    """The kind of messages that a template left out of its text without a word: a long word of theirs is not in it."""
+    of_role = {role: [m.get("content") or "" for m in messages if m.get("role") == role] for role in ("system", "tool")}
+    calls = [call["function"]["name"] for m in messages for call in m.get("tool_calls") or ()]
+    said = {"system messages": of_role["system"][:1], "tool calls": calls[-1:], "tool messages": of_role["tool"][-1:]}
+    for kind, texts in said.items():
+        if max(WORD.findall(texts[0])[:20] if texts else (), key=len, default="") not in text:
+            return kind
+    return None
 
 
 def _continued(message: Mapping[str, Any]) -> bool | str:

@@ -17,7 +17,7 @@ from typing import Any
 from outcore.errors import LinkError
 from outcore.text import printable
 
-from ..other_processes import is_stopped
+from ..link.guard import is_stopped
 from .hosts import Host
 
 LINES = 20

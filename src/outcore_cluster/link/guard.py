@@ -37,7 +37,6 @@ from outcore.machine.gpus import VISIBLE, nvidia_gpus
 from outcore.machine.shared_host import SHARED_BY
 from outcore.text import one_line
 
-from ..other_processes import below, is_stopped
 from . import environment as names
 
 BEAT_S = 1.0
@@ -264,6 +263,22 @@ def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, st
         environment = environment | {VISIBLE: gpus[place % len(gpus)]}
     each = -(-there // max(1, len(gpus)))
     return environment if each < 2 else environment | {SHARED_BY: str(each)}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is, by a signal: it hears nothing, and only SIGKILL ends it."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """What a process has started, and what that has."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
 
 
 def versions() -> dict[str, str]:
