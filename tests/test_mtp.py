@@ -23,13 +23,13 @@ from outcore.decode import one_text
 from outcore.decode.hidden_states import WINDOW
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.decode.speculative.mtp_head import SharedParts, open_mtp
-from outcore.decode.speculative.mtp_layouts import find_mtp
-from outcore.decode.speculative.mtp_source import MtpSource
 from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
 from outcore.loading import preparation
 from outcore.plan.machine_profile import Calibration
+from outcore_mtp.head import SharedParts, open_mtp
+from outcore_mtp.layouts import find_mtp
+from outcore_mtp.source import MtpSource
 from stand_ins import TokensOnly
 
 PROMPT = [3 + i % 40 for i in range(21)]

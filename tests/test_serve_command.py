@@ -119,8 +119,8 @@ def test_it_is_gone_within_drain_whatever_does_not_end(answering: bool, monkeypa
 
 WRONG = {
     "no model": ([], "give a model: --model NAME"),
-    "no share": (["--model", "m", "--top-p", "2"], "--top-p: 2.0 is out of range; from 0 to 1"),
-    "no temperature": (["--model", "m", "--temp", "-1"], "--temp: -1.0 is out of range; at least 0"),
+    "no share": (["--model", "m", "--top-p", "2"], "--top-p 2.0: from 0 to 1"),
+    "no temperature": (["--model", "m", "--temp", "-1"], "--temp -1.0: at least 0"),
     "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: ask for at least one token"),
     "no JSON": (["--model", "m", "--chat-template-config", "{"], "--chat-template-config: not JSON"),
     "no object": (["--model", "m", "--chat-template-config", "[]"], "--chat-template-config: give a JSON object"),

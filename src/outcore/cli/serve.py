@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..checks import COUNT, real, whole
 from ..decode import request_values
+from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
 from ..machine.heap import share_one_heap
 from ..machine.settings import setting
@@ -140,19 +141,9 @@ def names_of(args: argparse.Namespace) -> list[str]:
 def defaults_of(args: argparse.Namespace) -> Defaults:
     """What holds where a request does not say."""
     check_max_tokens(args.max_tokens)
-
-    def number(flag: str, name: str) -> Any:
-        value = getattr(args, flag)
-        try:
-            return request_values.number(name, value, request_values.NUMBERS[name])
-        except RequestError as e:
-            raise UsageError(f"--{flag.replace('_', '-')}{str(e).removeprefix(name)}") from None
-
+    check_sampling(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k)
     sampling = Sampling(
-        temperature=float(number("temp", "temperature")),
-        top_p=float(number("top_p", "top_p")),
-        min_p=float(number("min_p", "min_p")),
-        top_k=number("top_k", "top_k"),
+        temperature=float(args.temp), top_p=float(args.top_p), min_p=float(args.min_p), top_k=args.top_k
     )
     flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:

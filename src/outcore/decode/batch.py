@@ -94,19 +94,9 @@ def batch_generate(
     if session is None:
         options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}
         options |= {} if prefill_step_size is None else {"prefill_step_size": prefill_step_size}
-        return generate_resident(
-            model,
-            tokenizer,
-            ids,
-            prompt_caches,
-            limits,
-            verbose,
-            return_prompt_caches,
-            return_token_ids,
-            return_logprobs,
-            completion_batch_size=completion_batch_size,
-            **options,
-        )
+        options["completion_batch_size"] = completion_batch_size
+        flags = verbose, return_prompt_caches, return_token_ids, return_logprobs
+        return generate_resident(model, tokenizer, ids, prompt_caches, limits, *flags, **options)
     told = 0 if return_logprobs else None
     requests = [
         Request(i, prompt, limit, sampler, tuple(logits_processors or ()), cache=cache, logprobs=told)
@@ -117,14 +107,8 @@ def batch_generate(
             make_room(model, Workload(tuple(map(tokens_of, requests)), completion_batch_size))
     progress, began = Progress(), time.perf_counter()
     found: dict[int, RequestOutput] = {}
-    for output in answers(
-        model,
-        tokenizer,
-        requests,
-        progress=progress,
-        prefill_step=prefill_step_size,
-        return_caches=return_prompt_caches,
-    ):
+    how: dict[str, Any] = {"prefill_step": prefill_step_size, "return_caches": return_prompt_caches}
+    for output in answers(model, tokenizer, requests, progress=progress, **how):
         found[output.request.uid] = output
         if verbose:
             print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")

@@ -28,7 +28,7 @@ from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, own_memory
 from .known import Known
-from .model_runner import Pass, chunks
+from .passes import Pass, chunks
 from .sampling import Draw
 from .speculative.speculate import Processor
 

@@ -9,14 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import RequestError
 from ..text import one_line, shortened
-from .request_values import whole_text
-
-OWN = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-     "tokenizer_kwargs", "tools", "truncation"}
-)  # fmt: skip
-"""Arguments of ``apply_chat_template`` that no request may give: it would bring code of its own, or get no text."""
+from .request_values import TEMPLATE_OWN, whole_text
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
@@ -49,7 +42,7 @@ def render(
     Raises:
         RequestError: an option that no request may give, or the template refuses it.
     """
-    if given := OWN & options.keys():
+    if given := TEMPLATE_OWN & options.keys():
         raise RequestError(f"{min(given)}: no option of the chat template", param=min(given))
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options, **arguments))

@@ -178,7 +178,10 @@ class Continuous:
                 raise  # others are in the middle of it
             self._fail(step, e)
         except BaseException:
-            self._begin_anew()
+            # What the caches hold is not known: all under way wait.
+            rows = sorted(self._rows.values(), key=lambda row: row.order)
+            self._drop()
+            self._wait(rows)
             raise
         else:
             new = {uid: row for uid in joined if (row := self._rows[uid]).answered == 0}
@@ -262,12 +265,6 @@ class Continuous:
                     return
                 self._wait([newest])
 
-    def _begin_anew(self) -> None:
-        """A sweep was interrupted, and what its caches hold is not known: all under way wait."""
-        rows = sorted(self._rows.values(), key=lambda row: row.order)
-        self._drop()
-        self._wait(rows)
-
     def _wait(self, rows: Sequence[ScheduledSequence]) -> None:
         """Have these wait before all others, and be computed again then."""
         for row in rows:
@@ -313,18 +310,27 @@ class Continuous:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
         together = sweeps_of(self._session.streaming, self._transport) is not None
-        whole = self._kind(len(self._rows)) is not BatchDecoder
+
+        def kind_of(sequences: int) -> type[Alone | SpeculativeDecoder | BatchDecoder]:
+            return Alone if sequences <= 1 else SpeculativeDecoder if self._room.apart else BatchDecoder
+
+        whole = kind_of(len(self._rows)) is not BatchDecoder
         for row in admitted:
             request = row.begin(self._session, chunk, whole=whole, finds=not self._planned, records=self._room.records)
             self._prefills[row.request.uid] = Prefill(self._model, self._session, request, chunk)
         joining, part = ([], None) if waits else self._next_prompts(chunk, together=together)
         if part is not None and not together:
-            self._compute(part, step)
+            try:
+                part.run()
+                step.prompts[part.uid] = part.held
+            except Exception as e:  # of its sequence alone
+                self.remove([part.uid])
+                step.failed.append((part.uid, e))
         requests = [self._prefills.pop(uid).joining(chunk) for uid in joining]
         here = len(self._rows) - len(self._prefills)
         if not here:
             return []
-        kind = self._kind(len(self._rows) if together else here)
+        kind = kind_of(len(self._rows) if together else here)
         if not isinstance(self._batch, kind):
             others = self._taken_out({*joining, *self._prefills})
             requests = [*(row.go_on() for row in others), *requests]
@@ -347,12 +353,6 @@ class Continuous:
         self._session.metrics.tokens += len(step.tokens)
         return joining
 
-    def _kind(self, sequences: int) -> type[Alone | SpeculativeDecoder | BatchDecoder]:
-        """How so many are written."""
-        if sequences <= 1:
-            return Alone
-        return SpeculativeDecoder if self._room.apart else BatchDecoder
-
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
         """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
 
@@ -366,15 +366,6 @@ class Continuous:
         # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
         room = self._asked_step or max(chunk, ENOUGH_STEP)
         return self._prefills.next(chunk, room * self._prefills.chunks if together else room)
-
-    def _compute(self, part: Prefill, step: StepResult) -> None:
-        """A part of a prompt by itself. What fails is of its sequence alone."""
-        try:
-            part.run()
-            step.prompts[part.uid] = part.held
-        except Exception as e:
-            self.remove([part.uid])
-            step.failed.append((part.uid, e))
 
     def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
         """Those under way, but for these, with their caches, out of a batch of the other kind; it is closed."""

@@ -20,8 +20,9 @@ from ..machine.allocator import clear_cache
 from ..machine.interrupts import check
 from ..modules.call_values import handles
 from .batch_engine import Request, Token, to_token
-from .model_runner import ModelRunner, Pass
+from .model_runner import ModelRunner
 from .one_text import OneText, drafting_of
+from .passes import Pass
 from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
 from .speculative.speculate import Sampler, Speculation, Waits, cut_behind

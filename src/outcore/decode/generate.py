@@ -26,8 +26,8 @@ from ..text import refuse_unknown
 from .batch_engine import Request
 from .eviction import bounded_tokens, eviction_of, halved, halving, kept_at_most, note_bounds, refuse_unknown_text
 from .known import Known, KvBits, block_step, captured_bytes, look_up, unkept
-from .model_runner import MLX_LM_STEP
 from .one_text import OneText, Steps, drafting_of, make_room
+from .passes import MLX_LM_STEP
 from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
 from .served import pass_on, served
 from .speculative.drafting import check_draft_length
@@ -227,19 +227,11 @@ def _begun(
     cache = given if given is not None or found is None else found.cache
     drafting, most = drafting_of(session, kwargs.get("draft_model"), _drafted(kwargs))
     processors = tuple(kwargs.get("logits_processors") or ())
-    text = OneText(
-        model,
-        session,
-        Request(0, tokens, ENDLESS if max_tokens < 0 else max_tokens, kwargs.get("sampler"), processors, known=known),
-        drafting=drafting,
-        most=most,
-        ends=tokenizer.eos_token_ids,
-        before=kwargs.get("history", ()),
-        bound=bound,
-        owned=given is not None,
-        kv=kv,
-        cache=make_prompt_cache(model, max_kv_size=window) if cache is None else cache,
-    )
+    limit = ENDLESS if max_tokens < 0 else max_tokens
+    request = Request(0, tokens, limit, kwargs.get("sampler"), processors, known=known)
+    cache = make_prompt_cache(model, max_kv_size=window) if cache is None else cache
+    how = {"drafting": drafting, "most": most, "ends": tokenizer.eos_token_ids, "before": kwargs.get("history", ())}
+    text = OneText(model, session, request, bound=bound, owned=given is not None, kv=kv, cache=cache, **how)
     progress = kwargs.get("prompt_progress_callback") or (lambda *_: None)
     whole = given is not None and not kwargs.get("leave_last", False)
     steps = text.tokens(step, embeddings=embeddings, progress=progress, whole=whole)

@@ -1,102 +1,38 @@
-"""The model whose text it is: its caches, and what one sweep over its weights computes.
-
-mlx-lm's own loop reads a prompt in chunks, its last token apart, and looks one step ahead: three sweeps before the
-first token and one after the last. Here the same chunks, so the same bits, share one sweep; and so do the passes over
-tokens that were only drafted.
-"""
+"""The model whose text it is, with drafted tokens: computed in one sweep, and taken back where they were wrong."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import QuantizedKVCache
 
-from ..engine.session import Session
-from ..engine.streaming import sweeps_of
-from ..engine.transport import Sweeps
 from ..engine.undo import Undo
-from ..errors import UsageError
-from ..machine.allocator import clear_cache, note_held
-from ..machine.interrupts import check
 from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
-from ..modules.call_values import caches_in, flat, handles
-from .hidden_states import HiddenStates
-from .kv_slices import KvBits
-
-_Built = TypeVar("_Built")
-
-MLX_LM_STEP = 2048
-"""Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
+from ..modules.call_values import flat
+from .passes import ForwardPasses, Pass
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One over so many tokens; ``run`` builds it, and returns logits (1, tokens, vocabulary)."""
-
-    run: Callable[[], mx.array]
-    tokens: int
-
-
-class ModelRunner:
+class ModelRunner(ForwardPasses):
     """A model and its caches, token by token or many tokens to a sweep.
 
     Args:
-        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; what it holds already stays.
-        owned: somebody else goes on with the caches, so whatever fails they are what they were before it.
-        kv: how keys and values are quantized; None: they are not.
         in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
             whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
-        hidden: keeps the last hidden states of the text's tokens; None: nobody wants them.
-
-    Attributes:
-        prompt_s: seconds that the prompt took; 0 before it.
-        in_cache: tokens that went into the caches, of the prompt and then of the text.
+        more: as in ``ForwardPasses``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        session: Session,
-        cache: list[Any],
-        *,
-        owned: bool = False,
-        kv: KvBits | None = None,
-        in_blocks: bool = False,
-        snapshots: int = 0,
-        hidden: HiddenStates | None = None,
-    ) -> None:
-        self.cache = cache
-        self.hidden = hidden
-        self.in_blocks = in_blocks
-        self.snapshots = snapshots
-        self.prompt_s = 0.0
-        self.in_cache = 0
-        self._model = model
-        self._session = session
-        self.transport = session.transport
-        self.owned = owned
-        self._kv = kv
+    def __init__(self, *args: Any, in_blocks: bool = False, snapshots: int = 0, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.in_blocks, self.snapshots = in_blocks, snapshots
         self._fed: list[int] = []  # tokens of the last sweep
         self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
         self._committed = 0  # how many of them are part of the text
         self._pending: list[int] = []  # tokens that are part of the text and not in the caches
         self._before = 0  # ``in_cache`` before the last sweep
-        self._undo: Undo | None = None  # of a model that is all in memory
-
-    @property
-    def resident(self) -> bool:
-        """Whether nothing is streamed now."""
-        return self._session.streaming is None
 
     @property
     def verifies(self) -> bool:
@@ -106,173 +42,13 @@ class ModelRunner:
 
     @contextmanager
     def transaction(self, tokens: int) -> Iterator[Undo | None]:
-        """A sweep over so many tokens and what is made of it: all of it, or the caches are as they were before.
-
-        Yields:
-            what takes the caches back later, until the next sweep begins; None where nobody goes on with them.
-        """
-        streaming, cache = self._session.streaming, self.cache if self.owned else None
-        before, pending = self.in_cache, self._pending
+        pending = self._pending
         try:
-            if streaming is not None:
-                with streaming.transaction(cache, tokens) as undo:
-                    yield undo
-            else:
-                with self._resident_transaction(cache, tokens) as undo:
-                    yield undo
+            with super().transaction(tokens) as undo:
+                yield undo
         except BaseException:
-            self.in_cache, self._pending = before, pending
-            self._fed, self._kept = [], []
-            if self.hidden is not None:
-                self.hidden.cut(before)
+            self._pending, self._fed, self._kept = pending, [], []
             raise
-
-    @contextmanager
-    def _resident_transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
-        undo = self._undo = Undo(cache, tokens) if cache else None
-        self.transport.transaction(undo)
-        try:
-            yield undo
-        except BaseException:
-            if undo is not None:
-                undo.restore()
-            raise
-        finally:
-            self._undo = None
-            self.transport.transaction(None)
-
-    def prompt(
-        self,
-        ids: mx.array,
-        step: int,
-        embeddings: mx.array | None = None,
-        passed: Callable[[int], object] = lambda _: None,
-        computed: Callable[[int], object] = lambda _: None,
-    ) -> mx.array:
-        """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
-
-        Args:
-            ids: int32 (tokens,).
-            step: tokens of a chunk.
-            embeddings: (tokens, hidden), instead of the ids.
-            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
-                values are quantized behind it.
-            computed: called when chunks were computed that are not the last, with the same.
-
-        Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
-        """
-        began = time.perf_counter()
-        passes = self.prompting(ids, step, embeddings, passed)
-        total = left = sum(each.tokens for each in passes)
-        if (sweeps := self._sweeps()) is not None:
-            lengths, graph = [each.tokens for each in passes], sweeps.graph
-            context = self.context + total
-            for count in self.transport.numbers(lambda: list(graph.sweeps(lengths, context))):
-                tokens, whole = sum(each.tokens for each in passes[:count]), count == len(passes)
-                found = sweeps.sweep(
-                    [each.run for each in passes[:count]], tokens=tokens, wanted=[count - 1] if whole else ()
-                )
-                del passes[:count]
-                if passes:
-                    # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
-                    self.evaluate()
-                    left -= tokens
-                    computed(total - left)
-            (logits,) = found
-        else:
-            # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
-            for each in passes[:-1]:
-                each.run()
-                self.evaluate()
-                left -= each.tokens
-                computed(total - left)
-                check()
-            logits = passes[-1].run()
-        return self.prompted(logits, total, time.perf_counter() - began)
-
-    def prompting(
-        self,
-        ids: mx.array,
-        step: int,
-        embeddings: mx.array | None = None,
-        passed: Callable[[int], object] = lambda _: None,
-    ) -> list[Pass]:
-        """The passes of ``prompt``, in whose sweeps others' may be too; ``prompted`` is to be told what the last one
-        puts out."""
-        total, held, kv = len(ids) if embeddings is None else len(embeddings), self.in_cache, self._kv
-        if self.hidden is not None:
-            self.hidden.expect(held + total)
-        return [
-            Pass(
-                functools.partial(
-                    self._chunk,
-                    ids[part],
-                    None if embeddings is None else embeddings[part],
-                    at=held + part.start,
-                    quantize=kv is not None and ((held + part.stop) % kv.step == 0 or part.stop >= total - 1),
-                    built=functools.partial(passed, part.stop),
-                ),
-                part.stop - part.start,
-            )
-            for part in chunks(total, step, None if kv is None else kv.step)
-        ]
-
-    def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
-        """What ``prompt`` returns, of what its last pass put out; it had so many tokens, and took so long."""
-        began = time.perf_counter()
-        self.evaluate(logits)
-        clear_cache()
-        self.in_cache += total
-        self.prompt_s = seconds + time.perf_counter() - began
-        return logits[:, -1, :]
-
-    @property
-    def context(self) -> int:
-        """Tokens that the caches hold: whoever goes on with a text gives its caches, and ``in_cache`` begins with what
-        is new."""
-        offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
-        return max([self.in_cache, *offsets])
-
-    def step(self, token: int) -> mx.array:
-        """Logits (1, vocabulary) after one more token, not evaluated."""
-        return self.follow(mx.array([token], dtype=mx.int32))
-
-    def follow(self, token: mx.array) -> mx.array:
-        """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
-        return self.forward_pass(token)[:, -1, :]
-
-    def forward_pass(self, token: mx.array) -> mx.array:
-        """Logits (1, 1, vocabulary) of a pass over one token (1,), not evaluated."""
-        logits = self._forward(token, None, at=self.in_cache)
-        self.in_cache += 1
-        return logits
-
-    def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
-        """``follow``, and what takes it back, where everything is resident."""
-        return self.attempted(lambda: self.follow(token))
-
-    def attempted(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
-        """What ``build`` makes of a pass over one token, and what takes that token out of the caches again."""
-        before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
-
-        def back() -> None:
-            self.in_cache = before
-            if undo is not None:
-                undo.restore()
-
-        try:
-            built = build()
-        except BaseException:
-            back()
-            raise
-        if undo is not None:
-            undo.passed()
-        return built, back
-
-    def drain(self) -> None:
-        """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""
-        if (streaming := self._session.streaming) is not None:
-            streaming.drain()
 
     def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
         """Logits (1, vocabulary) after ``token`` and after each drafted one, from one sweep; evaluated.
@@ -386,70 +162,3 @@ class ModelRunner:
             # What is queued all at once needs memory all at once.
             self.evaluate(rows[-1])
         return rows
-
-    def _sweeps(self) -> Sweeps | None:
-        """What computes several passes layer by layer; None: they follow each other."""
-        return sweeps_of(self._session.streaming, self.transport)
-
-    def evaluate(self, *logits: mx.array) -> None:
-        """These, and what the passes so far left behind."""
-        mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
-        note_held()
-        if self.hidden is not None:
-            self.hidden.settle()
-
-    def _chunk(self, ids: mx.array, embeddings: mx.array | None, *, at: int, **how: Any) -> mx.array:
-        """A pass of a prompt. Of all but the last only what they leave behind is computed: hidden states with it."""
-        held = None if self.hidden is None else self.hidden.end
-        logits = self._forward(ids, embeddings, at=at, **how)
-        streaming = self._session.streaming
-        if self.hidden is not None and self.hidden.end != held and streaming is not None:
-            streaming.leaves(self.hidden.arrays[-1])
-        return logits
-
-    def _forward(
-        self,
-        ids: mx.array,
-        embeddings: mx.array | None,
-        *,
-        at: int,
-        quantize: bool = True,
-        built: Callable[[], object] = lambda: None,
-    ) -> mx.array:
-        extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        # Which tokens embeddings are of is not known, so nothing could be drafted from their states.
-        hidden = self.hidden if embeddings is None else None
-        try:
-            with contextlib.nullcontext() if hidden is None else hidden.watch(at, ids.size):
-                logits: mx.array = self._model(ids[None], cache=self.cache, **extra)
-        except (AttributeError, TypeError, ValueError) as e:
-            if not any(isinstance(c, QuantizedKVCache) for c in caches_in(self.cache)):
-                raise
-            raise UsageError(
-                "kv_bits: mlx-lm does not compute this model's attention with quantized keys and values; leave it out"
-            ) from e
-        built()
-        if quantize and (kv := self._kv) is not None:
-            try:
-                maybe_quantize_kv_cache(self.cache, kv.start, kv.group_size, kv.bits)
-            except NotImplementedError as e:
-                raise UsageError("kv_bits: mlx-lm cannot quantize this model's sliding windows; leave it out") from e
-        if self._undo is not None:
-            self._undo.passed()
-        return logits
-
-
-def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
-    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself.
-
-    Args:
-        within: tokens of longer chunks that none of these may pass the end of.
-    """
-    long = within or max(total, 1)
-    ends = [*range(long, total - 1, long), max(0, total - 1)]
-    parts = [
-        slice(a, min(a + step, end))
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-        for a in range(begin, end, step)
-    ]
-    return [*parts, slice(total - 1, total)]

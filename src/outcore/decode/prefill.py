@@ -17,7 +17,8 @@ from ..engine.session import Session
 from ..modules.call_values import caches_in
 from .batch_engine import Request, own_cache
 from .hidden_states import WINDOW
-from .model_runner import ModelRunner, Pass
+from .model_runner import ModelRunner
+from .passes import Pass
 
 
 class Prefill:

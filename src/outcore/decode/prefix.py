@@ -27,6 +27,7 @@ import numpy as np
 from ..modules.away import Away
 from ..modules.call_values import flat
 from .blocks import Block, BlockFiles
+from .cache_states import Packed, named, notes, set_state, state_of
 from .kv_slices import KvBits, Pair, by_token, by_token_still, pair_of, put_together, sequences, slices
 
 GRID = 512
@@ -125,7 +126,7 @@ class PrefixCache:
         if any(isinstance(c, Away) for c in flat(cache)):
             return None
         try:
-            states = {i: _state_of(c) for i, c in enumerate(flat(cache))}
+            states = {i: state_of(c) for i, c in enumerate(flat(cache))}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return None
         name = self._name_of(tokens)
@@ -133,8 +134,8 @@ class PrefixCache:
         if not self.blocks.has_room(size):
             return instead
         self.blocks.drop(size)
-        notes = _notes(states) | {"kinds": json.dumps(list(map(_kind, flat(cache))))}
-        if not self.blocks.has(name) and not self.blocks.write(name, _named(states), notes):
+        said = notes(states) | {"kinds": json.dumps(list(map(_kind, flat(cache))))}
+        if not self.blocks.has(name) and not self.blocks.write(name, named(states), said):
             return instead
         if instead is not None and instead != name:
             self.blocks.remove(instead)
@@ -150,7 +151,7 @@ class PrefixCache:
             return None
         try:
             for i, c in enumerate(fresh):
-                _set_state(c, block, i)
+                set_state(c, block, i)
         except (KeyError, IndexError, ValueError, TypeError, AttributeError):
             return None
         self.blocks.touch([name])
@@ -226,7 +227,7 @@ class PrefixCache:
                     if made is not c:
                         cache[place[id(c)]] = made
                 elif state is not None:
-                    _set_state(c, state, i)
+                    set_state(c, state, i)
         except (KeyError, IndexError, ValueError, TypeError, AttributeError):
             return None
         return cache
@@ -275,7 +276,7 @@ class Recording:
             return
         try:
             # References: MLX copies what is written to while somebody refers to it.
-            found = {i: _state_of(c) for i, c in enumerate(flat(cache)) if not by_token_still(c)}
+            found = {i: state_of(c) for i, c in enumerate(flat(cache)) if not by_token_still(c)}
         except (AttributeError, TypeError):
             return
         if found:
@@ -304,7 +305,7 @@ class Recording:
         if any(plain[i].offset != computed or sequences(pair) != 1 for i, pair in now.items()):
             return  # a model that gives a cache other tokens than the text's
         try:
-            end = {i: _state_of(c) for i, c in enumerate(caches) if i not in plain}
+            end = {i: state_of(c) for i, c in enumerate(caches) if i not in plain}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return
         before = now | self._plain
@@ -328,11 +329,11 @@ class Recording:
             if tokens == self._tokens:
                 if logits is None:
                     continue
-                arrays = slices(now, last * GRID, tokens) | _named(end) | {"logits": logits}
-                kept = self._write(f"{self._names[-1]}.end", arrays, _notes(end))
+                arrays = slices(now, last * GRID, tokens) | named(end) | {"logits": logits}
+                kept = self._write(f"{self._names[-1]}.end", arrays, notes(end))
             else:
                 states = self._states.pop(tokens)
-                kept = self._write(f"{self._names[tokens // GRID]}.state", _named(states), _notes(states))
+                kept = self._write(f"{self._names[tokens // GRID]}.state", named(states), notes(states))
             if not kept:
                 return
         # Its end is what goes first.
@@ -352,56 +353,6 @@ class Recording:
 
 def _kind(cache: Any) -> tuple[Any, ...]:
     return type(cache).__name__, getattr(cache, "max_size", None), getattr(cache, "keep", None)
-
-
-Packed = tuple[Any, list[mx.array]]
-"""A cache's state: what it is made of, for JSON, with numbers in place of its arrays; and those."""
-
-
-def _state_of(cache: Any) -> Packed:
-    """What mlx-lm calls a cache's state, its arrays by reference.
-
-    Raises:
-        TypeError: there is something in it that cannot be kept.
-    """
-    arrays: list[mx.array] = []
-    return _packed(cache.state, arrays), arrays
-
-
-def _packed(tree: Any, arrays: list[mx.array]) -> Any:
-    if isinstance(tree, mx.array):
-        arrays.append(tree)
-        return {"array": len(arrays) - 1}
-    if isinstance(tree, tuple | list):
-        return {type(tree).__name__: [_packed(part, arrays) for part in tree]}
-    if tree is None or isinstance(tree, bool | int | float | str):
-        return tree
-    raise TypeError(f"a {type(tree).__name__}")
-
-
-def _unpacked(tree: Any, arrays: Sequence[mx.array]) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, inside),) = tree.items()
-    if kind == "array":
-        return arrays[inside]
-    parts = [_unpacked(part, arrays) for part in inside]
-    return tuple(parts) if kind == "tuple" else parts
-
-
-def _named(states: dict[int, Packed]) -> dict[str, mx.array]:
-    """Arrays of several caches' states, by the cache and their number in it."""
-    return {f"{i}.{n}": a for i, (_, arrays) in states.items() for n, a in enumerate(arrays)}
-
-
-def _notes(states: dict[int, Packed]) -> dict[str, str]:
-    return {str(i): json.dumps(tree) for i, (tree, _) in states.items()}
-
-
-def _set_state(cache: Any, block: Block, i: int) -> None:
-    """What ``_state_of`` gave, into a new cache of the same kind."""
-    count = sum(name.split(".")[0] == str(i) for name in block.arrays)
-    cache.state = _unpacked(json.loads(block.notes[str(i)]), [block.arrays[f"{i}.{n}"] for n in range(count)])
 
 
 def _digest(*parts: bytes) -> bytes:

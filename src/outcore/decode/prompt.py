@@ -34,7 +34,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
 
 def cached_tokens(cache: Sequence[Any]) -> int:
     """Tokens that a prompt cache holds, by the layer that holds most."""
-    sizes = [c.size() for c in cache]
+    sizes = [c.size() for c in cache if hasattr(c, "size")]
     offsets = [c.offset for c in cache if isinstance(getattr(c, "offset", None), int)]
     return max([*sizes, *offsets], default=0)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container
 from typing import Any
 
-from ..checks import COUNT, LEAST_TEMPERATURE
 from ..errors import RequestError
 from ..text import half_character, shortened
 
@@ -16,42 +14,12 @@ LARGE = 1e30
 STOP_CHARACTERS = 1000
 """Of a string that ends an answer, at most."""
 
-Bounds = tuple[type, float, float]
-"""``int`` or ``float``, least and most."""
-
-NUMBERS: dict[str, Bounds] = {
-    "temperature": (float, 0, LARGE), "top_p": (float, 0, 1), "min_p": (float, 0, 1), "top_k": (int, 0, COUNT),
-}  # fmt: skip
-"""Of the sampler. Names and ranges are those of ``mlx_lm.server``."""
-
-TEMPLATE_OWN = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
-    "truncation",
-}  # fmt: skip
-"""Arguments of ``apply_chat_template`` that whoever calls it gives; the template itself is the model's."""
-
-
-def number(name: str, value: Any, bounds: Bounds) -> Any:
-    """The value, if it is a number within the bounds; whole ones stay ints.
-
-    Raises:
-        RequestError: it is not.
-    """
-    kind, least, most = bounds
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole and (kind is int or not isinstance(value, float)):
-        raise RequestError(f"{name}: {'a whole number' if kind is int else 'a number'} is needed", param=name)
-    # Whole numbers of JSON have no end: they are compared, and no float is made of them.
-    if value != value or value in (math.inf, -math.inf):
-        raise RequestError(f"{name}: {value} is out of range; a finite number is needed", param=name)
-    if not least <= value <= most:
-        wanted = f"at least {least:g}" if value < least else f"at most {most:g}"
-        wanted = f"from {least:g} to {most:g}" if most == 1 else wanted
-        raise RequestError(f"{name}: {_shown(value)} is out of range; {wanted}", param=name)
-    if name.endswith("temperature") and 0 < value < LEAST_TEMPERATURE:
-        raise RequestError(f"{name}: {value} is out of range; 0, or at least {LEAST_TEMPERATURE:g}", param=name)
-    return value
+TEMPLATE_OWN = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+     "tokenizer_kwargs", "tools", "truncation"}
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that no request may give: it would bring code of its own, or get no text."""
 
 
 def _shown(value: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..checkpoint.find_model import name_of, with_same_tokens
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.packed_store import missing_bytes, source_of, whole_files
-from ..decode.speculative.mtp_head import has_mtp
+from ..decode.speculative.drafting import head_drafts
 from ..decode.speculative.self_draft import SelfDraft, self_draft
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, OutcoreError
@@ -104,7 +104,7 @@ def what_it_gives(
 
 def other_ways(profile: ModelProfile, folder: Path) -> Iterator[tuple[str, str, int | str | None]]:
     """Ways to draft beside the text's own repetitions: name, kind, and which."""
-    if has_mtp(profile.lazy):
+    if (heads := head_drafts()) is not None and heads.has_head(profile.lazy):
         yield MTP, MTP, None
     quantization = profile.lazy.config.get("quantization")
     bits = quantization.get("bits") if isinstance(quantization, dict) else None

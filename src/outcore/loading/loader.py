@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import mlx.nn as nn
 
@@ -20,8 +20,7 @@ from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.acceptance import AcceptanceStats
-from ..decode.speculative.drafting import Drafting
-from ..decode.speculative.mtp_head import MtpHead, SharedParts, load_mtp, open_mtp
+from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
 from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
 from ..engine.binding import Progress, ReadSettings
@@ -276,22 +275,19 @@ def _own_copy(
     return Drafting(draft.kind, draft.name, model), shared
 
 
-def _head(prepared: Preparation) -> MtpHead | None:
+def _head(prepared: Preparation) -> nn.Module | None:
     """The model's multi-token-prediction head, in memory, if that is what drafts: read first, while nothing else is."""
     draft, profile = prepared.draft, prepared.profile
     if draft is None or draft.kind != MTP:
         return None
-    head = open_mtp(profile.lazy, draft.folder, profile.cast.target)
-    assert head is not None
-    load_mtp(head, prepared.cpu_streams)
-    return head
+    return cast(HeadDrafts, head_drafts()).load_head(profile, draft.folder, prepared.cpu_streams)
 
 
-def _by_head(session: Session, model: nn.Module, head: MtpHead) -> Drafting:
+def _by_head(session: Session, model: nn.Module, head: nn.Module) -> Drafting:
     if session.plan.head_streamed:
         session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
         return Drafting(NGRAM, NGRAM)
-    return Drafting(MTP, MTP, head, SharedParts(model))
+    return Drafting(MTP, MTP, head, cast(HeadDrafts, head_drafts()).shared_with(model))
 
 
 def _droppable(

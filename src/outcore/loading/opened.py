@@ -12,10 +12,10 @@ from ..checkpoint.packed_store import open_again, open_copy, open_model
 from ..decode.speculative.draft_model import PROMPT_STEP
 from ..decode.speculative.drafting import (
     check_tokenizers,
-    draft_by_head,
     draft_by_model,
     draft_folder,
     draft_of_itself,
+    head_drafts,
 )
 from ..engine.model_profile import ModelProfile, profile_of
 from ..engine.unsupported import check_experts
@@ -131,7 +131,9 @@ def _head(which: int | str | None, profile: ModelProfile, o: LoadOptions) -> Dra
     if isinstance(which, str):
         # Of the original its one file with the head is enough.
         source = Path(which) if Path(which).is_dir() else draft_folder(which)
-    draft = draft_by_head(profile, source)
+    if (heads := head_drafts()) is None:
+        raise UsageError(f"{asked}: needs the package outcore_mtp, which is not there; install outcore whole")
+    draft = heads.draft_by_head(profile, source)
     if draft is not None:
         return draft
     if source is not None:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import mlx.nn as nn
 
 from ...checkpoint.find_model import name_of, resolve_model
+from ...checkpoint.lazy_model import LazyModel
 from ...engine.model_profile import ModelProfile
 from ...errors import CheckpointError, UsageError
 from ...machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
-from ...plan.cache_size import held_bytes
 from ...plan.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
 from ...plan.model_size import ModelSize
 from ...plan.planner import resident_budget
 from ...text import shortened
-from ..hidden_states import WINDOW, HiddenStates
+from ..hidden_states import HiddenStates
 from ..sampling import DrawForecast, MlxLmSampler
 from .draft_length import DraftLengthPolicy
 from .draft_model import HELD, CopySource, ModelSource, State
-from .mtp_head import MtpHead, SharedParts, head_bytes, kv_bytes, open_mtp
-from .mtp_source import MtpSource
 from .proposers import Both, NGram, Proposer
 from .self_draft import BITS, DEFAULT_BITS, self_draft
 
 WAYS = "give auto, none, ngram, self, self:BITS, mtp, mtp:FOLDER, or a model"
+
+HEADS = "outcore_mtp.drafts"
+"""The module of a package beside this one, as ``HeadDrafts``."""
 
 LONGEST = 256
 """Drafted tokens that can be asked for at most: no text can be foreseen that far."""
@@ -49,29 +51,41 @@ def draft_of_itself(profile: ModelProfile, bits: int) -> Draft:
     )
 
 
-def draft_by_head(profile: ModelProfile, source: Path | None = None) -> Draft | None:
-    """The model's multi-token-prediction head; None where it has none.
+class HeadDrafts(Protocol):
+    """What a package brings that drafts with heads of a model: small layers which go on from its last hidden states."""
 
-    Args:
-        source: the folder that has its tensors; None: the model's own.
+    def has_head(self, lazy: LazyModel) -> bool:
+        """Whether there is a head for the model beside its weights."""
 
-    Raises:
-        UnsupportedModelError, CheckpointError, MissingFileError, HeaderError: as ``open_mtp``.
-    """
-    head = open_mtp(profile.lazy, source, profile.cast.target)
-    if head is None:
+    def draft_by_head(self, profile: ModelProfile, source: Path | None = None) -> Draft | None:
+        """The head as a way to draft, with its bytes; None: there is none. ``source``: the folder of its tensors."""
+
+    def load_head(self, profile: ModelProfile, source: Path | None, cpu_streams: int) -> nn.Module:
+        """The head, in memory."""
+
+    def shared_with(self, model: nn.Module) -> Any:
+        """What the head uses of a loaded model; its ``tap`` hears the model's last hidden states."""
+
+    def proposer(
+        self,
+        head: nn.Module,
+        shared: Any,
+        name: str,
+        how: DrawForecast | MlxLmSampler | None,
+        vocabulary: int,
+        hidden: HiddenStates,
+    ) -> Droppable:
+        """A source of guesses for one text; ``name``, ``how`` and ``vocabulary`` as in ``ModelSource``."""
+
+
+def head_drafts() -> HeadDrafts | None:
+    """The package beside this one that drafts with heads; None: it is not there."""
+    try:
+        return cast(HeadDrafts, importlib.import_module(HEADS))
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{HEADS}.".startswith(f"{e.name}."):
+            raise
         return None
-    weight = head.norm.weight
-    each = kv_bytes(head, weight.size, weight.dtype)
-    return Draft(
-        MTP,
-        MTP,
-        folder=source,
-        weights=head_bytes(head),
-        cache=WINDOW * weight.nbytes + held_bytes([(each, None)], profile.size.context),
-        growing=((each, None),),
-        uses_head=True,
-    )
 
 
 def draft_by_model(folder: Path, size: ModelSize) -> Draft:
@@ -88,6 +102,13 @@ def draft_by_model(folder: Path, size: ModelSize) -> Draft:
     )
 
 
+class Droppable(Proposer, Protocol):
+    """A source of guesses whose memory may be needed."""
+
+    def give_up(self) -> None:
+        """Have no more guesses, and let go of the model."""
+
+
 @dataclass
 class Drafting:
     """What drafts for a loaded model: ``model``, in memory; None for the text's own repetitions alone. ``shared``: what
@@ -96,8 +117,8 @@ class Drafting:
     kind: str
     name: str
     model: nn.Module | None = None
-    shared: SharedParts | None = None
-    _sources: weakref.WeakSet[CopySource | ModelSource | MtpSource] = field(default_factory=weakref.WeakSet, repr=False)
+    shared: Any = None
+    _sources: weakref.WeakSet[Droppable] = field(default_factory=weakref.WeakSet, repr=False)
 
     def hidden(self) -> HiddenStates | None:
         """What keeps a text's hidden states for it; None where it does not draft from them."""
@@ -121,10 +142,11 @@ class Drafting:
     ) -> Proposer:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None
-        source: CopySource | ModelSource | MtpSource
-        if isinstance(self.model, MtpHead):
-            assert self.shared is not None and hidden is not None
-            source = MtpSource(self.model, self.shared, self.kind, how, vocabulary, hidden)
+        source: Droppable
+        if self.shared is not None:
+            heads = head_drafts()
+            assert heads is not None and hidden is not None
+            source = heads.proposer(self.model, self.shared, self.kind, how, vocabulary, hidden)
         elif self.kind == SELF:
             source = CopySource(self.model, self.kind, how, vocabulary, state)
         else:

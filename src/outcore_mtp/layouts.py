@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ...checkpoint.checkpoint import TensorInfo, read_header
-from ...errors import MissingFileError
+from outcore.checkpoint.checkpoint import TensorInfo, read_header
+from outcore.errors import MissingFileError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -3,7 +3,7 @@
     x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
-The order and the norms are those of the sources that ``mtp_layouts`` names (MiMo 7B's has the hidden state first). The
+The order and the norms are those of the sources that ``layouts`` names (MiMo 7B's has the hidden state first). The
 hidden state is the one that the model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and
 ``DeepseekV2Model.forward`` of vLLM return. (Heads fed with the state before it draft fluently and are right less often;
 llama.cpp's pull request 24025 has numbers.) The head's own state takes its place for the tokens after, as in sglang.
@@ -25,15 +25,16 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ...checkpoint.lazy_model import LazyModel
-from ...errors import CheckpointError, UnsupportedModelError
-from ...machine.allocator import clear_cache
-from ...machine.device import on_cpu
-from ...machine.random_state import random_state_kept
-from ...modules.hidden_tap import HiddenTap
-from ...modules.split_linear import split_rows
-from ...text import one_line
-from .mtp_layouts import (
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.errors import CheckpointError, UnsupportedModelError
+from outcore.machine.allocator import clear_cache
+from outcore.machine.device import on_cpu
+from outcore.machine.random_state import random_state_kept
+from outcore.modules.hidden_tap import HiddenTap
+from outcore.modules.split_linear import split_rows
+from outcore.text import one_line
+
+from .layouts import (
     QWEN,
     Cache,
     HeadLayer,

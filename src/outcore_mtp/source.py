@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..hidden_states import HiddenStates
-from ..sampling import DrawForecast, MlxLmSampler
-from .mtp_head import MtpHead, SharedParts
-from .mtp_layouts import Cache, leaves
-from .proposers import Guess, cut, drawn
+from outcore.decode.hidden_states import HiddenStates
+from outcore.decode.sampling import DrawForecast, MlxLmSampler
+from outcore.decode.speculative.proposers import Guess, cut, drawn
+
+from .head import MtpHead, SharedParts
+from .layouts import Cache, leaves
 
 STEP = 16
 """Tokens that the head follows at a time: few, since a plan counts a chunk of the model's own activations, at least

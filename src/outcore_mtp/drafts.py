@@ -1,0 +1,50 @@
+"""The heads as the core asks for them (``outcore.decode.speculative.drafting.HeadDrafts``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.nn as nn
+
+from outcore.decode.hidden_states import WINDOW
+from outcore.engine.model_profile import ModelProfile
+from outcore.plan.cache_size import held_bytes
+from outcore.plan.draft_cost import MTP, Draft
+
+from .head import SharedParts, has_mtp, head_bytes, kv_bytes, load_mtp, open_mtp
+from .source import MtpSource
+
+has_head, shared_with, proposer = has_mtp, SharedParts, MtpSource
+
+
+def draft_by_head(profile: ModelProfile, source: Path | None = None) -> Draft | None:
+    """The model's multi-token-prediction head; None where it has none.
+
+    Args:
+        source: the folder that has its tensors; None: the model's own.
+
+    Raises:
+        UnsupportedModelError, CheckpointError, MissingFileError, HeaderError: as ``open_mtp``.
+    """
+    head = open_mtp(profile.lazy, source, profile.cast.target)
+    if head is None:
+        return None
+    weight = head.norm.weight
+    each = kv_bytes(head, weight.size, weight.dtype)
+    return Draft(
+        MTP,
+        MTP,
+        folder=source,
+        weights=head_bytes(head),
+        cache=WINDOW * weight.nbytes + held_bytes([(each, None)], profile.size.context),
+        growing=((each, None),),
+        uses_head=True,
+    )
+
+
+def load_head(profile: ModelProfile, source: Path | None, cpu_streams: int) -> nn.Module:
+    """The model's head, in memory."""
+    head = open_mtp(profile.lazy, source, profile.cast.target)
+    assert head is not None
+    load_mtp(head, cpu_streams)
+    return head
