@@ -23,7 +23,7 @@ SAMPLES = 6
 PREFILL, STEPS = 8, 6
 """Tokens before those whose whole forward passes are timed, and how many those are."""
 
-COMPUTE_S, COMPILE_S = 8.0, 20.0
+COMPUTE_S, COMPILE_S = 12.0, 20.0
 """Seconds of measuring a model after which no larger number of tokens is begun, and of compiling its GPU kernels."""
 
 PARTS = 8
@@ -73,11 +73,13 @@ def times_of(
             deadline += seconds
             if seconds > COMPILE_S:
                 break
+        made.watched(n, bool)  # up to the first layer: what is made once for each number of tokens is nobody's time
         began = made.clock()
         enough = partial(_enough, kinds, made.clock, min(deadline, began + budget_s / len(TOKENS)))
         seen = first if n == 1 and took * SAMPLES > budget_s else made.watched(n, enough)
         head, computed = made.head(n)
-        took = made.clock() - began
+        # Of one layer of each kind, and the head.
+        took = seen.seconds / min(map(len, seen.layers.values()), default=1) + head
         times = {kind: median(samples) for kind, samples in seen.layers.items()}
         if n == 1:
             in_layers = sum(calls[kind] * s for kind, s in times.items())

@@ -36,7 +36,7 @@ PAST_CACHES = 128 << 20
 """Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last
 level of cache holds for one core (32 MiB here), so that weights come from memory as they do in a run."""
 
-REPEATS, BLOCK = 3, 1 << 20
+REPEATS, BLOCK = 5, 1 << 20
 """Times that a product is timed; and random numbers that are drawn for a weight."""
 
 
