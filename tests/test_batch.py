@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore import BudgetError, PromptError, UsageError
-from outcore.decode.batch import Progress, answers, make_room
+from outcore.decode.batch import Progress, answers
 from outcore.decode.batch_engine import Request
 from outcore.decode.sampling import own_sampler
 from outcore.loading.preparation import prepare
@@ -71,20 +71,6 @@ def test_each_sequence_gets_the_tokens_that_it_gets_alone(model_type: str, tmp_p
         assert session.metrics.sweeps - before == progress.sweeps <= 13
         assert progress.generation_tokens == sum(len(e) for e in expected)
         assert progress.prompt_tokens == sum(map(len, PROMPTS))
-
-
-def test_texts_whose_keys_and_values_are_on_disk_follow_each_other(tmp_path: Path, tokenizer: Any) -> None:
-    """Those that shared sweeps raised in the middle of them."""
-    folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    options: dict[str, Any] = {"context": 32, "dtype": "float32", "cpu_streams": 1, "prefill_step_size": 4}
-    model, _ = outcore.load_model(folder, memory="200MB", resident=1, kv_disk="on", draft="none", **options)
-    with model.outcore as session:
-        expected = [alone(model, tokenizer, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
-        make_room(model, Workload(tuple((len(p), n) for p, n in zip(PROMPTS, LENGTHS, strict=True))))
-        assert session.size.sequences == 1 and session.plan.kv_slot
-        requests = [Request(i, p, n) for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
-        for answer in answers(model, tokenizer, requests, prefill_step=4):
-            assert list(answer.tokens) == [token for token, _ in expected[answer.request.uid]]
 
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "dbrx", "llama4"])

@@ -281,6 +281,7 @@ def ranges(prepared: Preparation | None, notes: list[str], folder: Path | None =
 def test_a_model_that_is_large_enough_is_read_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path / "model"))
     monkeypatch.setattr(calibrate, "ENOUGH_BYTES", 1000)
+    monkeypatch.setattr(unread, "LEAST_SCRATCH", 1)
     monkeypatch.setattr(calibrate, "scratch_file", None)
     notes: list[str] = []
     files, nbytes = ranges(prepared, notes)

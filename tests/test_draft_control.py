@@ -353,34 +353,6 @@ def test_a_disk_that_was_slow_is_forgotten(ahead: float) -> None:
     assert seconds[2.0] < 0.8 and seconds[0.02] < 0.033, "without: 2 and 0.03"
 
 
-def test_the_rate_of_a_disk_is_that_of_late() -> None:
-    learnt = AcceptanceStats()
-    assert learnt.reading_s(0, 0.0, 100) == 0.0
-    assert learnt.reading_s(1000, 10.0, 100) == pytest.approx(1.0)
-    assert learnt.reading_s(1000, 10.0, 100) == pytest.approx(1.0), "nothing was read"
-    for n in range(1, 21):
-        found = learnt.reading_s(1000 + 100 * n, 10.0 + 0.1 * n, 100)
-    assert found == pytest.approx(0.1, rel=0.3)
-    assert learnt.reading_s(100, 0.1, 100) == pytest.approx(0.1, rel=0.2), "counted from zero again"
-    assert learnt.reading_s(200, 0.2, 0) == 0.0, "nothing is streamed"
-
-
-def test_others_disks_are_not_known_by_ones_own() -> None:
-    for own in (True, False):
-        control = DraftLengthPolicy()
-        control.own, control.reading_s = own, 0.1
-        control.saw([], [1], 1, 1.0, 0.9)
-        control.saw([], [1], 1, 1.0, 0.0)
-        control.reading_s = 0.0
-        assert (control.experience.read_s == pytest.approx(0.1)) == own
-
-
-def test_nothing_is_known_of_a_sweep_before_one_was_seen() -> None:
-    control = DraftLengthPolicy()
-    control.reading_s, control.foreseen_s = 5.0, 2.0
-    assert control.sweep_s(1) == 2.0
-
-
 def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     machine = Machine(read=1.0, compute=0.03, guess=0.001)
     control = DraftLengthPolicy(clock=lambda: machine.now)

@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx_lm.utils
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.sample_utils import make_logits_processors
 
 import outcore
 import zoo
@@ -22,7 +21,6 @@ from outcore.decode.batch_engine import BatchDecoder, Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder
 from outcore.decode.one_text import Alone
-from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.loading.preparation import prepare
 from outcore.plan.draft_choice import SeenDrafts, pays_for_several
@@ -119,24 +117,6 @@ def test_every_text_has_the_bits_that_it_has_alone(model_type: str, draft: str, 
                 assert told > 0
                 assert session.metrics.sweeps < sum(lengths) / 2, "each sweep brings several tokens of several texts"
             engine.close()
-
-
-def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("qwen3_5", tmp_path / "model")
-    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:4", memory="200MB", **ONE)
-
-    def request(uid: int) -> Request:
-        penalties = make_logits_processors(None, repetition_penalty=1.3, repetition_context_size=8)
-        return Request(uid, PROMPTS[uid], 12, own_sampler(0.9, top_p=0.95, seed=uid), tuple(penalties) * (uid % 2))
-
-    with model.outcore:
-        engine = Noted(model, prefill_step=4)
-        expected = {i: write(engine, {0: [request(i)]}).tokens[i] for i in range(4)}
-        assert len({tuple(tokens) for tokens in expected.values()}) == 4
-        for joining in ({0: [0], 2: [1], 3: [2, 3]}, {0: [3, 2], 5: [0], 9: [1]}):
-            assert write(engine, {at: [request(i) for i in who] for at, who in joining.items()}).tokens == expected
-        assert SpeculativeDecoder in engine.kinds
-        engine.close()
 
 
 def test_nothing_is_drafted_behind_an_end_or_beyond_what_was_asked_for(tmp_path: Path) -> None:
@@ -268,28 +248,6 @@ def test_after_an_interrupt_in_a_sweep_the_same_texts_go_on(
                 engine.remove([uid for uid, most in enumerate((9, 12)) if len(tokens[uid]) == most])
             assert interrupts == 1
             assert [tokens[uid] for uid in (0, 1)] == [[token for token, _ in each] for each in want]
-            engine.close()
-
-
-def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
-    folder = zoo.save_checkpoint("llama", tmp_path / "model")
-    (want,) = plainly(folder, [PROMPTS[0]], [9])
-    model, _ = outcore.load_model(folder, resident=1, context=64, draft="self:8", memory="200MB", **ONE)
-
-    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.size > len(PROMPTS[1]) + 2:
-            raise ValueError("mine")
-        return logits
-
-    with model.outcore:
-        for at in (0, 2):
-            engine = Noted(model, prefill_step=4)
-            mine = Request(1, PROMPTS[1], 9, None, (broken,))
-            done = write(
-                engine, {0: [Request(0, PROMPTS[0], 9, scores=True)] + [mine] * (at == 0), at + 1: [mine] * bool(at)}
-            )
-            assert_bits(engine.told[0], want)
-            assert str(done.failed[1]) == "mine" and len(done.tokens[1]) == 3
             engine.close()
 
 

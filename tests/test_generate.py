@@ -24,7 +24,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import outcore
 import zoo
 from outcore import ClosedError, PromptError, UsageError
-from outcore.decode.model_runner import chunks
+from outcore.decode.passes import chunks
 from outcore.loading.preparation import prepare
 from outcore.plan import planner
 from stand_ins import TokensOnly

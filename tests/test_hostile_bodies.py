@@ -41,9 +41,10 @@ def call(n: int) -> dict[str, Any]:
 
 
 def results(n: int) -> list[dict[str, Any]]:
-    """Of calls, in the other order."""
-    said = [{"role": "tool", "tool_call_id": f"c{i}", "content": "x"} for i in reversed(range(n))]
-    return [USER, {"role": "assistant", "content": "", "tool_calls": [call(i) for i in range(n)]}, *said]
+    """Of calls, a thousand in each answer, in the other order."""
+    said = [{"role": "tool", "tool_call_id": f"c{i}", "content": "x"} for i in reversed(range(1000))]
+    calls = {"role": "assistant", "content": "", "tool_calls": [call(i) for i in range(1000)]}
+    return [USER, *([calls, *said] * (n // 1000))]
 
 
 def messages(of: dict[str, Any], n: int) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from mlx_lm.models.cache import (
 
 import outcore
 import zoo
+from outcore.decode.kv_slices import KvBits
 from outcore.decode.one_text import generate_step
+from outcore.decode.passes import MLX_LM_STEP
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
@@ -140,7 +142,7 @@ def test_bits_are_those_of_keys_and_values_in_memory(model_type: str, tmp_path: 
 @pytest.mark.parametrize("start", [0, TOKENS + 2])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bits_of_quantized_keys_and_values(full: Path, bits: int, start: int) -> None:
-    options = {"kv_bits": bits, "quantized_kv_start": start, "kv_group_size": 32}
+    options = {"kv": KvBits(bits, 32, start, MLX_LM_STEP)}
     assert all(map(equal, three_texts(full, "off", **options), three_texts(full, "on", **options)))
 
 
@@ -176,7 +178,7 @@ def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
     full: Path, first: int, second: int, start: int
 ) -> None:
     def texts(where: str) -> list[Answer]:
-        options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+        options = {"kv": KvBits(8, 32, start, MLX_LM_STEP)}
         with opened(full, where, context=800) as model:
             cache = make_prompt_cache(model)
             return [answer(model, cache, ids(first), 2, **options), answer(model, cache, ids(second, 77), 3, **options)]

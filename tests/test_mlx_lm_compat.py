@@ -10,11 +10,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 import outcore
-import zoo
 from outcore.modules import mlx_lm_compat as compat
 
 PRIVATE = {"_get_classes", "_download", "_generation_batch", "_BaseCache", "_idx", "_tokenize"}
@@ -53,16 +51,6 @@ def test_a_window_writes_where_its_index_says() -> None:
     compat.set_window_index(cache, 2)
     cache.update_and_fetch(mx.full((1, 1, 1, 1), 9), mx.full((1, 1, 1, 1), 9))
     assert cache.keys.flatten().tolist() == [0, 4, 9, 3]
-
-
-def test_a_generators_caches_are_those_of_its_sequences(tmp_path: Path) -> None:
-    model, _ = mlx_lm.utils.load_model(zoo.save_checkpoint("llama", tmp_path / "m"))
-    generator = BatchGenerator(model)
-    generator.insert([[3, 4, 5], [6, 7]], max_tokens=[4, 4])
-    while not list(compat.generating_caches(generator)):
-        generator.next()
-    assert {c.keys.shape[0] for c in compat.generating_caches(generator)} == {2}
-    generator.close()
 
 
 def test_requests_become_tokens_where_an_error_is_their_answer() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from outcore import BudgetError, PromptError, ReadError
 from outcore.decode import one_text
 from outcore.decode.batch import answers as batch_answers
 from outcore.decode.batch_engine import Request
-from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
@@ -333,12 +331,6 @@ def test_what_went_wrong_behind_the_last_token_is_heard_where_the_text_is_closed
             responses.close()  # type: ignore[attr-defined]
 
 
-def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:
-    model = load(folders("llama"), "none")
-    with model.outcore, pytest.raises(outcore.UsageError, match="nested otherwise"):
-        tokens(ours(model, PROMPT, 2, [CacheList(*make_prompt_cache(model))]))
-
-
 # Threads
 
 
@@ -488,36 +480,6 @@ def test_a_model_may_be_closed_by_another_thread(folders: Any) -> None:
 # What an answer may not depend on
 
 
-@pytest.mark.parametrize("start", [0, 7, 30])
-def test_where_a_cache_is_quantized_does_not_depend_on_memory(start: int, folders: Any) -> None:
-    settings: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start, "max_tokens": 8}
-    theirs, _ = mlx_lm.utils.load_model(folders("qwen3"))
-    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT * 2, **settings))
-    for options in ({}, {"prompt": 4}, {"resident": 0}, {"resident": 1, "draft": "ngram"}):
-        model = load(folders("qwen3"), "resident", **options)
-        with model.outcore as session:
-            for step in (session.plan.prefill_step, 5):
-                object.__setattr__(session.plan, "prefill_step", step)
-                assert tokens(outcore.stream_generate(model, TokensOnly(), PROMPT * 2, **settings)) == expected
-    # A step that was asked for is mlx-lm's own.
-    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT * 2, prefill_step_size=5, **settings))
-    model = load(folders("qwen3"), "none")
-    with model.outcore:
-        found = outcore.stream_generate(model, TokensOnly(), PROMPT * 2, prefill_step_size=5, **settings)
-        assert tokens(found) == expected
-
-
-def test_a_bounded_cache_has_mlx_lms_chunks_however_little_memory_there_is(folders: Any) -> None:
-    theirs, _ = mlx_lm.utils.load_model(folders("qwen3"))
-    prompt = [random.Random(5).randrange(3, 60) for _ in range(60)]
-    settings = {"max_kv_size": 16, "max_tokens": 6}
-    expected = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), prompt, **settings))
-    model = load(folders("qwen3"), "none")
-    with model.outcore as session:
-        object.__setattr__(session.plan, "prefill_step", 16)
-        assert tokens(outcore.stream_generate(model, TokensOnly(), prompt, **settings)) == expected
-
-
 def test_windows_that_cannot_be_quantized_are_refused(folders: Any) -> None:
     for way in ("none", "resident"):
         model = load(folders("gemma3_text"), way)
@@ -545,19 +507,6 @@ def test_attention_that_takes_no_quantized_caches_is_refused(
 # What is refused leaves things as they were
 
 
-def test_what_is_refused_leaves_cache_and_count(folders: Any) -> None:
-    model = load(folders("qwen3_5"), "none", memory="8MB")
-    with model.outcore as session:
-        cache = make_prompt_cache(model)
-        tokens(ours(model, PROMPT, 4, cache))
-        twin = make_prompt_cache(model)
-        tokens(ours(model, PROMPT, 4, twin))
-        for refused in ([], [5] * 100_000):
-            with pytest.raises((PromptError, BudgetError)):
-                list(ours(model, refused, 4, cache))
-            assert session.in_cache == 0 and same_caches(cache, twin)
-
-
 def test_batches_and_texts_of_two_threads_take_turns(folders: Any) -> None:
     prompts = [[3 + (7 * i + j) % 50 for j in range(5 + i)] for i in range(3)]
     model = load(folders("qwen3"), "none", sequences=3, draft="auto")
@@ -579,30 +528,6 @@ def test_batches_and_texts_of_two_threads_take_turns(folders: Any) -> None:
             t.join(60)
         assert found["text"] == alone[0]
         assert found["batch"] == dict(enumerate(alone))
-
-
-@pytest.mark.parametrize("draft", ["none", "ngram"])
-def test_the_random_numbers_after_a_text_do_not_depend_on_memory(draft: str, folders: Any) -> None:
-    theirs, _ = mlx_lm.utils.load_model(folders("qwen3_5"))
-    sampler = make_sampler(0.9, 0.95)
-
-    def after(generate: Any, model: nn.Module, n: int, left: bool, **kwargs: Any) -> list[float]:
-        mx.random.seed(5)
-        responses = generate(model, TokensOnly(), PROMPT, max_tokens=9 if left else n, sampler=sampler, **kwargs)
-        for _ in range(n):
-            next(responses)
-        responses.close()
-        return mx.random.uniform(shape=(3,)).tolist()  # type: ignore[return-value]
-
-    cases = [(n, left, after(mlx_lm.stream_generate, theirs, n, left)) for n in (1, 6) for left in (False, True)]
-    for way in WAYS:
-        model = load(folders("qwen3_5"), way, draft=draft)
-        with model.outcore:
-            for n, left, expected in cases:
-                assert after(outcore.stream_generate, model, n, left) == expected
-                for more in ({}, {"leave_last": True}):
-                    cache = make_prompt_cache(model)
-                    assert after(outcore.stream_generate, model, n, left, prompt_cache=cache, **more) == expected
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -629,3 +554,22 @@ def test_keys_and_values_are_quantized_from_where_mlx_lm_does_by_default(way: st
     with model.outcore:
         found = outcore.stream_generate(model, TokensOnly(), PROMPT, prompt_cache=caches[1], **settings)
         assert tokens(found) == expected and same_caches(*caches)
+
+
+def test_what_is_refused_leaves_cache_and_count(folders: Any) -> None:
+    model = load(folders("qwen3_5"), "none", memory="8MB")
+    with model.outcore as session:
+        cache = make_prompt_cache(model)
+        tokens(ours(model, PROMPT, 4, cache))
+        twin = make_prompt_cache(model)
+        tokens(ours(model, PROMPT, 4, twin))
+        for refused in ([], [5] * 100_000):
+            with pytest.raises((PromptError, BudgetError)):
+                list(ours(model, refused, 4, cache))
+            assert session.in_cache == 0 and same_caches(cache, twin)
+
+
+def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:
+    model = load(folders("llama"), "none")
+    with model.outcore, pytest.raises(outcore.UsageError, match="nested otherwise"):
+        tokens(ours(model, PROMPT, 2, [CacheList(*make_prompt_cache(model))]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -24,7 +23,6 @@ import zoo
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.sampling import MlxLmSampler, make_sampler
-from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.draft_model import CopySource, State
 from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
@@ -190,22 +188,6 @@ def test_processors_see_what_they_would_without_a_draft(short_model: Path, monke
             )
             seen.append(calls)
     assert texts[0] == texts[1] and seen[0] == seen[1]
-
-
-def test_samplers_are_mlx_lms() -> None:
-    logprobs = mx.log(mx.softmax(mx.random.normal((4, 50)) * 3, axis=-1))
-    for options in ({"temp": 0.7}, {"temp": 1.0, "top_p": 0.8}, {"temp": 0.6, "min_p": 0.1}, {"temp": 2.0, "top_k": 5}):
-        mx.random.seed(3)
-        theirs = mlx_lm_sampler(**options)(logprobs)
-        mx.random.seed(3)
-        ours = make_sampler(**options)
-        assert mx.array_equal(ours(logprobs), theirs).item()
-        p = np.array(ours.distribution(logprobs))
-        assert np.allclose(p.sum(axis=-1), 1, atol=1e-5)
-        drawn = np.array(mx.concatenate([ours(logprobs) for _ in range(3000)])).reshape(3000, 4)
-        for row in range(4):
-            counts = np.bincount(drawn[:, row], minlength=50)
-            assert chi_squared_passes(counts, p[row])
 
 
 def chi_squared_passes(counts: Any, p: Any) -> bool:
@@ -404,38 +386,6 @@ def test_a_copy_that_was_made_while_packing_is_used(
     assert main(["pack", str(short_model), "-o", str(tmp_path / "b"), "--draft", "ngram"]) == 2
 
 
-def test_what_was_read_while_tokens_were_drafted_is_counted(short_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what the caller did with the tokens before."""
-    always_draft(monkeypatch)
-    seen: list[tuple[float, float]] = []
-    swept = AcceptanceStats.swept
-
-    def noted(
-        self: AcceptanceStats,
-        tokens: int,
-        seconds: float,
-        stall_s: float,
-        idle_s: float,
-        ahead: float,
-        reading_s: float,
-    ) -> None:
-        seen.append((idle_s, ahead))
-        swept(self, tokens, seconds, stall_s, idle_s, ahead, reading_s)
-
-    monkeypatch.setattr(AcceptanceStats, "swept", noted)
-    model, tokenizer = outcore.load(
-        str(short_model), memory="40MB", resident=0, draft="ngram", context=160, prompt=60, govern=False
-    )
-    with model.outcore as session:
-        tokenizer.eos_token_ids = set()
-        for n, _ in enumerate(outcore.stream_generate(model, tokenizer, "def f(a, b):\n    return", 6)):
-            time.sleep(0.2 * (n == 2))
-        ahead = session.streaming.ring.ahead
-    assert 0 < ahead < 1 and {part for _, part in seen} == {ahead}
-    idle = sorted(s for s, _ in seen)
-    assert 0.2 <= idle[-1] < 1 and idle[0] < 0.1
-
-
 @pytest.mark.parametrize("taken", [24, 18], ids=["ended", "left"])
 def test_a_texts_last_sweep_is_learnt_from(taken: int, short_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks on after a text's last token; what the sweep that made it gave counts like any other."""
@@ -484,3 +434,19 @@ def test_a_text_that_leaves_no_room_for_guesses_says_so(tmp_path: Path) -> None:
             list(outcore.stream_generate(model, TokensOnly(), [5 + i % 7 for i in range(tokens)], max_tokens=20))
             assert not (noted and session.metrics.drafted)
             assert any("nothing is drafted" in note for note in session.notes) == noted
+
+
+def test_samplers_are_mlx_lms() -> None:
+    logprobs = mx.log(mx.softmax(mx.random.normal((4, 50)) * 3, axis=-1))
+    for options in ({"temp": 0.7}, {"temp": 1.0, "top_p": 0.8}, {"temp": 0.6, "min_p": 0.1}, {"temp": 2.0, "top_k": 5}):
+        mx.random.seed(3)
+        theirs = mlx_lm_sampler(**options)(logprobs)
+        mx.random.seed(3)
+        ours = make_sampler(**options)
+        assert mx.array_equal(ours(logprobs), theirs).item()
+        p = np.array(ours.distribution(logprobs))
+        assert np.allclose(p.sum(axis=-1), 1, atol=1e-5)
+        drawn = np.array(mx.concatenate([ours(logprobs) for _ in range(3000)])).reshape(3000, 4)
+        for row in range(4):
+            counts = np.bincount(drawn[:, row], minlength=50)
+            assert chi_squared_passes(counts, p[row])

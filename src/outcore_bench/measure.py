@@ -24,15 +24,13 @@ from .page_cache import drop_page_cache, warm_page_cache, weight_files
 CACHES = {"direct": "bypassed", "none": None}
 """What a way of reading means for the page cache, where it does not matter what is in it."""
 
-Clock = Callable[[], float]
-
 
 def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
     """Token ids for a prompt of ``n`` tokens, the same each time; another for each sequence of a batch."""
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
-def measure(job: BenchJob, clock: Clock = time.perf_counter) -> BenchRow:
+def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> BenchRow:
     """Load the model, warm up, repeat; everything that can be said of this row without the others.
 
     Raises:
@@ -83,7 +81,7 @@ class _Repeat:
 class _Repeats:
     """Runs one loop again and again, and drops the page cache where cold has to be cold."""
 
-    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], clock: Clock) -> None:
+    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], clock: Callable[[], float]) -> None:
         self.job, self.loop, self.clock = job, loop, clock
         self.metrics = loop.session.metrics if loop.session is not None else Metrics()
         self.cold = loop.io == "cached" and job.run.cache == "cold"

@@ -3,18 +3,17 @@ tests/test_mlx_lm_compat.py says which and what for)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 
-__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "generating_caches", "has_template_code",
+__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "has_template_code",
            "inner_tokenizer", "request_tokenizer", "set_chat_template", "set_request_tokenizer", "set_window_index",
            "window_index"]  # fmt: skip
 
@@ -44,12 +43,6 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
 def byte_decoder() -> dict[str, int]:
     """The byte that each character of a byte-level tokenizer's vocabulary stands for (GPT-2's table)."""
     return dict(_byte_decoder())
-
-
-def generating_caches(generator: BatchGenerator) -> Iterable[Any]:
-    """The merged caches of the sequences that are generating, a layer each."""
-    caches: Iterable[Any] = generator._generation_batch.prompt_cache
-    return caches
 
 
 def inner_tokenizer(tokenizer: TokenizerWrapper) -> Any:

@@ -8,7 +8,6 @@ translated in a thread, which lets others in between.
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -100,15 +99,10 @@ def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, A
         return {}
     if values is not None and sum(map(data.count, (b",", b"[", b"{"))) > values:
         raise RequestError(f"the body has more than {values} commas and brackets", "request_too_large", status=413)
-    collects = gc.isenabled()
-    gc.disable()  # looking for garbage among a million new objects takes ten times as long as making them
     try:
         value = from_json(data, allow_inf_nan=False, cache_strings="none")
     except ValueError as e:
         raise RequestError(f"the body is not JSON in UTF-8: {one_line(e)}") from None
-    finally:
-        if collects:
-            gc.enable()
     if not isinstance(value, dict):
         raise RequestError("the body is not a JSON object")
     _check(value)

@@ -38,7 +38,7 @@ class ClientLimits:
     keepalive_s: float = 10.0
     header_bytes: int = 32 * 1024
     body_bytes: int = 8_000_000
-    values: int = 300_000
+    values: int = 200_000
 
     @property
     def all_bodies_bytes(self) -> int:

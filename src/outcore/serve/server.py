@@ -44,6 +44,9 @@ SWITCH_S = 0.0005
 """Seconds after which a thread that wants Python's lock gets it. The loop gives it up with every call to a socket, and
 while other threads compute it would wait for 5 ms each time."""
 
+YOUNG = 10_000, 5, 10_000
+"""Objects after which Python looks for garbage among them, and how often until it looks among older ones."""
+
 ENDING_S = 2.0
 """Seconds at the end of ``drain_s`` in which answers still under way are told an error and the model is closed; half of
 ``drain_s`` where that is less."""
@@ -205,15 +208,18 @@ class Server(uvicorn.Server):
 @contextmanager
 def _prompt() -> Iterator[None]:
     """Python answers soon, whatever its other threads do, and however many objects there were before."""
-    before = sys.getswitchinterval()
+    before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_S)
-    # What is there stays for as long as the server runs; looking at all of it for garbage takes a tenth of a second.
+    # What is there stays for as long as the server runs; looking at all of it for garbage takes a tenth of a second. So
+    # does looking at all that a large body is read into, several times: only what is young is looked at.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*YOUNG)
     try:
         yield
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
         sys.setswitchinterval(before)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
             chosen,
             shlex.join(["outcore", "bench", *shown_command(args.argv, names)]),
             progress=bar.count,
-            on_row=_writer(output),
+            on_row=partial(_write, output),
         )
         document = runner.run()
     show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
@@ -68,14 +68,10 @@ def settings(args: argparse.Namespace) -> BenchSettings:
     )
 
 
-def _writer(output: Path | None) -> Callable[[Document], None]:
-    """Writes the document after each row, so that a run that is cut off has not been for nothing."""
-
-    def write(document: Document) -> None:
+def _write(output: Path | None, document: Document) -> None:
+    """After each row, so that a run that is cut off has not been for nothing."""
+    try:
         if output is not None:
-            try:
-                document.write(output)
-            except OSError as e:
-                raise OutcoreError(f"--output {output}: cannot be written: {e.strerror}") from e
-
-    return write
+            document.write(output)
+    except OSError as e:
+        raise OutcoreError(f"--output {output}: cannot be written: {e.strerror}") from e

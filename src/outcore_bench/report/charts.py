@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
 SERIES = ("#040401", "#040402", "#040403", "#040404", "#040405", "#040406")
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
-# A loop keeps its colour in every chart.
+# A loop keeps its colour in every chart; those not known here share one.
 MODES = {"outcore": 0, "plain": 1, "mlx-lm": 2}
 _LANES = (("compute", SERIES[2]), ("read", SERIES[0]))
 
@@ -55,11 +55,6 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as e:
         raise UsageError('charts need matplotlib: pip install "outcore[report]"') from e
-
-
-def mode_colour(mode: str) -> str:
-    """The colour of a loop; those not known here share one."""
-    return SERIES[MODES.get(mode, len(MODES))]
 
 
 def curves_chart(name: str, title: str, curves: Sequence[ChartCurve], x_label: str, *, x_percent: bool = False) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..devices import published_data
 from ..document import BenchRow, Document, Stat, TimelineBar
 from . import tables
-from .charts import MUTED, ChartCurve, curves_chart, mode_colour, timeline_chart
+from .charts import MODES, MUTED, SERIES, ChartCurve, curves_chart, timeline_chart
 from .inputs import Inputs
 from .published import published_tables
 from .tables import ReportTable, ceiling, document_name, labelled, number, percent, resident_share, size, speed, streams
@@ -131,7 +131,7 @@ def _curves_of(d: Document, x: Callable[[BenchRow], float | None]) -> list[Chart
     return [
         ChartCurve(mode, MUTED, tuple(marks), dashed=True)
         if mode == "ceiling"
-        else ChartCurve(_MODE_NAMES.get(mode, mode), mode_colour(mode), tuple(marks))
+        else ChartCurve(_MODE_NAMES.get(mode, mode), SERIES[MODES.get(mode, len(MODES))], tuple(marks))
         for mode, marks in points.items()
     ]
 

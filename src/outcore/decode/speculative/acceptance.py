@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .proposers import AGAINST, Key
+from .proposers import Key
 
 PRIOR, WEIGHT, FADE = 0.6, 2.0, 0.98
 """The chance of a kind of guess that was never tried, how many guesses that counts for, and how old ones fade."""
-
-PRIORS = {AGAINST: 0.2}
-"""Of sources that are known to be right more or less often."""
 
 NEAR, LAST = 0.3, 0.8
 """How fast what was measured before gives way to what is measured now, and how much of it stays where many count."""
@@ -107,7 +104,7 @@ class AcceptanceStats:
         computing: what a sweep computes in; ``read_s``: what it takes at least, from the end of the one before.
         sweeps: that were seen, and tokens that they ``made``; ``counts``: guesses of each source, and right ones.
         first: guesses of a source that are thought to be worth their time, for a sweep before any was seen.
-        disk: bytes that were read of late, and in how many seconds; ``counted``: all of them so far.
+        byte_s: what the disk took for a byte, of late; ``counted``: bytes and seconds of reading so far.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -120,7 +117,7 @@ class AcceptanceStats:
     made: int = 0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
-    disk: tuple[float, float] = (0.0, 0.0)
+    byte_s: Seconds = field(default_factory=Seconds)
     counted: tuple[int, float] = (0, 0.0)
 
     def expect(self, source: str, chance: float, first: int) -> None:
@@ -141,7 +138,7 @@ class AcceptanceStats:
     def typical(self, source: str) -> float:
         """How likely a guess of this source is right, on the whole."""
         rate = self.sources.get(source)
-        return rate.value if rate is not None else PRIORS.get(source, PRIOR)
+        return rate.value if rate is not None else PRIOR
 
     def best(self, source: str) -> float:
         """How likely the best of its guesses are right."""
@@ -156,34 +153,21 @@ class AcceptanceStats:
         self.sources.setdefault(key[0], Rate(prior)).add(right)
 
     def reading_s(self, nbytes: int, seconds: float, of: int) -> float:
-        """Seconds that ``of`` bytes, a sweep's, take at the rate that the disk has had for a few such sweeps.
-        0 where nothing is known of it.
+        """Seconds that ``of`` bytes, a sweep's, take at the rate that the disk had of late. 0 where nothing is known.
 
         Args:
             nbytes: that were read so far, in so many ``seconds`` of reading.
         """
-        if not of:
-            return 0.0
-        again = nbytes < self.counted[0] or seconds < self.counted[1]  # counted from zero
-        before, self.counted = (0, 0.0) if again else self.counted, (nbytes, seconds)
-        kept = LAST ** ((nbytes - before[0]) / of)
-        self.disk = kept * self.disk[0] + nbytes - before[0], kept * self.disk[1] + seconds - before[1]
-        return of * self.disk[1] / self.disk[0] if self.disk[0] else 0.0
+        before, self.counted = self.counted, (nbytes, seconds)
+        if nbytes > before[0] and seconds > before[1]:
+            self.byte_s.add((seconds - before[1]) / (nbytes - before[0]))
+        return of * (self.byte_s.value or 0.0)
 
-    def swept(
-        self,
-        tokens: int,
-        seconds: float,
-        stall_s: float,
-        idle_s: float = 0.0,
-        ahead: float = 0.0,
-        reading_s: float = 0.0,
-    ) -> None:
+    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float = 0.0, ahead: float = 0.0) -> None:
         """A sweep over so many tokens took so long, and waited for the disk for a part of that.
 
         Args:
             idle_s: seconds before it, since the sweep before, in which ``ahead`` of its bytes could be read.
-            reading_s: seconds that its bytes take at the disk's rate, where nothing else is waited for; 0: not known.
         """
         self.computing.add(tokens, max(seconds - stall_s, 1e-9))
         whole = seconds + idle_s
@@ -193,14 +177,13 @@ class AcceptanceStats:
             self.read_s = near(self.read_s, whole) if self.read_s else whole
         else:
             # Long drafts would have it that reading takes as long as they do.
-            self.read_s = min(self.read_s, whole, reading_s or whole)
+            self.read_s = min(self.read_s, whole)
 
-    def sweep_s(self, tokens: int, idle_s: float = 0.0, ahead: float = 0.0, reading_s: float = 0.0) -> float:
-        """Seconds that a sweep over so many tokens is expected to take; 0 before any was seen. Arguments as above;
-        ``reading_s``: what its bytes take at the rate that the disk was seen to have, whatever was read when."""
+    def sweep_s(self, tokens: int, read_s: float, idle_s: float = 0.0, ahead: float = 0.0) -> float:
+        """Seconds that a sweep over so many tokens is expected to take whose bytes take ``read_s``; 0 before any was
+        seen. Arguments as above."""
         if not self.computing.seen:
             return 0.0
-        read_s = max(self.read_s, reading_s)
         return max(read_s - min(idle_s, ahead * read_s), self.computing.at(tokens))
 
 

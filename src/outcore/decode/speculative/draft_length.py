@@ -82,7 +82,10 @@ class DraftLengthPolicy:
     def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
         """Seconds that a sweep over so many tokens is expected to take, that begins so long after the one before; 0 if
         there is nothing to go by."""
-        return self.experience.sweep_s(tokens, idle_s, self.ahead, self.reading_s) or self.foreseen_s
+        measured = self.experience.read_s
+        # What the disk takes is known by its rate, whatever was read when; of others' only what sweeps waited for is.
+        read_s = self.reading_s if self.own and self.reading_s else max(measured, self.reading_s)
+        return self.experience.sweep_s(tokens, read_s, idle_s, self.ahead) or self.foreseen_s
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
@@ -173,8 +176,7 @@ class DraftLengthPolicy:
 
     def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float) -> None:
         """What a sweep took; arguments as of ``saw``."""
-        reading_s = self.reading_s if self.own else 0.0
-        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead, reading_s)
+        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead)
 
     def _beside_s(self, tokens: int, spent: float = 0.0) -> float:
         """Seconds of a sweep over so many tokens and what others have of it, after so many of drafting and theirs."""
