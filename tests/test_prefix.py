@@ -28,7 +28,7 @@ from outcore.decode import blocks as on_disk
 from outcore.decode import known
 from outcore.decode import prefix as prompts
 from outcore.decode.batch_engine import Request
-from outcore.decode.blocks import BlockFiles, verify
+from outcore.decode.blocks import BlockFiles
 from outcore.decode.continuous import Continuous
 from outcore.loading import prefix as made
 from outcore.serve.events import Begun, Finished, GenerationRequest
@@ -319,8 +319,6 @@ def test_damaged_blocks_are_computed_again(served: Path, tokenizer: Any) -> None
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
         assert same(answer(model, tokenizer, TEXT[:90]), expected)
-    verify(folder)
-    assert verify(folder)[1] == []
     model.outcore.close()
 
 

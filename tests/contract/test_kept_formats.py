@@ -110,5 +110,4 @@ def test_prompts_that_were_kept_are_found_or_computed_again(
                 session.metrics.prompt_found
             )
     assert answers[0] == answers[1]
-    assert outcore_here("cache", "verify")[0] == 0
     assert list((kept / "cache").rglob("*.kv")), "what is whole stays"

@@ -258,22 +258,3 @@ def _read(path: Path, name: str) -> Block:
         at += size
     mx.eval(arrays)
     return Block(arrays, head.notes)
-
-
-def verify(folder: Path, *, remove: bool = True) -> tuple[int, list[str]]:
-    """Read every file of a model; how many are whole, and the names of those that are not, which are removed."""
-    whole, damaged = 0, []
-    for path, _, _ in _files(folder):
-        if path.name.startswith("."):
-            continue
-        try:
-            _read(path, path.name)
-            whole += 1
-        except ValueError:
-            damaged.append(path.name)
-            if remove:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        except OSError:
-            damaged.append(path.name)
-    return whole, sorted(damaged)
