@@ -28,9 +28,9 @@ from rich.table import Table
 import outcore
 from limited_reader import limit_reads
 from outcore.checkpoint.find_model import resolve_model
+from outcore.checks import parse_size
 from outcore.engine.session import Session
 from outcore.machine.device import COMPUTE_DTYPES
-from outcore.sizes import parse_size
 from result_file import write_result
 
 PROMPT = "def read_lines(path):\n    "

@@ -29,10 +29,10 @@ import mlx.core as mx
 import _support  # noqa: F401
 import outcore
 from outcore.checkpoint.find_model import resolve_model
+from outcore.checks import parse_size
 from outcore.loading import opened
 from outcore.loading.preparation import prepare
 from outcore.plan.planner import resident_budget
-from outcore.sizes import parse_size
 from result_file import write_result
 from slow_disk import slow_disk
 

@@ -31,8 +31,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import fuzz_targets
 from fuzz_targets import Target
+from outcore.checks import parse_size
 from outcore.machine.memory import fields_of, peak_rss
-from outcore.sizes import parse_size
 from outcore_bench.fingerprint import machine
 
 ROUND = 200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from limited_reader import limit_reads
+from outcore.checks import parse_size
 from outcore.cli.main import main
-from outcore.sizes import parse_size
 
 if __name__ == "__main__":
     rate, *words = sys.argv[1:]

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from checkpoint_files import SPECIALS, MakeError, write_checkpoint
+from outcore.checks import parse_size
 from outcore.errors import UsageError
-from outcore.sizes import parse_size
 from random_weights import plan_tensors
 from shapes import SHAPES, Config, layer_types
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from outcore.sizes import parse_size
+from outcore.checks import parse_size
 from result_file import write_result
 from serving import command
 from slow_disk import GROUPS

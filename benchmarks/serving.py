@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from outcore.sizes import parse_size
+from outcore.checks import parse_size
 from result_file import write_result
 from slow_disk import slow_disk
 

@@ -24,12 +24,12 @@ import mlx.core as mx
 import outcore
 from limited_reader import limit_reads
 from outcore.checkpoint.find_model import resolve_model
+from outcore.checks import parse_size
 from outcore.decode import one_text
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.decode.speculative.proposers import Guess, Proposer
-from outcore.sizes import parse_size
 from result_file import write_result
 from speculation import PROMPT, prompts_of
 

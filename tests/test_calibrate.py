@@ -30,12 +30,13 @@ from outcore.cli.main import main
 from outcore.disk import chunk
 from outcore.disk import cold_ranges as unread
 from outcore.disk.cold_ranges import SCRATCH, UnreadRanges, scratch_file
-from outcore.disk.layout import BLOCK, Extent
+from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
 from outcore.loading.preparation import Preparation, prepare
 from outcore.plan.machine_profile import Calibration
+from outcore.sizes import BLOCK
 
 MEASURED = Calibration(
     read_gbps=3.5,

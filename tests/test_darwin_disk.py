@@ -20,11 +20,12 @@ from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, LinuxCalls, using
 from outcore.disk.disk_probe import probe_disk
-from outcore.disk.layout import BLOCK, Extent, Source, place_unit
+from outcore.disk.layout import Extent, Source, place_unit
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
+from outcore.sizes import BLOCK
 from outcore_bench.page_cache import drop_page_cache
 
 NBYTES, SIZE = 150_001, 400_003

@@ -14,7 +14,6 @@ import pytest
 
 import outcore
 from fake_darwin_memory import FakeDarwin
-from outcore.disk.layout import BLOCK, PAGE, most_unit, slot_bytes
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
@@ -24,7 +23,7 @@ from outcore.machine.memory_calls import MemoryCalls
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
-from outcore.sizes import ARRAY_BYTES
+from outcore.sizes import ARRAY_BYTES, BLOCK, PAGE, most_unit, slot_bytes
 
 GB = 10**9
 MOST = most_unit(ARRAY_BYTES)

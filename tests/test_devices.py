@@ -59,7 +59,10 @@ def test_every_device_says_what_a_process_may_use_and_why() -> None:
 def test_a_plan_of_ours_on_a_device_is_bound_by_its_disk() -> None:
     d = device(IPAD)
     layer = LayerSize(resident=168_000_000, slot=168_000_000, read=168_000_000)
-    size = ModelSize((layer,) * 32, 1_500_000_000, 10_000_000, 100_000, 10_000, 100, 0, 0, 1_000_000, 512, 64)
+    size = ModelSize(
+        (layer,) * 32, non_layer=1_500_000_000, cache=10_000_000, token=100_000, hidden=10_000, score=100, window=0,
+        state=0, logits=1_000_000, context=512, prompt=64,
+    )  # fmt: skip
     streamed = make_plan(size, d.usable_bytes, resident=8, calibration=d.calibration())
     assert streamed.token_s == pytest.approx(24 * 168e6 / 2.0e9, rel=0.1) and not streamed.calibrated
     theirs = next(r for r in published_rows(d) if (r.table, r.resident) == (7, 8))

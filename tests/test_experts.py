@@ -24,7 +24,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
-from outcore.disk.layout import BLOCK
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.engine import expert_windows, look_ahead
@@ -43,6 +42,7 @@ from outcore.modules.switches import is_stacked
 from outcore.plan.expert_curve import SHARES, Ghosts, curve_of
 from outcore.plan.expert_policy import ExpertPolicy
 from outcore.plan.expert_size import hit_rate, pooled_sweep
+from outcore.sizes import BLOCK
 
 EXPERTS, USED = 16, 4
 

@@ -31,7 +31,7 @@ from outcore.modules.cache_growth import (
 from outcore.modules.hooks import arrays_in
 from outcore.modules.layers import find_layers
 from outcore.modules.trace import Trace, rehearse
-from outcore.plan.cache_size import KV_STEP, held_bytes, held_tokens
+from outcore.sizes import KV_STEP, held_bytes, held_tokens
 
 CONTEXTS = (1, 255, 256, 257, 600, 1500)
 

@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outcore.disk.layout import (
-    BLOCK,
-    GAP,
-    GPU_ALIGN,
-    PAGE,
-    Extent,
-    Source,
-    Unit,
-    place_unit,
-    round_up,
-    slot_alignment,
-    slot_bytes,
-)
+from outcore.disk.layout import GPU_ALIGN, Extent, Source, Unit, place_unit
+from outcore.sizes import BLOCK, GAP, PAGE, round_up, slot_alignment, slot_bytes
 
 A, B = Path("a"), Path("b")
 

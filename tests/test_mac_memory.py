@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fake_darwin_memory import GB, PAGE, FakeDarwin
+from outcore.loading.budget import asked_budget
 from outcore.machine import hardware, memory, memory_calls
 from outcore.machine.mac_memory import MacMemory, mac_memory, pressure_level, wired_limit
 from outcore.machine.memory import MemoryLimit
@@ -217,7 +218,7 @@ def test_the_systems_calls_are_asked_at_the_time_of_reading(monkeypatch: pytest.
     monkeypatch.setattr(memory_calls, "SYSTEM", mac)
     assert read_pressure().macos_level == 1 and memory.memory_limits()[0].total == mac.total
     assert memory.process_memory_limit().source in {"machine", "Metal working set"}
-    assert memory.asked_budget("1GB") == GB
+    assert asked_budget("1GB") == GB
 
 
 def test_every_signal_is_listed_where_it_can_be_read(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror
 from outcore.cli.main import main
 from outcore.disk.disk_calls import LinuxCalls, using
-from outcore.disk.layout import BLOCK, Extent
+from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
 from outcore.disk.mirrored_reader import FolderPace, MirroredReader, quickest
 from outcore.disk.replica import Replica, Replicas, state_of
@@ -37,6 +37,7 @@ from outcore.errors import ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
+from outcore.sizes import BLOCK
 from test_reader import make_file, random_extents, target
 
 SIZE = 2_100_001

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from outcore.disk.layout import GAP, Source, place_unit, slot_bytes
+from outcore.checks import parse_size
+from outcore.disk.layout import Source, place_unit
 from outcore.engine.layer_sizes import ranges
 from outcore.errors import BudgetError, UsageError
 from outcore.options import PLACEMENTS
@@ -30,7 +31,7 @@ from outcore.plan.planner import (
     spread,
 )
 from outcore.plan.prediction import predict
-from outcore.sizes import parse_size
+from outcore.sizes import GAP, slot_bytes
 
 MB = 1_000_000
 SEEDS = range(26)

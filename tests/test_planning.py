@@ -14,6 +14,7 @@ import pytest
 
 import outcore
 import zoo
+from outcore.checks import parse_size
 from outcore.cli.main import main
 from outcore.decode.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.errors import BudgetError, PromptError, UsageError
@@ -23,7 +24,7 @@ from outcore.plan.joint_plan import Planning
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import make_plan, smallest_budget
-from outcore.sizes import format_size, parse_size
+from outcore.sizes import format_size
 from stand_ins import TokensOnly
 
 PROMPT = [3 + (7 * i) % 90 for i in range(40)]

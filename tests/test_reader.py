@@ -18,11 +18,12 @@ import pytest
 
 from fake_darwin_disk import FakeDarwin
 from outcore.disk.disk_calls import DiskCalls, LinuxCalls, using
-from outcore.disk.layout import BLOCK, Extent, Source, place_unit, round_up, slot_alignment
+from outcore.disk.layout import Extent, Source, place_unit
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import ReadError, UsageError
+from outcore.sizes import BLOCK, round_up, slot_alignment
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 FILL = 0xA5

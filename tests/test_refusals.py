@@ -27,8 +27,8 @@ from outcore.cli import calibrate, demo, doctor, serve
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
 from outcore.decode.sampling import check_sampling
+from outcore.loading.budget import given_budget
 from outcore.loading.preparation import prepare
-from outcore.machine.memory import given_budget
 from outcore_bench.matrix_runner import MatrixRunner
 from outcore_bench.runner import Runner
 from stand_ins import TokensOnly

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 from outcore.decode.prompt import cached_tokens
 from outcore.disk import reader
-from outcore.disk.layout import slot_bytes
 from outcore.engine.governor import Decision, Governor
 from outcore.engine.memory_monitor import Watch
 from outcore.engine.session import Session
@@ -24,6 +23,7 @@ from outcore.errors import BudgetError, PromptError
 from outcore.machine.memory import MemoryLimit
 from outcore.machine.pressure import Pressure
 from outcore.plan.planner import farthest, thin
+from outcore.sizes import slot_bytes
 
 PROMPT = "def read_lines(path):\n    "
 TOKENS = 24

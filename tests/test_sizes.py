@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from outcore.checks import parse_size
 from outcore.errors import UsageError
-from outcore.sizes import format_size, parse_size
+from outcore.sizes import format_size
 
 
 @pytest.mark.parametrize(

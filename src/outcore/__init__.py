@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .options import LoadOptions
     from .plan.plan import Plan
 
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "BudgetError",

@@ -1,5 +1,10 @@
 """``python -m outcore`` is ``outcore``."""
 
-from .cli.main import entry
 
-entry()
+def main() -> None:
+    from .cli.main import entry
+
+    entry()
+
+
+main()

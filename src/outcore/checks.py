@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
+from .sizes import MOST_BYTES, format_size
 from .text import shortened
 
 COUNT = 2**31 - 1
@@ -88,3 +91,54 @@ def not_endless(name: str, path: Path) -> Path:
 def shown_value(name: str, value: Any) -> str:
     """As it was given: a flag with its value, or an argument."""
     return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"
+
+
+# K, M, G and T alone are decimal, as in mlx-lm's own sizes.
+_UNITS = {"B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+_ACCEPTED = "a number and one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
+_SIZE = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
+_MOST_CHARACTERS = 40
+
+
+def parse_size(text: str, *, flag: str = "--memory") -> int:
+    """Read a size such as `1.5GB`, `512MiB`, `800 MB` or `4G`, in any case, as bytes (fractions of one are dropped).
+
+    Args:
+        text: what the user typed.
+        flag: the option or argument that it was typed for, named in the error.
+
+    Raises:
+        UsageError: no unit, an unknown unit, no number, or a size that is not between 1 byte and 2**63 - 1.
+    """
+    shown = text if len(text) <= _MOST_CHARACTERS and text.isprintable() else f"{text[:_MOST_CHARACTERS]!r}..."
+    where = f"{flag} {shown}" if text.strip() else f"{flag} {text!r}"
+    match = _SIZE.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    if match is None:
+        raise UsageError(f"{where}: not a size; write {_ACCEPTED}, such as 4GB")
+    sign, number, unit = match.groups()
+    if sign == "-":
+        raise UsageError(f"{where}: a size cannot be negative")
+    if not unit and not Decimal(number):
+        raise UsageError(f"{where}: a size must be at least one byte, such as 4GB")
+    if not unit:
+        raise UsageError(f"{where}: no unit; write {_with_unit(number)}")
+    if unit.upper() not in _UNITS:
+        raise UsageError(f"{where}: unknown unit {unit}; write {_ACCEPTED}")
+    nbytes = int(Decimal(number) * _UNITS[unit.upper()])
+    if nbytes == 0:
+        raise UsageError(f"{where}: a size must be at least one byte")
+    if nbytes > MOST_BYTES:
+        raise UsageError(f"{where}: more bytes than any machine can address; write a smaller size")
+    return nbytes
+
+
+def _with_unit(number: str) -> str:
+    """What somebody may have meant who wrote no unit: a number of gigabytes, or of bytes."""
+    if Decimal(number) < _UNITS["MB"]:
+        return f"{number}GB or {number}GiB"
+    nbytes = int(Decimal(number))
+    return f"{nbytes}B for bytes" + (f", {format_size(nbytes)}" if nbytes <= MOST_BYTES else "")

@@ -1,64 +1,13 @@
-"""Byte counts as people type and read them: `GB` is 1e9 bytes, `GiB` is 2**30."""
+"""Sizes in bytes: as people read them, of slots, and of caches."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from decimal import Decimal
 
-from .errors import UsageError
-
-# K, M, G and T alone are decimal, as in mlx-lm's own sizes.
-_UNITS = {"B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
-}
-_ACCEPTED = "a number and one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
-_SIZE = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE)
 MOST_BYTES = 2**63 - 1
 ARRAY_BYTES = 2**31 - 1
 """Bytes of MLX's largest array of bytes: shapes are int32 (``OverflowError`` one byte beyond, MLX 0.32.4)."""
-_MOST_CHARACTERS = 40
-
-
-def parse_size(text: str, *, flag: str = "--memory") -> int:
-    """Read a size such as `1.5GB`, `512MiB`, `800 MB` or `4G`, in any case, as bytes (fractions of one are dropped).
-
-    Args:
-        text: what the user typed.
-        flag: the option or argument that it was typed for, named in the error.
-
-    Raises:
-        UsageError: no unit, an unknown unit, no number, or a size that is not between 1 byte and 2**63 - 1.
-    """
-    shown = text if len(text) <= _MOST_CHARACTERS and text.isprintable() else f"{text[:_MOST_CHARACTERS]!r}..."
-    where = f"{flag} {shown}" if text.strip() else f"{flag} {text!r}"
-    match = _SIZE.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
-    if match is None:
-        raise UsageError(f"{where}: not a size; write {_ACCEPTED}, such as 4GB")
-    sign, number, unit = match.groups()
-    if sign == "-":
-        raise UsageError(f"{where}: a size cannot be negative")
-    if not unit and not Decimal(number):
-        raise UsageError(f"{where}: a size must be at least one byte, such as 4GB")
-    if not unit:
-        raise UsageError(f"{where}: no unit; write {_with_unit(number)}")
-    if unit.upper() not in _UNITS:
-        raise UsageError(f"{where}: unknown unit {unit}; write {_ACCEPTED}")
-    nbytes = int(Decimal(number) * _UNITS[unit.upper()])
-    if nbytes == 0:
-        raise UsageError(f"{where}: a size must be at least one byte")
-    if nbytes > MOST_BYTES:
-        raise UsageError(f"{where}: more bytes than any machine can address; write a smaller size")
-    return nbytes
-
-
-def _with_unit(number: str) -> str:
-    """What somebody may have meant who wrote no unit: a number of gigabytes, or of bytes."""
-    if Decimal(number) < _UNITS["MB"]:
-        return f"{number}GB or {number}GiB"
-    nbytes = int(Decimal(number))
-    return f"{nbytes}B for bytes" + (f", {format_size(nbytes)}" if nbytes <= MOST_BYTES else "")
 
 
 def format_size(n: int, *, round_up: bool = False) -> str:
@@ -78,3 +27,56 @@ def format_size(n: int, *, round_up: bool = False) -> str:
     power = min(4, magnitude // 3)
     decimals = max(0, 2 - magnitude + 3 * power)
     return f"{'-' if n < 0 else ''}{Decimal(size) / 1000**power:.{decimals}f} {' KMGT'[power]}B"
+
+
+BLOCK = 4096
+"""Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096)."""
+
+PAGE = 2 << 20
+"""Bytes of a large page. Slots that hold a few begin at one: direct reads into them run at the disk's full rate."""
+
+GAP = 64 * 1024
+"""Bytes. Two tensors of a unit that lie no further apart in a file are read as one extent; the gap is read too."""
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def slot_alignment(nbytes: int) -> int:
+    """Bytes that a slot's address is a multiple of: a large page where the slot holds a few of them, else a block."""
+    return PAGE if nbytes >= 4 * PAGE else BLOCK
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of memory that a slot for units of ``nbytes`` takes: whole blocks, and room to begin where it should."""
+    return round_up(nbytes, BLOCK) + slot_alignment(nbytes)
+
+
+def most_unit(slot: int) -> int:
+    """Bytes of the largest unit whose slot takes at most ``slot`` bytes of memory; 0 if there is none."""
+    whole = slot // PAGE * PAGE - PAGE
+    return whole if whole >= 4 * PAGE else max(0, min(4 * PAGE - BLOCK, slot // BLOCK * BLOCK - BLOCK))
+
+
+KV_STEP = 256
+"""Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
+
+Growing = tuple[int, int | None]
+"""Bytes per token, and tokens at most (None: no limit)."""
+
+
+def held_tokens(context: int, most: int | None = None) -> int:
+    """Tokens that a cache has room for at most after ``context`` tokens and one more, in chunks of any sizes.
+
+    A buffer grows when its ``n`` tokens are followed by ``k`` more than it has room for: to ``n``, and ``k`` rounded up
+    to whole steps. That is less than a step beyond the ``n + k`` tokens that there are then.
+    """
+    tokens = context + KV_STEP
+    return tokens if most is None else min(tokens, most)
+
+
+def held_bytes(growing: Sequence[Growing], context: int) -> int:
+    """Bytes of growing caches at most, after ``context`` tokens and one more."""
+    return sum([each * held_tokens(context, most) for each, most in growing])

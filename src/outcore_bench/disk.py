@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcore.disk.layout import BLOCK, Extent, round_up
+from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader, Read
 from outcore.disk.ring import Slot
 from outcore.machine.device import device_kind
+from outcore.sizes import BLOCK, round_up
 
 from .page_cache import drop_page_cache, warm_page_cache
 

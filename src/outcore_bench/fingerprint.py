@@ -16,10 +16,10 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from mlx.utils import tree_flatten
 
-from outcore import __version__
 from outcore.calibration.calibration_file import load_calibration
 from outcore.loading.preparation import Preparation
 from outcore.machine.hardware import cores, cpu_name, filesystem, gpu_name
+from outcore.version import __version__
 
 from .document import Machine, Model
 

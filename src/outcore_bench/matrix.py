@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outcore.checks import parse_size
 from outcore.errors import BudgetError, UsageError
 from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan, resident_budget
-from outcore.sizes import format_size, parse_size
+from outcore.sizes import format_size
 
 from .document import BenchRow, Document, Stat
 from .jobs import BenchJob, RunSettings, choose

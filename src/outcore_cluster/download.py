@@ -21,10 +21,10 @@ from outcore.checkpoint.packed_store import open_model
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import CheckpointError, MissingFileError
+from outcore.loading.budget import asked_budget
 from outcore.loading.opened import measured
 from outcore.machine.device import on_cpu
 from outcore.machine.hardware import cores
-from outcore.machine.memory import asked_budget
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import SELF
 

@@ -18,8 +18,8 @@ from outcore.engine.vocabulary import Table
 from outcore.errors import UsageError
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
-from outcore.plan.cache_size import held_bytes
 from outcore.plan.model_size import ModelSize
+from outcore.sizes import held_bytes
 
 from .cuts import Cuts, find_cuts
 from .link.link import Link

@@ -8,8 +8,8 @@ import mlx.nn as nn
 
 from outcore.decode.hidden_states import WINDOW
 from outcore.engine.model_profile import ModelProfile
-from outcore.plan.cache_size import held_bytes
 from outcore.plan.draft_cost import MTP, Draft
+from outcore.sizes import held_bytes
 
 from .head import SharedParts, has_mtp, head_bytes, kv_bytes, load_mtp, open_mtp
 from .source import MtpSource

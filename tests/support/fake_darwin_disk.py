@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from outcore.disk.disk_calls import F_NOCACHE, MS_INVALIDATE, DarwinCalls
-from outcore.disk.layout import BLOCK
+from outcore.sizes import BLOCK
 
 PAGE = 16384
 """Bytes of a page of Apple silicon."""

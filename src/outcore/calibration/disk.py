@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ..disk import disk_calls
 from ..disk.cold_ranges import UnreadRanges, forget, forget_before
-from ..disk.layout import BLOCK, round_up
 from ..disk.metrics import Metrics
 from ..disk.reader import CHUNK, THREADS, FileReader
 from ..disk.ring import Slot
 from ..machine.device import device_kind
 from ..machine.memory import default_budget
 from ..plan.machine_profile import Calibration
+from ..sizes import BLOCK, round_up
 
 MIB = 1 << 20
 CHUNKS = (MIB, 4 * MIB, 32 * MIB)

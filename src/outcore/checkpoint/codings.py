@@ -18,10 +18,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..disk.layout import BLOCK, round_up
 from ..errors import StoreError
 from ..modules import split_exponents
 from ..modules.layers import Layer
+from ..sizes import BLOCK, round_up
 from . import stored_planes
 from .checkpoint import TensorInfo
 from .lazy_model import Decoder

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..disk.layout import BLOCK, round_up
 from ..errors import StoreError
+from ..sizes import BLOCK, round_up
 from .checkpoint import TensorInfo
 from .lazy_model import DTYPES
 

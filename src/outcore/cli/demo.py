@@ -20,9 +20,9 @@ from ..decode.generate import stream_generate
 from ..decode.prompt import encode
 from ..engine.session import Session
 from ..errors import OutcoreError, UsageError
+from ..loading.budget import asked_budget
 from ..loading.loader import load
 from ..machine.allocator import reset_peak
-from ..machine.memory import asked_budget
 from ..sizes import format_size
 from .arguments import text_of
 from .console import PlainConsole

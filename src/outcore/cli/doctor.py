@@ -21,7 +21,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .. import __version__
 from ..calibration.calibration_file import load_calibration
 from ..calibration.disk import ReadSetting
 from ..checkpoint.find_model import resolve_model
@@ -30,7 +29,7 @@ from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk import disk_calls
 from ..disk.cold_ranges import forget, forget_before, scratch_file
 from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
-from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.layout import Extent
 from ..disk.reader import CHUNK, FileReader
 from ..disk.ring import Slot
 from ..errors import OutcoreError, StoreError
@@ -40,8 +39,9 @@ from ..machine.cache_folder import cache_dir, make_cache
 from ..machine.device import device_facts, device_kind, on_cpu
 from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
 from ..machine.memory import default_budget
-from ..sizes import format_size
+from ..sizes import BLOCK, format_size, round_up
 from ..text import one_line
+from ..version import __version__
 from .console import console
 from .engine import progress_bar
 

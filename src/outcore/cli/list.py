@@ -15,8 +15,8 @@ from rich.table import Table
 
 from ..checks import whole
 from ..errors import OutcoreError
+from ..loading.budget import asked_budget
 from ..loading.preparation import prepare
-from ..machine.memory import asked_budget
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import one_line, shortened

@@ -18,11 +18,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from .. import __version__
 from ..errors import BudgetError, OutcoreError, UsageError
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
+from ..version import __version__
 from .commands import Command, command_of, commands, parser_of, rank_module
 from .no_tokenizers import leave_out
 from .output import Result, failed, log_from, open_streams, streams, tell, told

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.session import Session
-from ..plan.cache_size import held_bytes
+from ..sizes import held_bytes
 from .kv_slices import KvBits
 from .prefix import CAPTURED, GRID, PrefixMatch, Recording
 

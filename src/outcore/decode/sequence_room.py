@@ -10,14 +10,14 @@ from dataclasses import replace
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
-from ..plan.cache_size import KV_STEP, SHARED_STEP
+from ..plan.cache_size import SHARED_STEP
 from ..plan.draft_choice import SeenDrafts, pays_for_several
 from ..plan.draft_cost import MOST, SELF
 from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps, replanned_bytes
 from ..plan.prediction import guess_s
 from ..plan.workload import JOINING, for_sequences
-from ..sizes import format_size
+from ..sizes import KV_STEP, format_size
 from .known import captured_bytes
 from .one_text import make_room
 from .speculative.acceptance import AcceptanceStats, Seconds

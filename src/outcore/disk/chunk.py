@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..machine.device_memory import address_of, move, prepare_slot
+from ..sizes import BLOCK, PAGE, round_up
 from .disk_calls import DiskCalls
-from .layout import BLOCK, PAGE, round_up
 from .open_file import OpenFile
 
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}

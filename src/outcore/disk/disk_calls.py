@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .layout import BLOCK
+from ..sizes import BLOCK
 
 F_RDAHEAD, F_NOCACHE = 45, 48
 """macOS <sys/fcntl.h>; Python's module has the second there only, and the first nowhere."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ..disk.layout import Extent, Source, place_unit
 from ..machine.device import device_kind
+from ..sizes import BLOCK, round_up
 from .cold_ranges import forget
-from .layout import BLOCK, Extent, Source, place_unit, round_up
 from .metrics import Metrics
 from .reader import FileReader
 from .ring import Slot

@@ -13,14 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BLOCK = 4096
-"""Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096)."""
-
-PAGE = 2 << 20
-"""Bytes of a large page. Slots that hold a few begin at one: direct reads into them run at the disk's full rate."""
-
-GAP = 64 * 1024
-"""Bytes. Two tensors of a unit that lie no further apart in a file are read as one extent; the gap is read too."""
+from ..sizes import BLOCK, GAP, round_up
 
 GPU_ALIGN = 256
 """Bytes. What MLX's own GPU allocations are aligned to; kernels load up to 16 bytes at a time."""
@@ -99,27 +92,6 @@ class Unit:
     def weight_bytes(self) -> int:
         """Bytes of the parameters themselves."""
         return sum(f.nbytes for f in self.fields)
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``n``."""
-    return -(-n // multiple) * multiple
-
-
-def slot_alignment(nbytes: int) -> int:
-    """Bytes that a slot's address is a multiple of: a large page where the slot holds a few of them, else a block."""
-    return PAGE if nbytes >= 4 * PAGE else BLOCK
-
-
-def slot_bytes(nbytes: int) -> int:
-    """Bytes of memory that a slot for units of ``nbytes`` takes: whole blocks, and room to begin where it should."""
-    return round_up(nbytes, BLOCK) + slot_alignment(nbytes)
-
-
-def most_unit(slot: int) -> int:
-    """Bytes of the largest unit whose slot takes at most ``slot`` bytes of memory; 0 if there is none."""
-    whole = slot // PAGE * PAGE - PAGE
-    return whole if whole >= 4 * PAGE else max(0, min(4 * PAGE - BLOCK, slot // BLOCK * BLOCK - BLOCK))
 
 
 def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int = 1) -> Unit:

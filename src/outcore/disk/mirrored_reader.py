@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..disk.layout import Extent, SlotCopy
 from ..errors import ReadError
+from ..sizes import BLOCK
 from . import disk_calls
 from .chunk import Move
-from .layout import BLOCK, Extent, SlotCopy
 from .metrics import Metrics
 from .open_file import OpenFile
 from .reader import CHUNK, THREADS, FileReader, Read, pieces

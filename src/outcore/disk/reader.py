@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ..disk.layout import Extent, SlotCopy
 from ..errors import ReadError, UsageError
 from ..machine import interrupts
 from ..machine.device_memory import address_of
+from ..sizes import BLOCK
 from . import disk_calls
 from .chunk import PASSING_ERRORS, Bounce, Chunk, Move, ShortRead, Slots, read_chunk
-from .layout import BLOCK, Extent, SlotCopy
 from .metrics import Metrics
 from .open_file import OpenFile, open_file
 

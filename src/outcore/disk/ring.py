@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from ..disk.layout import Extent, SlotCopy, Unit
 from ..errors import BudgetError, ClosedError
 from ..machine.device import most_slot_bytes
 from ..machine.device_memory import prepare_slot
-from ..sizes import format_size
-from .layout import Extent, SlotCopy, Unit, slot_alignment, slot_bytes
+from ..sizes import format_size, slot_alignment, slot_bytes
 from .metrics import Metrics
 from .reader import Read, Reader
 

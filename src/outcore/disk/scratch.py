@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ClosedError, StoreError
-from ..sizes import format_size
+from ..sizes import BLOCK, format_size, round_up
 from . import disk_calls
-from .layout import BLOCK, round_up
 from .open_file import OpenFile
 
 PUNCH_HOLE = 3

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..plan.cache_size import held_bytes
 from ..plan.draft_cost import Draft
 from ..plan.model_size import ModelSize
+from ..sizes import held_bytes
 from .model_profile import ModelProfile
 from .undrafted import high_bits_streamed
 

@@ -14,10 +14,11 @@ import mlx.core as mx
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import DTYPES
-from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.layout import Extent
 from ..disk.ring import Slot
 from ..errors import ReadError
 from ..machine.device_memory import DeviceMemory, address_of, move
+from ..sizes import BLOCK, round_up
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..checkpoint.lazy_model import DTYPES
-from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.layout import Extent
 from ..disk.metrics import Metrics
 from ..disk.reader import Read, Reader
 from ..disk.ring import Slot
 from ..plan.expert_policy import Load
+from ..sizes import BLOCK, round_up
 from .pooled_switch import PooledSwitch
 
 STAGED = 8

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from ..disk.layout import BLOCK, Extent, SlotCopy, Unit
+from ..disk.layout import Extent, SlotCopy, Unit
 from ..disk.reader import Read
 from ..disk.ring import Lease, Partly, Ring
 from ..plan.expert_policy import Load
+from ..sizes import BLOCK
 from .pooled_switch import PooledSwitch
 from .slot_views import StreamedUnit
 

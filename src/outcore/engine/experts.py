@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..disk.layout import GPU_ALIGN, round_up
+from ..disk.layout import GPU_ALIGN
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring, Slot
 from ..machine.allocator import clear_cache
@@ -29,6 +29,7 @@ from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
 from ..plan.expert_curve import Ghosts
 from ..plan.expert_size import pooled_sweep
+from ..sizes import round_up
 from .expert_reads import ExpertReads
 from .expert_windows import Windows
 from .look_ahead import LookAhead, Routed

@@ -17,11 +17,12 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import QuantizedKVCache
 
-from ..disk.layout import BLOCK, Extent, round_up
+from ..disk.layout import Extent
 from ..disk.scratch import Region, Scratch
 from ..modules.away import KEEPER, Away, as_away, as_plain, keeper_of
 from ..modules.call_values import flat
 from ..modules.hooks import handle
+from ..sizes import BLOCK, round_up
 
 TOKENS = 256
 """Of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""

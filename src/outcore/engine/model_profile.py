@@ -13,7 +13,7 @@ from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
 from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
-from ..disk.layout import COPY_ROWS, Unit, most_unit
+from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
 from ..modules.cache_form import CacheForm
@@ -34,7 +34,7 @@ from ..plan.model_size import (
     ModelSize,
 )
 from ..plan.partition import LayerSize, smallest_slot
-from ..sizes import format_size
+from ..sizes import format_size, most_unit
 from .layer_sizes import (
     CUDA_OPERATION,
     CUDA_ROUNDING,

@@ -16,10 +16,11 @@ import numpy as np
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import DTYPES
-from ..disk.layout import BLOCK, Source, Unit, place_unit, round_up
+from ..disk.layout import Source, Unit, place_unit
 from ..disk.row_reader import RowReader
 from ..modules.hooks import Call, put
 from ..modules.layers import Layer
+from ..sizes import BLOCK, round_up
 
 SLICE_STEP = 512
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""

@@ -21,9 +21,10 @@ from ..disk.scratch import try_folder
 from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
+from ..loading.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
-from ..machine.memory import asked_budget, last_resort
+from ..machine.memory import last_resort
 from ..modules.call_values import mergeable
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.switches import is_stacked

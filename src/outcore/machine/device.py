@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..options import DTYPES
 from ..sizes import ARRAY_BYTES
 from . import memory_calls
 from .mac_memory import wired_limit
 from .memory_calls import MemoryCalls
 
-COMPUTE_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in DTYPES}
+COMPUTE_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in ("float32", "bfloat16", "float16")}
 """What can be computed in."""
 
 

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from ..plan.cache_size import KV_STEP, Growing
+from ..sizes import KV_STEP, Growing
 from .hooks import arrays_in
 
 FEW = 16

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from ..plan.cache_size import Growing, held_bytes
+from ..sizes import Growing, held_bytes
 from .attention import OTHERWISE, Attention, seen
 from .cache_form import CacheForm, forms_of
 from .cache_growth import FEW, PROBES, Growth, cache_bytes, known_growth, probed_growth

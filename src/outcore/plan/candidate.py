@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter, itemgetter
 
-from ..disk.layout import slot_bytes
+from ..sizes import slot_bytes
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import Cut, StreamedPart, cut_layer, spread

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ..disk.layout import BLOCK, slot_bytes
+from ..sizes import BLOCK, slot_bytes
 from .candidate import Candidate, Cuts
 from .machine_profile import Calibration
 from .model_size import ModelSize

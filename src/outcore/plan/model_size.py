@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..disk.layout import most_unit
-from ..sizes import ARRAY_BYTES
-from .cache_size import KV_STEP, STATES, CacheSize, Growing, held_bytes
+from ..plan.cache_size import STATES, CacheSize
+from ..sizes import ARRAY_BYTES, KV_STEP, Growing, held_bytes, most_unit
 from .partition import LayerSize
 
 LOGITS_COPIES = 6

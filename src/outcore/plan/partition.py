@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from operator import attrgetter, itemgetter
 
-from ..disk.layout import BLOCK, GAP
+from ..sizes import BLOCK, GAP
 from .expert_size import ExpertSize
 
 

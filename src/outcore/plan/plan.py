@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..disk.layout import slot_bytes
-from ..sizes import format_size
+from ..sizes import format_size, slot_bytes
 from .expert_size import pooled_sweep
 from .model_size import ModelSize
 from .partition import StreamedPart

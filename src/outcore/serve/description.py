@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from .. import __version__
+from ..version import __version__
 from .api import Api, Route
 from .page import EVENTS
 

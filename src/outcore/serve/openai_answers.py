@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .. import __version__
+from ..version import __version__
 from .api import ResponseWriter, server_sent
 from .events import Begun, Called, Ended, Event, Finished, RequestError, TextPart, TokenLogprob
 

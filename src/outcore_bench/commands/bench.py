@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
+from outcore.checks import parse_size
 from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.errors import OutcoreError, UsageError
-from outcore.sizes import parse_size
 
 from ..document import Document
 from ..jobs import BenchSettings, RunSettings, listed, numbers

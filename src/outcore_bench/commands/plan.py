@@ -14,8 +14,8 @@ from outcore.cli import plan
 from outcore.cli.commands import parser_of
 from outcore.cli.console import console as plan_console
 from outcore.errors import UsageError
+from outcore.loading.budget import given_budget
 from outcore.loading.preparation import prepare
-from outcore.machine.memory import given_budget
 from outcore.sizes import format_size
 
 from ..devices import Device, PublishedRow, device, published_rows
