@@ -192,7 +192,7 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
                     used, read = used + len(group.experts), read + len(group.loads)
                     policy.placed(group.loads)
         model = held(folder, slots)
-        model.outcore.engine.experts.look_ahead = None
+        model.outcore.streaming.experts.look_ahead = None
         logits(model, [1] * 60)
         assert (model.outcore.metrics.experts_used, model.outcore.metrics.experts_read) == (used, read)
         model.outcore.close()
@@ -301,7 +301,7 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
     m = model.outcore.metrics
     assert m.experts_foreseen > 0 and m.experts_wasted < m.experts_foreseen
     before = m.experts_read
-    model.outcore.engine.experts.look_ahead = None
+    model.outcore.streaming.experts.look_ahead = None
     m.reset()
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     assert before and not m.experts_foreseen
@@ -684,7 +684,7 @@ def test_on_metal_all_experts_pass_by_where_a_pool_would_take_another_kernel(
     assert on_demand.same_kernel(63, 256, 8) and on_demand.same_kernel(64, 16, 15)
     assert not on_demand.same_kernel(64, 32, 16) and on_demand.same_kernel(64, 32, 17)
     model = held(folder, 12)
-    experts = model.outcore.engine.experts
+    experts = model.outcore.streaming.experts
     assert experts.begin(2)
     monkeypatch.setattr(on_demand, "pooled_sweep", lambda *_: True)
     monkeypatch.setattr(on_demand, "on_metal", lambda: True)
@@ -750,7 +750,7 @@ def test_the_next_plan_knows_what_the_last_run_has_seen(folder: Path, monkeypatc
     for _ in range(2):
         model = held(folder, 4)
         logits(model, [1] * 40)
-        seen = model.outcore.engine.experts.seen()
+        seen = model.outcore.streaming.experts.seen()
         model.outcore.close()
     (curve,) = hits()
     assert curve is not None and len(curve) == len(SHARES) + 2

@@ -127,6 +127,7 @@ class LoadOptions:
         "context",
         "Reserve memory for 512, 1024 or all tokens of the context (speed, balanced, context); room for more is made "
         "as they come, by streaming layers that were resident.",
+        metavar="WHAT",
     )
     profile: str = _option("balanced", "How much of what is free to use without a budget.", words=PROFILES)
     placement: str = _option("even", "Where resident layers lie; even is the fastest.", words=PLACEMENTS)

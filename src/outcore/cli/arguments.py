@@ -17,8 +17,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
     names = ("memory", "resident", "experts", "io", "slots", "kv_disk", "mirror", "dtype", "cpu_streams")
     given = {name: getattr(args, name) for name in names} | {"threads": args.preset.threads, "flags": True}
-    ranks = getattr(args, "ranks", None)
-    return given | ({"ranks": ranks} if ranks is not None else {})
+    own = {name: getattr(args, name, None) for name in ("ranks", "priority")}
+    return given | {name: value for name, value in own.items() if value is not None}
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -132,6 +132,9 @@ _ENGINE = grouped(
     *(_option(name) for name in ("dtype", "cpu_streams")),
 )
 
+# Not for commands that serve several requests: those take memory for texts as they come.
+_PRIORITY = grouped("engine", _option("priority"))
+
 _DRAFTING = grouped(
     "drafting: several tokens from each pass over the weights, the same text",
     # mlx-lm's name for a model that drafts is another name here, as that is one thing to draft with. A flag that was
@@ -157,7 +160,7 @@ _WORK = [
 
 FLAGS = {
     each.names[0].removeprefix("--"): each
-    for each in (*_MODEL, *_TEXT, *_SAMPLING, *_CONTEXT, *_ENGINE, *_DRAFTING, *_WORK, *_OUTPUT)
+    for each in (*_MODEL, *_TEXT, *_SAMPLING, *_CONTEXT, *_ENGINE, *_PRIORITY, *_DRAFTING, *_WORK, *_OUTPUT)
 }
 """By the first of their names."""
 

@@ -44,7 +44,7 @@ def generate() -> ArgumentParser:
         "system-prompt chat-template-config extra-eos-token prefill-response ignore-chat-template",
         verbose,
         f"{_SAMPLING} min-tokens-to-keep seed max-kv-size kv-eviction prompt-cache-file {_CACHE}",
-        f"prefix-cache prefill-step-size quantize-activations engine-flags {_DRAFT}",
+        f"prefix-cache prefill-step-size quantize-activations engine-flags priority {_DRAFT}",
         common=f"{_COMMON} prefix-cache max-kv-size kv-bits adapter-path json quiet",
     )
 
@@ -74,7 +74,7 @@ def chat() -> ArgumentParser:
         session,
         "max-kv-size kv-eviction prefill-step-size",
         FLAGS["prefix-cache"].but(default="on"),
-        f"engine-flags {_DRAFT}",
+        f"engine-flags priority {_DRAFT}",
         common=f"{_COMMON.replace('prompt ', '', 1)} session context prefix-cache max-kv-size adapter-path json quiet",
     )
 
@@ -107,7 +107,7 @@ def plan() -> ArgumentParser:
         "model-flags",
         *_PLANNED,
         switch("--no-calibrate", "Do not measure; predict from assumptions where nothing is known."),
-        "engine-flags",
+        "engine-flags priority",
     )
 
 
