@@ -9,6 +9,7 @@ that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Sequence
@@ -23,12 +24,10 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
 from ..engine.streaming import sweeps_of
-from ..engine.transport import Sweeps
 from ..machine.allocator import clear_cache, note_held
-from ..machine.interrupts import check
 from ..modules.call_values import caches_in, own_memory
 from .known import Known
-from .passes import Pass, chunks
+from .passes import Pass, chunks, run_passes
 from .sampling import Draw
 from .speculative.speculate import Processor
 
@@ -141,7 +140,7 @@ class BatchDecoder:
 
     def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = self._model(ids[None], cache=cache)
-        if self._sweeps() is None:
+        if sweeps_of(self._session.streaming, self._transport) is None:
             mx.eval([c.state for c in cache])
         return logits
 
@@ -157,7 +156,7 @@ class BatchDecoder:
             for mine, theirs in zip(self._caches, merged, strict=False):
                 mine.extend(theirs)
             self._caches = self._caches or merged
-            if self._sweeps() is None:
+            if sweeps_of(self._session.streaming, self._transport) is None:
                 # Layer by layer here, too: before and after are there at once.
                 for c in self._caches:
                     mx.eval(c.state)
@@ -170,31 +169,19 @@ class BatchDecoder:
             if hasattr(cache, "step"):
                 cache.step = self._session.size.step
 
-    def _sweeps(self) -> Sweeps | None:
-        return sweeps_of(self._session.streaming, self._transport)
-
     def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
         """Run them, and return what the last one does."""
-        streaming, sweeps = self._session.streaming, self._sweeps()
+        streaming = self._session.streaming
         if streaming is None:
             self._session.before_pass()
-            if sweeps is not None and len(passes) > 1:
-                (logits,) = sweeps.sweep(passes, wanted=[len(passes) - 1])
-                mx.eval(logits, [c.state for c in self._caches])
-                return logits
-            for run in passes[:-1]:
-                run()
-                check()
-            logits = passes[-1]()
-            mx.eval(logits, [c.state for c in self._caches])
-            return logits
         # If it fails, nobody goes on with these caches.
-        with streaming.transaction(None, 0):
-            several = len(passes) > 1
-            logits = streaming.sweep(passes, wanted=[len(passes) - 1])[0] if several else passes[0]()
+        with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
+            every = [Pass(run, 0) for run in passes]
+            (logits,) = run_passes(self._session, every, [len(every) - 1], lambda *_: None)
         mx.eval(logits, [c.state for c in self._caches])
-        # All slots are free to read ahead into while tokens are chosen.
-        streaming.drain()
+        if streaming is not None:
+            # All slots are free to read ahead into while tokens are chosen.
+            streaming.drain()
         return logits
 
     def _choose(self, logits: mx.array) -> list[Token]:

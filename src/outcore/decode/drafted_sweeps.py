@@ -3,6 +3,7 @@ has alone, and several sweeps' tokens of each come from one."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Collection, Sequence
@@ -14,15 +15,12 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..engine.session import Session
-from ..engine.streaming import Streaming
 from ..engine.transport import Solo
 from ..machine.allocator import clear_cache
-from ..machine.interrupts import check
-from ..modules.call_values import handles
 from .batch_engine import Request, Token, to_token
 from .model_runner import ModelRunner
 from .one_text import OneText, drafting_of
-from .passes import Pass
+from .passes import Pass, run_passes
 from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
 from .speculative.speculate import Sampler, Speculation, Waits, cut_behind
@@ -151,12 +149,19 @@ class SpeculativeDecoder:
             windows = [text.target.verifying(text.last, [g.token for g in text.guesses]) for text in going]
             every, wanted = [*passes, *(each for of_one in windows for each in of_one)], [end - 1 for end in ends]
             wanted += range(len(passes), len(every))
-            if streaming is None or len(every) == 1:
-                rows = self._in_turn(every, wanted, texts)
-            else:
-                # If it fails, nobody goes on with these caches.
-                with streaming.transaction(None, 0):
-                    rows = self._swept(streaming, every, wanted, beginning, len(beside))
+            if streaming is None:
+                self._session.before_pass()
+            context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in beginning), default=0)
+
+            def between(_: int, made: Sequence[mx.array]) -> None:
+                mx.eval(made)
+                for text in texts:
+                    text.target.evaluate()
+
+            # If it fails, nobody goes on with these caches.
+            with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
+                how = {"prompts": len(passes), "context": context}
+                rows = run_passes(self._session, every, wanted, between, **how)
             self._ended = metrics.clock()
             seconds, stall_s = self._ended - began, waits.for_disks()
             for text in beginning:
@@ -170,46 +175,6 @@ class SpeculativeDecoder:
         controls = [text.one.control for text in going if text.one.control is not None]
         if controls and not passes:  # what prompts take says nothing of what is drafted
             controls[0].swept(sum(text.target.computed for text in going), seconds, stall_s, idle_s)
-
-    def _swept(
-        self,
-        streaming: Streaming,
-        passes: Sequence[Pass],
-        wanted: Sequence[int],
-        beginning: Sequence[_DraftedSequence],
-        beside: int,
-    ) -> list[mx.array]:
-        """What these passes put out: as many of the prompts' share each sweep as the graph may take, and the last one
-        has the windows, too. ``beside``: the first so many are of a prompt whose sequence does not join yet."""
-        prompts = beside + sum(len(text.prompt) for text in beginning)
-        lengths = [each.tokens for each in passes[:prompts]]
-        context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in beginning), default=0)
-        counts = streaming.graph.sweeps(lengths, context) or [0]
-        counts[-1] += len(passes) - prompts
-        rows, at = list[mx.array](), 0
-        for count in counts:
-            share = passes[at : at + count]
-            mine = [n - at for n in wanted if at <= n < at + count]
-            rows += streaming.sweep([p.run for p in share], tokens=sum(p.tokens for p in share), wanted=mine)
-            at += count
-            if at < len(passes):
-                for text in beginning:
-                    text.target.evaluate()
-        return rows
-
-    def _in_turn(
-        self, passes: Sequence[Pass], wanted: Collection[int], texts: Sequence[_DraftedSequence]
-    ) -> list[mx.array]:
-        """The same of a model that is all in memory, or of one pass."""
-        self._session.before_pass()
-        rows = []
-        for n, each in enumerate(passes):
-            row = each.run()
-            # What is queued all at once needs memory all at once.
-            mx.eval(row if n in wanted else [], [handles(*text.target.cache) for text in texts])
-            rows += [row] if n in wanted else []
-            check()
-        return rows
 
     def _draft(self, texts: Sequence[_DraftedSequence]) -> None:
         """Guess for one after the other, as is worth their common sweep's time; all together as many as there is room

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..engine.undo import Undo
 from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
 from ..modules.call_values import flat
-from .passes import ForwardPasses, Pass
+from .passes import ForwardPasses, Pass, run_passes
 
 
 class ModelRunner(ForwardPasses):
@@ -55,7 +55,9 @@ class ModelRunner(ForwardPasses):
 
         ``keep`` has to follow.
         """
-        return self.verified(self._run([each.run for each in self.verifying(token, drafted)]))
+        passes = self.verifying(token, drafted)
+        every = range(len(passes))
+        return self.verified(run_passes(self._session, passes, every, lambda _, rows: self.evaluate(*rows)))
 
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
         """The passes of that sweep, which others may share; ``verified`` is to be told what they put out."""
@@ -152,13 +154,3 @@ class ModelRunner(ForwardPasses):
             return False
         offsets = [c.offset for c in flat(self.cache) if hasattr(c, "to_quantized")]
         return any(offset + tokens >= self._kv.start for offset in offsets)
-
-    def _run(self, passes: Sequence[Callable[[], mx.array]]) -> list[mx.array]:
-        if (sweeps := self._sweeps()) is not None and len(passes) > 1:
-            return sweeps.sweep(passes, tokens=len(self._fed))
-        rows = []
-        for run in passes:
-            rows.append(run())
-            # What is queued all at once needs memory all at once.
-            self.evaluate(rows[-1])
-        return rows

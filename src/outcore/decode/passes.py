@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from ..engine.session import Session
 from ..engine.streaming import sweeps_of
-from ..engine.transport import Sweeps
 from ..engine.undo import Undo
 from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
@@ -38,7 +37,7 @@ MLX_LM_STEP = 2048
 
 @dataclass(frozen=True)
 class Pass:
-    """One over so many tokens; ``run`` builds it, and returns logits (1, tokens, vocabulary)."""
+    """One over so many tokens (0: many); ``run`` builds it, and returns logits (1, tokens, vocabulary)."""
 
     run: Callable[[], mx.array]
     tokens: int
@@ -142,31 +141,14 @@ class ForwardPasses:
         """
         began = time.perf_counter()
         passes = self.prompting(ids, step, embeddings, passed)
-        total = left = sum(each.tokens for each in passes)
-        if (sweeps := self._sweeps()) is not None:
-            lengths, graph = [each.tokens for each in passes], sweeps.graph
-            context = self.context + total
-            for count in self.transport.numbers(lambda: list(graph.sweeps(lengths, context))):
-                tokens, whole = sum(each.tokens for each in passes[:count]), count == len(passes)
-                found = sweeps.sweep(
-                    [each.run for each in passes[:count]], tokens=tokens, wanted=[count - 1] if whole else ()
-                )
-                del passes[:count]
-                if passes:
-                    # What the graph is made of is the process's own memory: not of the whole of a long prompt at once.
-                    self.evaluate()
-                    left -= tokens
-                    computed(total - left)
-            (logits,) = found
-        else:
-            # Such a model's graph cannot be built ahead of its weights: a sweep for each chunk.
-            for each in passes[:-1]:
-                each.run()
-                self.evaluate()
-                left -= each.tokens
-                computed(total - left)
-                check()
-            logits = passes[-1].run()
+        total = sum(each.tokens for each in passes)
+
+        def between(done: int, rows: Sequence[mx.array]) -> None:
+            self.evaluate(*rows)
+            computed(sum(each.tokens for each in passes[:done]))
+
+        last, context = len(passes) - 1, self.context + total
+        (logits,) = run_passes(self._session, passes, [last], between, prompts=len(passes), context=context)
         return self.prompted(logits, total, time.perf_counter() - began)
 
     def prompting(
@@ -253,10 +235,6 @@ class ForwardPasses:
         if (streaming := self._session.streaming) is not None:
             streaming.drain()
 
-    def _sweeps(self) -> Sweeps | None:
-        """What computes several passes layer by layer; None: they follow each other."""
-        return sweeps_of(self._session.streaming, self.transport)
-
     def evaluate(self, *logits: mx.array) -> None:
         """These, and what the passes so far left behind."""
         mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
@@ -303,6 +281,52 @@ class ForwardPasses:
         if self._undo is not None:
             self._undo.passed()
         return logits
+
+
+def run_passes(
+    session: Session,
+    passes: Sequence[Pass],
+    wanted: Collection[int],
+    between: Callable[[int, Sequence[mx.array]], object],
+    *,
+    prompts: int = 0,
+    context: int = 0,
+) -> list[mx.array]:
+    """What the ``wanted`` of some passes put out, by their numbers: layer by layer over all passes where weights are
+    streamed, so that they are read once; else one after the other.
+
+    Args:
+        between: called behind passes that are not the last, with how many there were, and what the newest of them put
+            out that is wanted: it evaluates that and what they left behind. What is queued all at once needs memory all
+            at once.
+        prompts: the first so many are of prompts, which share a sweep as far as there is memory for their graphs;
+            ``context``: tokens that the longest of them has, with all before it.
+    """
+    sweeps, rows = sweeps_of(session.streaming, session.transport), list[mx.array]()
+    if sweeps is None or (len(passes) == 1 and not prompts):
+        # Such a model's graph cannot be built ahead of its weights, or it has none to read.
+        for n, each in enumerate(passes, 1):
+            out = each.run()
+            row = [out] if n - 1 in wanted else []
+            rows += row
+            if n < len(passes):
+                between(n, row)
+                check()
+        return rows
+    lengths, graph = [each.tokens for each in passes[:prompts]], sweeps.graph
+    counts = session.transport.numbers(lambda: list(graph.sweeps(lengths, context))) if prompts else [0]
+    counts[-1] += len(passes) - prompts
+    at = 0
+    for count in counts:
+        share, mine = passes[at : at + count], [n - at for n in wanted if at <= n < at + count]
+        made = sweeps.sweep(
+            [each.run for each in share], tokens=sum(each.tokens for each in share) or None, wanted=mine
+        )
+        rows += made
+        at += count
+        if at < len(passes):
+            between(at, made)
+    return rows
 
 
 def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
