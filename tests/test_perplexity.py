@@ -19,6 +19,7 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 from outcore import BudgetError, UsageError
 from outcore.cli.main import main
+from outcore.loading import budget
 from outcore.machine import memory
 from outcore_bench.flags import perplexity as setup_arg_parser
 from outcore_bench.perplexity import cut, default_text, load_for_batches, read_data
@@ -176,7 +177,9 @@ def test_without_memory_the_profile_decides_and_the_machine_bounds_it(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.MemoryLimit(1_000_000_000, 1_000_000_000, "machine", common=True)
-    monkeypatch.setattr(memory, "memory_limits", lambda *_, **__: (limit,))
+    for module in (memory, budget):
+        monkeypatch.setattr(module, "memory_limits", lambda *_, **__: (limit,))
+    monkeypatch.setattr(memory, "rss", lambda: memory.PROCESS_BYTES)
     budgets = []
     for profile in memory.SHARES:
         model, _ = load_for_batches(served, 2, 32, profile=profile, govern=False)

@@ -306,8 +306,9 @@ def run_passes(
     if sweeps is None or (len(passes) == 1 and not prompts):
         # Such a model's graph cannot be built ahead of its weights, or it has none to read.
         for n, each in enumerate(passes, 1):
-            out = each.run()
-            row = [out] if n - 1 in wanted else []
+            row = [each.run()]
+            if n - 1 not in wanted:
+                row.clear()  # what nobody wants would hold what it is made from, caches above all
             rows += row
             if n < len(passes):
                 between(n, row)
