@@ -102,7 +102,8 @@ def test_no_long_prompt_passes_the_plan(
     with model.outcore as session:
         assert (session.streaming is None) == (resident is None)
         tokens = [r.token for r in outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, **kv)]
-        peak = mx.get_peak_memory() + mx.get_cache_memory() - before
+        # Where nothing is streamed MLX may keep what the budget leaves over, after the text too.
+        peak = mx.get_peak_memory() - before + (0 if session.streaming is None else mx.get_cache_memory())
         assert len(tokens) == 4
         assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
 

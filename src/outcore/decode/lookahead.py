@@ -13,8 +13,13 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ..machine.allocator import clear_cache
 from .model_runner import ModelRunner
 from .speculative.speculate import Sampler
+
+CLEAR_TOKENS = 256
+"""Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
+first cuts windows to their size, and what the prompt had of them is free then."""
 
 
 @dataclass
@@ -71,6 +76,8 @@ def look_ahead(
             failed = e
             token = cast(int, now.token.item())
         chooser.text.append(token)
+        if made % CLEAR_TOKENS == 0:
+            clear_cache()
         made += 1
         try:
             yield token, now.logprobs, False
