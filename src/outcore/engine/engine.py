@@ -165,16 +165,12 @@ class Engine:
         """Count what the model weighs anew, before there is a plan for that."""
         self.size = size
 
-    def stream(self, plan: Plan, size: ModelSize | None = None) -> None:
+    def stream(self, plan: Plan) -> None:
         """Stream by a plan from the next pass on, through a ring of its own.
-
-        Args:
-            size: what the model weighs then; None: as now.
 
         Raises:
             StoreError, ReadError, CheckpointError: files or slots cannot be had. The next call tries again.
         """
-        self.size = size or self.size
         model = self.profile.lazy.model
 
         def again(_: object, args: Any, kwargs: Any) -> Any:
