@@ -28,8 +28,8 @@ from mlx_lm.models.cache import (
 
 import outcore
 import zoo
+from outcore.decode.generate import generate_step
 from outcore.decode.kv_slices import KvBits
-from outcore.decode.one_text import generate_step
 from outcore.decode.passes import MLX_LM_STEP
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
@@ -86,9 +86,10 @@ def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 5, **op
         **options,
     )
     found = []
-    for token, logprobs, _ in steps:
-        mx.eval(logprobs)
-        found.append((token, mx.array(logprobs)))
+    for token in steps:
+        assert token.scores is not None
+        mx.eval(token.scores)
+        found.append((token.token, mx.array(token.scores)))
     return found
 
 

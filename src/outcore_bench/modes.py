@@ -13,7 +13,7 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
-from outcore.decode.one_text import generate_step
+from outcore.decode.generate import generate_step
 from outcore.engine.session import Session
 from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
@@ -121,8 +121,8 @@ def _outcore_steps(model: Any, session: Session) -> Steps:
         prompt = mx.array(list(prompts[0]), dtype=mx.int32)
         step = session.plan.prefill_step
         with wired_limit(model, [generation_stream]):
-            for token, *_ in generate_step(prompt, model, max_tokens=tokens, prefill_step_size=step):
-                yield [token]
+            for token in generate_step(prompt, model, max_tokens=tokens, prefill_step_size=step):
+                yield [token.token]
 
     return steps
 

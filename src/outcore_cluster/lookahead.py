@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from outcore.decode.model_runner import ModelRunner
-from outcore.decode.speculative.speculate import Sampler
+from outcore.decode.sampling import Sampler
 
 from .incoming import bytes_of, new_buffer
 from .resident_passes import PassAhead

@@ -18,8 +18,8 @@ from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.eviction import note_bounds
 from ..decode.generate import stream_generate
 from ..decode.prompt import check_prompt
+from ..decode.sampling import Processor
 from ..decode.saved_conversation import SavedTurn
-from ..decode.speculative.speculate import Processor
 from ..engine.session import Session
 from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, PromptError, StoreError, UsageError

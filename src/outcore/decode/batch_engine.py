@@ -27,9 +27,34 @@ from ..engine.streaming import sweeps_of
 from ..machine.allocator import clear_cache, note_held
 from ..modules.call_values import caches_in, own_memory
 from .known import Known
+from .kv_slices import KvBits
 from .passes import Pass, chunks, run_passes
-from .sampling import Draw
-from .speculative.speculate import Processor
+from .sampling import Draw, Processor
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a text can ask for that is written by itself.
+
+    Attributes:
+        keeps: somebody goes on with its caches: whatever fails, they are what they were before it.
+        whole: they hold the answer's last token too when it has ended; else all but that.
+        kv: how keys and values are quantized; None: they are not.
+        bound: tokens that its caches hold at most; None: as many as it has.
+        embeddings: (tokens, hidden), in place of the prompt's.
+        progress: called with the tokens of the prompt that are computed, and all of them.
+        history: tokens before the prompt that the caches hold, as far as they are known: drafts may repeat them.
+        draft_model: drafts in place of what was loaded for it.
+    """
+
+    keeps: bool = False
+    whole: bool = False
+    kv: KvBits | None = None
+    bound: int | None = None
+    embeddings: mx.array | None = None
+    progress: Callable[[int, int], object] = lambda *_: None
+    history: Sequence[int] = ()
+    draft_model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,7 @@ class Request:
         shared: the first of ``tokens``, with which others' texts begin too.
         logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
         scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
+        alone: it is written by itself, and into its own ``cache``; None: others may share its passes.
     """
 
     uid: int
@@ -67,31 +93,33 @@ class Request:
     shared: int = 0
     logprobs: int | None = None
     scores: bool = False
+    alone: Alone | None = None
 
 
 @dataclass(frozen=True)
 class Token:
     """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
-    log-probabilities of all, where that was asked for."""
+    log-probabilities of all, where that was asked for; whether it was drafted."""
 
     uid: int
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     scores: mx.array | None = None
+    drafted: bool = False
 
 
-def to_token(request: Request, token: int, logprobs: mx.array) -> Token:
+def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
     """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
     scores = logprobs if request.scores else None
     if request.logprobs is None:
-        return Token(request.uid, token, scores=scores)
+        return Token(request.uid, token, scores=scores, drafted=drafted)
     top: list[int] = []
     if count := min(request.logprobs, logprobs.size):
         best = mx.argpartition(-logprobs, count - 1)[:count]
         top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
     values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
-    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores)
+    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores, drafted)
 
 
 @dataclass
@@ -258,6 +286,8 @@ def own_cache(model: nn.Module, request: Request) -> list[Any]:
     """Caches that a sequence's tokens may be written to."""
     if request.cache is None:
         return make_prompt_cache(model)
+    if request.alone is not None:
+        return cast(list[Any], request.cache)
     if not request.given:
         return copy.deepcopy(list(request.cache))
     cache = list(request.cache)

@@ -8,10 +8,9 @@ text, whatever its caches are: recurrent states forget the older half too, and p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
@@ -21,12 +20,9 @@ from ..engine.session import Session
 from ..errors import PromptError, UsageError
 from ..modules.call_values import flat
 from ..options import KV_EVICTIONS, LEAST_HALVED
-from .served import NotHandedOut
 
 SINKS = 4
 """Tokens of the beginning that stay, as of mlx-lm's rotating caches (``make_prompt_cache``)."""
-
-Steps = Generator[tuple[int, mx.array, bool], None, None]
 
 
 def eviction_of(kwargs: dict[str, Any]) -> tuple[str, int | None]:
@@ -82,52 +78,6 @@ def halved(text: Sequence[int], most: int) -> list[int]:
     """Of a text the first tokens and the last, half of ``most`` together."""
     last = most // 2 - SINKS
     return list(text) if len(text) <= most // 2 else [*text[:SINKS], *text[len(text) - last :]]
-
-
-def halving(
-    begin: Callable[[list[int], int], Steps],
-    again: Callable[[list[int], int], Steps],
-    text: list[int],
-    most: int,
-    max_tokens: int,
-) -> Steps:
-    """A text whose older half goes each time that there is no room for more.
-
-    Args:
-        begin: computes the prompt of this text, and so many tokens; ``again``: after another text, that is computed
-            from its beginning on. Both are appended to.
-        text: all of it so far; fits.
-        max_tokens: -1: until it is closed.
-    """
-    made = 0
-    while True:
-        room = most - len(text) + 1
-        tokens = room if max_tokens < 0 else min(room, max_tokens - made)
-        yield from _Noted(begin(text, tokens), text)
-        made += tokens
-        if made == max_tokens:
-            return
-        text, begin = halved(text, most), again
-
-
-class _Noted(Generator[tuple[int, mx.array, bool], None, None]):
-    """Steps whose tokens are added to a text as they are handed out."""
-
-    def __init__(self, steps: Steps, text: list[int]) -> None:
-        self._steps, self._text = steps, text
-
-    def send(self, value: None) -> tuple[int, mx.array, bool]:
-        step = self._steps.send(value)
-        self._text.append(step[0])
-        return step
-
-    def throw(self, error: Any, *more: Any) -> tuple[int, mx.array, bool]:
-        if isinstance(error, NotHandedOut):
-            self._text.pop()
-        return self._steps.throw(error, *more)
-
-    def close(self) -> None:
-        self._steps.close()
 
 
 def refuse_unknown_text(held: int, known: int, *, embeddings: bool) -> None:

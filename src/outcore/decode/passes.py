@@ -119,38 +119,6 @@ class ForwardPasses:
             self._undo = None
             self.transport.transaction(None)
 
-    def prompt(
-        self,
-        ids: mx.array,
-        step: int,
-        embeddings: mx.array | None = None,
-        passed: Callable[[int], object] = lambda _: None,
-        computed: Callable[[int], object] = lambda _: None,
-    ) -> mx.array:
-        """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
-
-        Args:
-            ids: int32 (tokens,).
-            step: tokens of a chunk.
-            embeddings: (tokens, hidden), instead of the ids.
-            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
-                values are quantized behind it.
-            computed: called when chunks were computed that are not the last, with the same.
-
-        Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
-        """
-        began = time.perf_counter()
-        passes = self.prompting(ids, step, embeddings, passed)
-        total = sum(each.tokens for each in passes)
-
-        def between(done: int, rows: Sequence[mx.array]) -> None:
-            self.evaluate(*rows)
-            computed(sum(each.tokens for each in passes[:done]))
-
-        last, context = len(passes) - 1, self.context + total
-        (logits,) = run_passes(self._session, passes, [last], between, prompts=len(passes), context=context)
-        return self.prompted(logits, total, time.perf_counter() - began)
-
     def prompting(
         self,
         ids: mx.array,
@@ -158,8 +126,15 @@ class ForwardPasses:
         embeddings: mx.array | None = None,
         passed: Callable[[int], object] = lambda _: None,
     ) -> list[Pass]:
-        """The passes of ``prompt``, in whose sweeps others' may be too; ``prompted`` is to be told what the last one
-        puts out."""
+        """The passes over a prompt, which others may share; ``prompted`` is to be told what the last one puts
+        out. Of a prompt whose first tokens the caches hold already (``in_cache``) the ids are the others.
+
+        Args:
+            ids: int32 (tokens,). ``embeddings``: (tokens, hidden), instead.
+            step: tokens of a chunk.
+            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
+                values are quantized behind it.
+        """
         total, held, kv = len(ids) if embeddings is None else len(embeddings), self.in_cache, self._kv
         if self.hidden is not None:
             self.hidden.expect(held + total)
@@ -179,7 +154,8 @@ class ForwardPasses:
         ]
 
     def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
-        """What ``prompt`` returns, of what its last pass put out; it had so many tokens, and took so long."""
+        """Logits (1, vocabulary) behind a prompt, of what its last pass put out; it had so many tokens, and took so
+        long."""
         began = time.perf_counter()
         self.evaluate(logits)
         clear_cache()

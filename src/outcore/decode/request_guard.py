@@ -15,8 +15,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 from .batch_engine import Request
-from .sampling import Draw, OwnSampler
-from .speculative.speculate import Processor
+from .sampling import Draw, OwnSampler, Processor
 
 
 class RequestGuard:

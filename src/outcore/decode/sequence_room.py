@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..engine.session import Session
 from ..errors import BudgetError
@@ -24,6 +24,25 @@ from .speculative.acceptance import AcceptanceStats, Seconds
 
 ANY = 2**62
 """Tokens of context that there is room for where nothing is planned again."""
+
+
+@dataclass
+class Placed:
+    """Of one text for which room is made as it grows (``OneText.reserve``). ``step``: tokens of its prompt to compute
+    at a time."""
+
+    step: int
+    apart: bool = True
+    records: bool = True
+
+    def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None: ...
+
+    def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
+        return True
+
+    def check_alone(self, tokens: int, prompt: int) -> None: ...
+
+    def rest(self) -> None: ...
 
 
 class SequenceRoom:

@@ -78,7 +78,7 @@ class NotHandedOut(BaseException):
     """Thrown in at a ``yield`` of which nobody got to see the value."""
 
 
-def pass_on(steps: Generator[Any, None, None], error: BaseException) -> None:
+def pass_on(steps: Generator[Any, None, Any], error: BaseException) -> None:
     """Let ``steps`` know, at its last ``yield``, what ended whoever reads it. What it raises itself comes out."""
     try:
         steps.throw(error)

@@ -59,6 +59,8 @@ class ScheduledSequence:
         Args:
             chunk, whole: as in ``look_up``. finds: prompts are looked up; records: and there is room to keep them.
         """
+        if self.request.alone is not None:
+            return self.request
         if self.cache is not None or self.held or not finds:
             return self.go_on()
         found, known = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared)
