@@ -39,10 +39,10 @@ from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.conversation import ChatTemplate
 from outcore.decode.eviction import halved
+from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, CheckpointError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.machine.cache_folder import cache_dir
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]

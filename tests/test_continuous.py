@@ -22,9 +22,9 @@ from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.loading.preparation import prepare
 from outcore.modules.hooks import arrays_in
 from outcore.plan.cache_size import SHARED_STEP
 from test_batch import assert_same

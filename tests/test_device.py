@@ -14,9 +14,9 @@ import pytest
 
 import outcore
 from fake_darwin_memory import FakeDarwin
+from outcore.decode.preparation import prepare
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
-from outcore.loading.preparation import prepare
 from outcore.machine import memory_calls
 from outcore.machine.device import device_facts, most_slot_bytes
 from outcore.machine.memory_calls import MemoryCalls

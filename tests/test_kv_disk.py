@@ -31,9 +31,9 @@ import zoo
 from outcore.decode.generate import generate_step
 from outcore.decode.kv_slices import KvBits
 from outcore.decode.passes import MLX_LM_STEP
+from outcore.decode.preparation import prepare
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.modules.away import Away
 from outcore.modules.cache_form import check_cache
 from outcore.modules.call_values import flat

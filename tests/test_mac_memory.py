@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fake_darwin_memory import GB, PAGE, FakeDarwin
-from outcore.loading.budget import asked_budget
 from outcore.machine import hardware, memory, memory_calls
+from outcore.machine.budget import asked_budget
 from outcore.machine.mac_memory import MacMemory, mac_memory, pressure_level, wired_limit
 from outcore.machine.memory import MemoryLimit
 from outcore.machine.memory_calls import MemoryCalls, VmStatistics

@@ -27,6 +27,7 @@ from outcore.checkpoint import mirror as mirror_files
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.disk.disk_calls import LinuxCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
@@ -34,7 +35,6 @@ from outcore.disk.mirrored_reader import FolderPace, MirroredReader, quickest
 from outcore.disk.replica import Replica, Replicas, state_of
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK
@@ -569,7 +569,7 @@ def test_each_disk_is_measured_by_itself_and_predictions_have_the_sum(
     monkeypatch.setattr(
         os, "statvfs", lambda p: _Named(real(p), next((n for d, n in disks.items() if d == Path(str(p))), 9))
     )
-    monkeypatch.setattr("outcore.loading.mirrored.same_disk", lambda mirror: False)
+    monkeypatch.setattr("outcore.calibration.mirrored.same_disk", lambda mirror: False)
     store_calibration(own, 1, Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20))
     prepared = prepare(own, mirror=first, **options)
     assert prepared.calibration.read_gbps == 0.02 and any("not measured" in n for n in prepared.notes)

@@ -19,12 +19,10 @@ from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.drafted_sweeps import Waits
 from outcore.decode.sampling import Sampler
+from outcore.decode.speculative.opened import measured
 from outcore.disk.metrics import Metrics
 from outcore.engine.transport import Solo
 from outcore.errors import LinkError
-from outcore.loading import draft_experience
-from outcore.loading.draft_experience import Counts
-from outcore.loading.opened import measured
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, NGRAM
 from outcore.plan.planner import ASSUMED
@@ -256,13 +254,6 @@ class TestAuto:
         found = choose(2e6, 0)
         assert found.draft.name.startswith("self:")
         assert {c.name for c in found.choices} >= {"none", NGRAM, "self:2", "self:3"}
-
-    def test_no_copy_that_was_seen_to_be_wrong(self, choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        wrong = Counts(sweeps=100, tokens=105, guesses=1000, wrong=950)
-        names = [f"self:{bits} cpu own" for bits in (2, 3)]
-        monkeypatch.setattr(draft_experience, "known_drafts", lambda _: dict.fromkeys(names, wrong))
-        found = choose(2e6, 0)
-        assert found.draft is None or found.draft.name == NGRAM
 
     def test_no_copy_without_room_for_it(self, choose: Any) -> None:
         least = choose(2e6, 0).choices[0].planned.plan.smallest_budget_bytes

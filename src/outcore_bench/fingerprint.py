@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from mlx.utils import tree_flatten
 
 from outcore.calibration.calibration_file import load_calibration
-from outcore.loading.preparation import Preparation
+from outcore.decode.preparation import Preparation
 from outcore.machine.hardware import cores, cpu_name, filesystem, gpu_name
 from outcore.version import __version__
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from outcore.errors import UsageError
-from outcore.loading.budget import given_budget
+from outcore.machine.budget import given_budget
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import IO_MODES
 

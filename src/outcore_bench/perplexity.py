@@ -16,9 +16,9 @@ import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
 from outcore.checks import not_endless
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError, UsageError
-from outcore.loading.loader import load_model
-from outcore.loading.preparation import prepare
 from outcore.sizes import format_size
 from outcore.text import one_line
 

@@ -19,10 +19,10 @@ from outcore.checkpoint.find_model import download, local_model
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.speculative.drafting import parse_draft
+from outcore.decode.speculative.opened import measured
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import CheckpointError, MissingFileError
-from outcore.loading.budget import asked_budget
-from outcore.loading.opened import measured
+from outcore.machine.budget import asked_budget
 from outcore.machine.device import on_cpu
 from outcore.machine.hardware import cores
 from outcore.options import LoadOptions

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outcore.decode.speculative.choices import cannot_be_written, copy_to_write, least_bytes, other_ways
 from outcore.decode.speculative.drafting import draft_of_itself
+from outcore.decode.speculative.opened import draft_named
 from outcore.decode.speculative.self_draft import self_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import BudgetError, OutcoreError, UsageError
-from outcore.loading.draft_choices import cannot_be_written, copy_to_write, least_bytes, other_ways
-from outcore.loading.draft_experience import seen_before
-from outcore.loading.opened import draft_named
 from outcore.options import LoadOptions
-from outcore.plan.draft_choice import Choice, expected_of, fastest
+from outcore.plan.draft_choice import Choice, SeenDrafts, expected_of, fastest
 from outcore.plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
 from outcore.plan.joint_plan import Planning
 from outcore.plan.machine_profile import Calibration
@@ -122,7 +121,7 @@ class RankedDrafts:
                 sharing.owners(None), None
             )  # it may be room for that; if not, the plan says what would be
         drafts = {NONE: None, NGRAM: plain.draft}
-        for name, kind, which in other_ways(profile, self.folder):
+        for name, kind, which in other_ways(profile):
             choice, draft = self._other(sharing, name, kind, which)
             choices.append(choice)
             drafts[choice.name] = draft
@@ -182,11 +181,10 @@ class RankedDrafts:
         def swept(guesses: int) -> float:
             return shared_sweep_s(nbytes, owners, left, sharing.hop_s, passes=1 if self.blocks else guesses + 1)
 
-        seen = seen_before(profile.lazy.checkpoint.identity(), name, self.o.dtype)
         guess = 0.0
         if draft is not None and draft.kind != NGRAM:
-            guess = seen.guess_s or guess_s(profile.size, draft, self.calibration)
-        return expected_of(planned, name, seen, guess, swept, first)
+            guess = guess_s(profile.size, draft, self.calibration)
+        return expected_of(planned, name, SeenDrafts(), guess, swept, first)
 
 
 def is_filled(draft: Draft | None) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outcore.decode.preparation import Preparation, draft_kind, ring_options
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
-from outcore.loading.preparation import Preparation, draft_kind, ring_options
 from outcore.machine.device import on_cpu
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, MTP, NONE
@@ -34,7 +34,7 @@ from .sharing import shared_out
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that share a model (``outcore.loading.preparation.Ranks``).
+    """Ranks that share a model (``outcore.decode.preparation.Ranks``).
 
     Attributes:
         link: this rank's, to all others. Whoever made it closes it.

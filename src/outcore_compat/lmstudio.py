@@ -17,8 +17,8 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
 from outcore.checkpoint.find_model import resolve_model
+from outcore.decode.loader import load_with_tokenizer
 from outcore.errors import UsageError
-from outcore.loading.loader import load_with_tokenizer
 
 from . import text_models
 from .flash_config import FlashConfig

@@ -27,13 +27,13 @@ from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.model_runner import ModelRunner
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler, own_sampler
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, OutcoreError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
@@ -118,7 +118,7 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
     size = prepare(folder).profile.size
     times = {kind: {1: 1.2e-4, 512: 1.034e-2} for kind in (size.rest_kind, *(layer.kind for layer in size.layers))}
     known = Calibration(kinds=times, measured=True), None
-    with patch("outcore.loading.preparation.load_calibration", lambda *_: known):
+    with patch("outcore.decode.preparation.load_calibration", lambda *_: known):
         return loaded(link, folder, **options)
 
 

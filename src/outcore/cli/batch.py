@@ -32,11 +32,11 @@ from ..decode.batch_file import (
     read_lines,
     refused,
 )
+from ..decode.loader import load_model
+from ..decode.preparation import Preparation, prepare
 from ..engine.session import Session
 from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError, UsageError
-from ..loading.loader import load_model
-from ..loading.preparation import Preparation, prepare
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
 from ..serve.batch_lines import line_request

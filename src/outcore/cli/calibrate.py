@@ -13,8 +13,8 @@ from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import cache_dir
+from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError, UsageError
-from ..loading.preparation import Preparation, prepare
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration

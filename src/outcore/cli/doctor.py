@@ -26,6 +26,8 @@ from ..calibration.disk import ReadSetting
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
+from ..decode.loader import load_model
+from ..decode.preparation import prepare
 from ..disk import disk_calls
 from ..disk.cold_ranges import forget, forget_before, scratch_file
 from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
@@ -33,8 +35,6 @@ from ..disk.layout import Extent
 from ..disk.reader import CHUNK, FileReader
 from ..disk.ring import Slot
 from ..errors import OutcoreError, StoreError
-from ..loading.loader import load_model
-from ..loading.preparation import prepare
 from ..machine.cache_folder import cache_dir, make_cache
 from ..machine.device import device_facts, device_kind, on_cpu
 from ..machine.hardware import cores, cpu_name, filesystem, gpu_name

@@ -16,9 +16,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.prompt_cache import open_prompt_cache
 from ..checks import whole
 from ..decode.generate import stream_generate
+from ..decode.loader import load_model
 from ..decode.prompt import cached_tokens
 from ..errors import UsageError
-from ..loading.loader import load_model
 from ..machine.settings import setting
 from ..modules.cache_form import check_cache
 from ..options import AUTO

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from ..calibration.calibrate import calibrate_mirrors, calibrated
 from ..checkpoint.find_model import name_of, resolve_model
+from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
-from ..loading.draft_choices import what_it_gives
-from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
 from ..options import AUTO
+from ..plan.draft_choice import expected
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
 from ..plan.machine_profile import Calibration
@@ -120,9 +120,13 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
 def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
     """A draft that was asked for by its name, and what there would be without."""
     plain = prepare(folder, **(options | {"draft": NONE}))
-    dtype = options.get("dtype")
     none, asked = (
-        what_it_gives(p.profile, Planned(p.plan, p.profile.size, p.draft), p.calibration, p.planning.blocks, dtype)
+        expected(
+            Planned(p.plan, p.profile.size, p.draft),
+            p.calibration,
+            NONE if p.draft is None else p.draft.name,
+            p.planning.blocks,
+        )
         for p in (plain, prepared)
     )
     return replace(prepared, choices=(none, asked), choice=asked)

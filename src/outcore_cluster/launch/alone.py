@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError, OutcoreError
-from outcore.loading.preparation import prepare
 from outcore.plan.draft_cost import NONE
 from outcore.sizes import format_size
 from outcore_cluster.link.link import Link

@@ -18,8 +18,8 @@ from outcore.cli.engine import measuring, progress_bar
 from outcore.cli.model_folder import model_folder
 from outcore.cli.output import tell
 from outcore.cli.plan import FEWER_TOKENS, plan_options
+from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
-from outcore.loading.preparation import Preparation, prepare
 from outcore.sizes import format_size
 from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare

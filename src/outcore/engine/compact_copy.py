@@ -9,7 +9,6 @@ from typing import Any
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.manifest import COMPACT, PLANES
 from ..checkpoint.packed_store import coding_of, open_copy
-from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..plan.machine_profile import Calibration
@@ -17,6 +16,7 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
 from ..sizes import format_size
+from .model_profile import ModelProfile
 
 PAYS = 0.97
 """Of the predicted time with the original, what a copy takes at most: predictions are not better than that."""

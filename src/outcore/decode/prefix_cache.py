@@ -15,10 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..checkpoint.checkpoint import identity_of_adapter
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.packed_store import cached
-from ..decode.blocks import FOLDER, BlockFiles
-from ..decode.prefix import GRID, PrefixCache
 from ..machine.packages import version
 from ..options import LoadOptions
+from .blocks import FOLDER, BlockFiles
+from .prefix import GRID, PrefixCache
 
 FORMAT = "prompts 1"
 """Goes into every name: what another version of this computes in another way gets another one."""

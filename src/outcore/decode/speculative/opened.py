@@ -5,26 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.manifest import PLANES
-from ..checkpoint.nested import can_be_nested, with_nested_layers
-from ..checkpoint.packed_store import open_again, open_copy, open_model
-from ..decode.speculative.draft_model import PROMPT_STEP
-from ..decode.speculative.drafting import (
-    check_tokenizers,
-    draft_by_model,
-    draft_folder,
-    draft_of_itself,
-    head_drafts,
-)
-from ..engine.model_profile import ModelProfile, profile_of
-from ..engine.unsupported import check_experts
-from ..errors import UnsupportedModelError, UsageError
-from ..machine.device import COMPUTE_DTYPES
-from ..options import LoadOptions
-from ..plan.draft_cost import MTP, NGRAM, NONE, Draft
-from ..plan.machine_profile import Calibration
-from .expert_profile import with_experience
+from ...checkpoint.lazy_model import LazyModel
+from ...checkpoint.manifest import PLANES
+from ...checkpoint.nested import can_be_nested, with_nested_layers
+from ...checkpoint.packed_store import open_again, open_copy, open_model
+from ...engine.model_profile import ModelProfile, profile_of
+from ...engine.unsupported import check_experts
+from ...errors import UnsupportedModelError, UsageError
+from ...machine.device import COMPUTE_DTYPES
+from ...options import LoadOptions
+from ...plan.draft_cost import MTP, NGRAM, NONE, Draft
+from ...plan.machine_profile import Calibration
+from .draft_model import PROMPT_STEP
+from .drafting import check_tokenizers, draft_by_model, draft_folder, draft_of_itself, head_drafts
 
 
 def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> ModelProfile:
@@ -47,8 +40,7 @@ def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
     if o.sequences == 1 and o.batch is None and size.kept_apart:
         size = replace(size, kv_disk=o.kv_disk)
-    size, notes = with_experience(size, lazy.checkpoint.identity())
-    return replace(profile, size=size, notes=(*profile.notes, *notes))
+    return replace(profile, size=size)
 
 
 def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known: Calibration | None) -> ModelProfile:

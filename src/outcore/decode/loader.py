@@ -13,15 +13,13 @@ from typing import Any, Unpack, cast
 
 import mlx.nn as nn
 
+from ..calibration.first_use import check_machine
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
 from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.speculative.acceptance import AcceptanceStats
-from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
-from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
 from ..engine.binding import Progress, ReadSettings
 from ..engine.droppable_draft import DroppableDraft
@@ -29,16 +27,17 @@ from ..engine.session import Session
 from ..errors import StoreError, StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
+from ..plan.draft_choice import SeenDrafts, chance_of, expected
 from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
 from ..plan.joint_plan import Planned
 from ..plan.planner import resident_budget
 from ..text import refuse_unknown
-from .draft_choices import to_write, what_it_gives
-from .draft_experience import begun, keep_drafts, seen_before
-from .expert_profile import keep_experience
-from .first_use import check_machine
-from .prefix import NO_BLOCKS, prefix_cache
+from .prefix_cache import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
+from .speculative.acceptance import AcceptanceStats
+from .speculative.choices import to_write
+from .speculative.drafting import Drafting, HeadDrafts, head_drafts
+from .speculative.self_draft import load_self_draft, make_self_draft, self_draft
 
 __all__ = ["load", "load_model"]
 
@@ -174,7 +173,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             prefill_step_size=o.prefill_step_size,
             notes=notes,
             prefix=prefix,
-            experience=_expectations(prepared, o.dtype),
+            experience=_expectations(prepared),
             random_after=profile.lazy.random_after,
         )
         try:
@@ -190,24 +189,22 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             session.close()
             raise
         unless.pop_all()
-    identity = profile.lazy.checkpoint.identity()
-    if prepared.draft is not None:
-        session.closing.join(partial(keep_drafts, weakref.ref(session), identity, prepared.draft, o.dtype))
-    if session.plan.pools:
-        session.closing.join(partial(keep_experience, weakref.ref(session), identity))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
 
 
-def _expectations(prepared: Preparation, dtype: str | None) -> AcceptanceStats | None:
-    """What the first text's drafts begin with."""
+def _expectations(prepared: Preparation) -> AcceptanceStats | None:
+    """What the first text's drafts begin with: what is expected of what drafts."""
     draft, profile, choice = prepared.draft, prepared.profile, prepared.choice
     if draft is None or draft.kind == NGRAM or not prepared.plan.streams:
         return None
     if choice is None and profile.share is None:
         planned = Planned(prepared.plan, profile.size, draft)
-        choice = what_it_gives(profile, planned, prepared.calibration, prepared.planning.blocks, dtype)
-    return begun(choice, draft, seen_before(profile.lazy.checkpoint.identity(), draft.name, dtype))
+        choice = expected(planned, prepared.calibration, draft.name, prepared.planning.blocks)
+    found = AcceptanceStats()
+    if choice is not None and choice.planned is not None:
+        found.expect(draft.kind, chance_of(draft, SeenDrafts()), choice.drafted)
+    return found
 
 
 def _tell_first(prepared: Preparation, report: Progress) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..calibration.calibration_file import load_calibration
 from ..checkpoint.mirror import about, same_disk
 from ..disk.replica import Replica
 from ..engine.model_profile import ModelProfile
 from ..options import LoadOptions
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
+from .calibration_file import load_calibration
 
 MOSTLY = 0.95
 """Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""

@@ -11,17 +11,18 @@ from typing import Any, Protocol, Unpack, cast
 import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
+from ..calibration.mirrored import mirrored
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
 from ..checkpoint.packed_store import open_model
-from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..engine.binding import Progress
+from ..engine.compact_copy import about_codings, or_compact
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, StoreError, UsageError
-from ..loading.budget import asked_budget
+from ..machine.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
@@ -29,7 +30,7 @@ from ..modules.call_values import mergeable
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..plan.draft_choice import Choice
+from ..plan.draft_choice import Choice, fastest
 from ..plan.draft_cost import AUTO, NONE, Draft
 from ..plan.joint_plan import Planning
 from ..plan.machine_profile import Calibration
@@ -38,10 +39,9 @@ from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
-from .compact_copy import about_codings, or_compact
-from .draft_choices import Way, chosen_way, ways_to_draft
-from .mirrored import mirrored
-from .opened import measured, with_draft
+from .speculative.choices import Way, ways_to_draft
+from .speculative.drafting import parse_draft
+from .speculative.opened import measured, with_draft
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,8 @@ def _plan_for_one(
     choice: Choice | None = None
     if planning.kind == AUTO and planned.plan.streams and not planned.plan.pools:
         ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
-        best = chosen_way(ways)
+        taken = fastest([way.choice for way in ways])
+        best = next(way for way in ways if way.choice is taken)
         profile, choice, planned = best.profile, best.choice, best.choice.planned or planned
         planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
     size = replace(planned.size, on_disk=bool(planned.plan.kv_slot))
