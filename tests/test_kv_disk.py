@@ -29,8 +29,7 @@ from mlx_lm.models.cache import (
 import outcore
 import zoo
 from outcore.decode.generate import generate_step
-from outcore.decode.kv_slices import KvBits
-from outcore.decode.passes import MLX_LM_STEP
+from outcore.decode.passes import MLX_LM_STEP, KvBits
 from outcore.decode.preparation import prepare
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError

@@ -33,7 +33,7 @@ REFUSED = {
     "enable_prefill_guardrail": "prompts are computed within the budget always: leave it out",
     "max_safe_prefill_tokens": "prompts are computed within the budget always: leave it out",
     "max_safe_context_tokens": "a context is refused where memory is short of it: leave it out",
-    "disk_kv_max_tokens": "the disk's room bounds it; kv_eviction of stream_generate lets halves go: leave it out",
+    "disk_kv_max_tokens": "the disk's room bounds it: leave it out",
     "min_quant_bits": "models of any width are run: look at the model's config.json, and leave it out",
     "strict_quant": "models of any width are run: look at the model's config.json, and leave it out",
     "debug": "model.outcore holds the plan, and the log of `outcore` tells of it: leave it out",

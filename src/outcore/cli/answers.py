@@ -15,9 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..decode.conversation import ChatTemplate, Conversation
-from ..decode.eviction import note_bounds
 from ..decode.generate import stream_generate
-from ..decode.prompt import check_prompt
+from ..decode.prompt import check_prompt, note_bounds
 from ..decode.sampling import Processor
 from ..decode.saved_conversation import SavedTurn
 from ..engine.session import Session
@@ -69,9 +68,7 @@ class Chat:
         self._model, self._options, self._bar = model, options, bar
         self._session: Session = model.outcore
         self._tokenizer = template.tokenizer
-        # Otherwise what goes is chosen by the text, and caches keep all that they are given.
-        self._rotates = options["kv_eviction"] in (None, "window")
-        window = options["max_kv_size"] if self._rotates else None
+        window = options["max_kv_size"]
         if window is not None:
             note_bounds(model, self._session)
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
@@ -186,23 +183,19 @@ class Chat:
                     raise
                 failed = e
         self.kept.unsure = bool(answer.tokens)
-        all_of_it = conversation.held + len(prompt) + len(answer.tokens)
-        gone = "" if session.text is None else f", {all_of_it - len(session.text)} older ones went"
         if answer.tokens:
             print(flush=True)
-            conversation.add(prompt, answer.tokens, session.in_cache, session.text)
+            conversation.add(prompt, answer.tokens, session.in_cache)
             if self._stopped(answer):
                 conversation.end_answer(answer.text)
             self.kept.unsure = False
             self.kept.added(SavedTurn(message=message, answer=answer.text))
-        elif session.text is not None:
-            conversation.held = 0  # the caches were given up for what should have stayed
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:
-            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps, gone)
+            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps)
 
-    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int, gone: str) -> None:
+    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int) -> None:
         """Note an answer to a prompt of so many tokens, and say how long it took."""
         found, last = self._session.found, answer.last
         assert last is not None
@@ -212,23 +205,15 @@ class Chat:
         self._say(
             f"{prompt} tokens{f', {found} of them found on disk,' if found else ''} computed in {answer.ttft:.2f} s; "
             f"answer of {len(answer.tokens)}{', stopped' if answer.finish == 'interrupted' else ''}, "
-            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation{gone}"
+            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation"
         )
         if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
             self._say(self._full, WARN)
 
     @property
-    def _bound(self) -> int | None:
-        """Tokens that the conversation may have, where none of them goes."""
-        most: int | None = self._options["max_kv_size"] if self._options["kv_eviction"] == "none" else None
-        return most
-
-    @property
     def _full(self) -> str:
         """Why an answer ends that the model did not end."""
         said = len(self._conversation.text)
-        if self._bound is not None and said >= self._bound:
-            return f"the answer ends here: --max-kv-size {self._bound}; {RESET}"
         longest = self._session.positions
         if longest is not None and said > longest:  # the last token has none
             return f"the answer ends here: the model has positions for {longest} tokens; {RESET}"
@@ -268,8 +253,6 @@ class Chat:
         """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
         most, held = self._options["max_tokens"], self._conversation.held
         bounded = self._options["max_kv_size"] is None
-        if self._options["kv_eviction"] == "halve":
-            return int(most)  # there is always room
 
         def had(tokens: int) -> int:
             return check_prompt(prompt, tokens, self._session, held, bounded)
@@ -305,10 +288,8 @@ class Chat:
         tokens = self._conversation.held + prompt
         room = max(self._longest, self._session.plan.context)
         limit = f"the {room} that there is memory for"
-        if tokens < room and self._bound is None:
+        if tokens < room:
             return f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}", WARN
-        if self._bound is not None:
-            limit = f"the {self._bound} of --max-kv-size"
         if longest is not None and tokens > longest:
             limit = f"the {longest} that the model has positions for"
         hint = RESET if said else "send a shorter one"

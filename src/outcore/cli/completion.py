@@ -8,14 +8,14 @@ from pathlib import Path
 import shtab
 
 from ..errors import UsageError
-from ..options import KV_EVICTIONS, LoadOptions
+from ..options import LoadOptions
 from ..text import shortened
 from .commands import commands, parser_of
 from .parser import LOG_LEVELS
 from .parsers import SHELLS
 
 WORDS = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
-WORDS |= {"log_level": LOG_LEVELS, "kv_eviction": KV_EVICTIONS, "shell": SHELLS}
+WORDS |= {"log_level": LOG_LEVELS, "shell": SHELLS}
 """What flags take, of which argparse is not told: it would refuse others in words of its own."""
 
 

@@ -70,12 +70,6 @@ def run(args: argparse.Namespace) -> None:
             responses = until_stop(stream_generate(model, tokenizer, prompt, **options), args.preset.stop)
             answer = _print_answer(responses, sweep_progress(bar, session))
             note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
-            if session.text is not None:
-                gone = len(prompt) + len(answer.tokens) - len(session.text)
-                session.note(
-                    f"{counted(gone, 'older token')} went, {len(session.text)} stay: --kv-eviction halve with "
-                    f"--max-kv-size {args.max_kv_size}"
-                )
             if args.verbose:
                 print_summary(_speeds(answer), session)
             args.result.record = answer.record() | engine_record(session)

@@ -43,7 +43,7 @@ def generate() -> ArgumentParser:
         tokens_flag(100),
         "system-prompt chat-template-config extra-eos-token prefill-response ignore-chat-template",
         verbose,
-        f"{_SAMPLING} min-tokens-to-keep seed max-kv-size kv-eviction prompt-cache-file {_CACHE}",
+        f"{_SAMPLING} min-tokens-to-keep seed max-kv-size prompt-cache-file {_CACHE}",
         f"prefix-cache prefill-step-size quantize-activations engine-flags priority {_DRAFT}",
         common=f"{_COMMON} prefix-cache max-kv-size kv-bits adapter-path json quiet",
     )
@@ -72,7 +72,7 @@ def chat() -> ArgumentParser:
         seed,
         context,
         session,
-        "max-kv-size kv-eviction prefill-step-size",
+        "max-kv-size prefill-step-size",
         FLAGS["prefix-cache"].but(default="on"),
         f"engine-flags priority {_DRAFT}",
         common=f"{_COMMON.replace('prompt ', '', 1)} session context prefix-cache max-kv-size adapter-path json quiet",

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,10 +26,38 @@ from ..engine.session import Session
 from ..engine.streaming import sweeps_of
 from ..machine.allocator import clear_cache, note_held
 from ..modules.call_values import caches_in, own_memory
-from .known import Known
-from .kv_slices import KvBits
-from .passes import Pass, chunks, run_passes
+from .passes import KvBits, Pass, chunks, run_passes
 from .sampling import Draw, Processor
+
+
+class Recorder(Protocol):
+    """Keeps what is computed of a prompt (``prefix.Recording``)."""
+
+    def passed(self, tokens: int, cache: Sequence[Any]) -> None:
+        """A chunk's graph was built behind which the caches hold so many tokens of the prompt."""
+
+    def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
+        """The prompt was computed, or its first ``tokens``, of which ``cache`` holds no others."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a prompt before it is computed.
+
+    Attributes:
+        held: its first tokens, which the caches hold.
+        logits: (1, vocabulary) of its last position, where they hold all of it.
+        recording: what keeps the rest; None: nothing does.
+    """
+
+    held: int = 0
+    logits: mx.array | None = None
+    recording: Recorder | None = None
+
+    def passed(self, cache: Sequence[Any], tokens: int) -> None:
+        """A chunk's graph was built that ends behind so many tokens of those that are computed."""
+        if self.recording is not None:
+            self.recording.passed(self.held + tokens, cache)
 
 
 @dataclass(frozen=True)
@@ -152,7 +180,8 @@ class BatchDecoder:
             for request in joining:
                 cache = own_cache(self._model, request)
                 # What is computed from here on is computed in others' caches.
-                request.known.save_part(cache)
+                if request.known.recording is not None:
+                    request.known.recording.save(cache, None, request.known.held)
                 self._set_step(cache)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)

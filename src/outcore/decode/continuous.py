@@ -28,8 +28,8 @@ from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
 from .batch_engine import BatchDecoder, Request, Token, own_cache
 from .drafted_sweeps import SpeculativeDecoder
-from .known import block_step
 from .prefill import Prefill, Prefills
+from .prefix_cache import block_step
 from .prompt import cached_tokens
 from .request_guard import error_of, guarded, rewound
 from .sequence_room import Placed, SequenceRoom
@@ -141,11 +141,11 @@ class Continuous:
             self.remove([uid])
         return row.cache or [], row.text[: row.held]
 
-    def end(self, error: BaseException | None = None, *, goes_on: bool = False) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """The text that is written alone is over: its caches hold what was handed out of it, as ``OneText.end``."""
         with self._session.exclusive:
             if isinstance(self._batch, SpeculativeDecoder):
-                self._batch.end(error, goes_on=goes_on)
+                self._batch.end(error)
             self.close()
 
     def step(self) -> StepResult:

@@ -94,10 +94,10 @@ class SpeculativeDecoder:
         """Of the last step, tokens that were drafted for each text, and those that were right."""
         return self._drafts
 
-    def end(self, error: BaseException | None = None, *, goes_on: bool = False) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """The text, which is alone, is over: as ``OneText.end``."""
         for text in self._texts.values():
-            text.end(error, goes_on=goes_on)
+            text.end(error)
         self._texts = {}
 
     def _sweep(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:

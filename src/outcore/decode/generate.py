@@ -24,14 +24,13 @@ from ..modules.cache_form import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
 from ..text import refuse_unknown
-from .batch_engine import Alone, Request, Token
+from .batch_engine import Alone, Known, Request, Token
 from .continuous import Continuous
-from .eviction import bounded_tokens, eviction_of, halved, kept_at_most, note_bounds, refuse_unknown_text
-from .known import Known, KvBits, block_step, captured_bytes, look_up, unkept
 from .one_text import make_room
-from .passes import MLX_LM_STEP
-from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
-from .served import NotHandedOut, pass_on, served
+from .passes import MLX_LM_STEP, KvBits
+from .prefix_cache import block_step, captured_bytes, look_up, unkept
+from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
+from .served import pass_on, served
 from .speculative.drafting import check_draft_length
 from .wired import generating
 
@@ -41,7 +40,7 @@ ENDLESS = 2**62
 """Tokens of an answer that has no limit."""
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
-    "num_draft_tokens", "history", "leave_last", "kv_eviction", "shared_prefix",
+    "num_draft_tokens", "history", "leave_last", "shared_prefix",
 }  # fmt: skip
 """Keyword arguments of ``stream_generate``."""
 
@@ -64,9 +63,6 @@ def stream_generate(
             ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
             ``history``: the tokens that ``prompt_cache`` holds, which what is drafted may repeat.
             ``leave_last``: ``prompt_cache`` need not hold the answer's last token, for which a sweep is saved.
-            ``kv_eviction``: what goes where the text has ``max_kv_size`` tokens: ``window`` (mlx-lm's: older ones, one
-            by one, but for the first four), ``halve`` (the older half but for those; what stays is computed anew, and
-            ``Session.text`` tells what it is), ``none`` (nothing: the text ends).
             ``shared_prefix``: so many of the prompt's first tokens begin other texts too, as a system prompt does. A
             prefix cache keeps what those begin with, also of models whose states it keeps at few places only.
 
@@ -110,8 +106,6 @@ def _encoded(
     ids = encode(tokenizer, prompt)
     if session is None:
         check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
-        if kwargs.pop("kv_eviction", None) not in (None, "window"):
-            raise UsageError("kv_eviction: only for a model that outcore.load returned; leave it out")
         for name in ("history", "leave_last", "shared_prefix"):
             kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
@@ -128,63 +122,14 @@ def _stream(
     max_tokens: int,
     kwargs: dict[str, Any],
 ) -> Generator[GenerationResponse, None, None]:
-    session.in_cache, session.text = 0, None
+    session.in_cache = 0
     session.bind_again()
-    how, most = eviction_of(kwargs)
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
-    ends = tokenizer.eos_token_ids
-    if most is not None and how == "halve":
-        tokens = _halving(model, session, ends, ids, max_tokens, min(most, session.positions or most), kwargs)
-    else:
-        if most is not None and how == "none":
-            max_tokens = bounded_tokens(_held(kwargs) + _length(ids, kwargs), max_tokens, most)
-        text = _begun(model, session, ids, max_tokens, kwargs)
-        max_tokens = text.max_tokens
-        tokens = _tokens(model, session, text, ends)
+    text = _begun(model, session, ids, max_tokens, kwargs)
     with generating(model):
-        yield from _responses(tokens, tokenizer, ids.size, max_tokens)
-
-
-def _halving(
-    model: nn.Module,
-    session: Session,
-    ends: Collection[int],
-    ids: mx.array,
-    max_tokens: int,
-    most: int,
-    kwargs: dict[str, Any],
-) -> Tokens:
-    """Tokens of a text whose older half goes each time that there are ``most`` tokens; all that stay are in
-    ``Session.text`` then, and are computed anew."""
-    before, cache = list(kwargs.get("history", ())), kwargs.get("prompt_cache")
-    refuse_unknown_text(_held(kwargs), len(before), embeddings=kwargs.get("input_embeddings") is not None)
-    text, made = [*before, *cast(list[int], ids.tolist())], 0
-    anew = len(text) > most
-    while made != max_tokens:
-        if anew:
-            text = session.text = halved(text, most)
-            session.in_cache, before = 0, []
-            kwargs |= {"history": (), "shared_prefix": 0}
-            if cache is not None:
-                cache[:] = make_prompt_cache(model)
-        room = most - len(text) + 1
-        count = room if max_tokens < 0 else min(room, max_tokens - made)
-        prompt = mx.array(text[len(before) :], dtype=mx.int32)
-        part = _tokens(model, session, _begun(model, session, prompt, count, dict(kwargs)), ends)
-        for token in part:
-            text.append(token.token)
-            try:
-                yield token
-            except GeneratorExit:
-                part.close()
-                raise
-            except BaseException as e:
-                if isinstance(e, NotHandedOut):
-                    text.pop()
-                pass_on(part, e)
-                raise
-        made, anew = made + count, True
+        tokens = _tokens(model, session, text, tokenizer.eos_token_ids)
+        yield from _responses(tokens, tokenizer, ids.size, text.max_tokens)
 
 
 def _held(kwargs: dict[str, Any]) -> int:
@@ -218,11 +163,9 @@ def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[i
     sequences = Continuous(model, ends=ends, prefill_step=text.step, draft_tokens=text.drafted, alone=True)
     sequences.add(text.request)
     error: BaseException | None = None
-    goes_on = False
     try:
         for _ in range(text.request.max_tokens):
             yield from sequences.step().tokens
-        goes_on = True  # whoever hands out the last token closes this
     except GeneratorExit:
         raise
     except BaseException as e:
@@ -230,7 +173,7 @@ def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[i
         raise
     finally:
         try:
-            sequences.end(error, goes_on=goes_on)
+            sequences.end(error)
         finally:
             if session.in_cache == 0:
                 text.forget()
@@ -253,7 +196,7 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = held + length + 1 if bound is None else min(held + length + 1, bound)
     kept, kv = 0 if given is None else max(snapshot_bytes(given), session.size.states), _kv_bits(kwargs, theirs)
-    captured = captured_bytes(session, length, kv)
+    captured = captured_bytes(session, length)
 
     def has_room() -> tuple[int, int]:
         nonlocal captured
@@ -272,8 +215,8 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
         same = given is None or session.prefix.like(given)
-        if same and not held and not window and embeddings is None:
-            found, known = look_up(session, tokens, step, shared=shared, kv=kv)
+        if same and not held and not window and embeddings is None and kv is None:
+            found, known = look_up(session, tokens, step, shared=shared)
             known = known if captured >= 0 else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
     cache = make_prompt_cache(model, max_kv_size=window) if given is None and found is None else given

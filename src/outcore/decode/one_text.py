@@ -139,7 +139,8 @@ class OneText:
     def prompted(self, logits: mx.array, seconds: float) -> None:
         """Its prompt is computed."""
         logits = self.target.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
-        self.request.known.save(self.cache, logits)
+        if self.request.known.recording is not None:
+            self.request.known.recording.save(self.cache, logits)
         self.now, self.prompt = Computed([logits]), []
 
     def choose(self) -> Chosen:
@@ -201,12 +202,11 @@ class OneText:
         with mx.stream(generation_stream):
             self.settle()
 
-    def end(self, error: BaseException | None = None, *, goes_on: bool = False) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """The text is over: caches that somebody goes on with hold what was handed out.
 
         Args:
             error: what broke it off; ``NotHandedOut``: nobody got to see its last token.
-            goes_on: it does elsewhere, so that no random number is drawn as mlx-lm does behind a text.
         """
         made, unseen = self.answered, isinstance(error, NotHandedOut)
         try:
@@ -215,7 +215,7 @@ class OneText:
                 if self.undo is not None:
                     self.undo.restore()
                 self.target.in_cache = 0
-            if not goes_on and not unseen:
+            if not unseen:
                 self.sampler.draw_ahead(made)
             try:
                 self._bring_up(self._own.whole and error is None)

@@ -27,12 +27,26 @@ from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, flat, handles
 from .hidden_states import HiddenStates
-from .kv_slices import KvBits
 
 _Built = TypeVar("_Built")
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
+
+
+@dataclass(frozen=True)
+class KvBits:
+    """How mlx-lm quantizes a text's keys and values: ``kv_bits`` and what goes with it in ``generate_step``.
+
+    Attributes:
+        start: token from which it does.
+        step: tokens of its chunks of a prompt, behind which it looks whether so many are there.
+    """
+
+    bits: int
+    group_size: int
+    start: int
+    step: int
 
 
 @dataclass(frozen=True)

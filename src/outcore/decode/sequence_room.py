@@ -18,8 +18,8 @@ from ..plan.planner import prefill_steps, replanned_bytes
 from ..plan.prediction import guess_s
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
-from .known import captured_bytes
 from .one_text import make_room
+from .prefix_cache import captured_bytes
 from .speculative.acceptance import AcceptanceStats, Seconds
 
 ANY = 2**62

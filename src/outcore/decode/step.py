@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.session import Session
-from .batch_engine import Request, Token
-from .known import Known, look_up, unkept
+from .batch_engine import Known, Request, Token
+from .prefix_cache import look_up, unkept
 
 
 @dataclass

@@ -32,8 +32,6 @@ class Session(Engine):
             were.
         found: tokens of the last prompt that were computed before, and found (``prefix``).
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
-        text: tokens that the last text goes on with, prompt and answer, where older ones had to go
-            (``decode.eviction``), of which ``in_cache`` are in its caches; None: all do.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Session(Engine):
         self.forms, self.positions = profile.forms, position_limit(profile.lazy.config)
         self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
-        self.text: list[int] | None = None
         super().__init__(
             plan,
             profile,
