@@ -17,7 +17,7 @@ import outcore
 import zoo
 from outcore.calibration.random_model import rig
 from outcore.decode.preparation import prepare
-from outcore.decode.wired import generating
+from outcore.decode.served import generating
 from outcore.machine import allocator
 from outcore.machine.allocator import AllocatorLimits, Needs
 from outcore.machine.allocator import limits as process

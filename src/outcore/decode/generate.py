@@ -30,9 +30,8 @@ from .one_text import make_room
 from .passes import MLX_LM_STEP, KvBits
 from .prefix_cache import block_step, captured_bytes, look_up, unkept
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
-from .served import pass_on, served
+from .served import generating, pass_on, served
 from .speculative.drafting import check_draft_length
-from .wired import generating
 
 Tokens = Generator[Token, None, None]
 
@@ -230,7 +229,7 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
         history=kwargs.get("history", ()),
         draft_model=kwargs.get("draft_model"),
     )
-    forget = None if found is None or given is None else _filled(given, found.cache)
+    forget = _filled(given, found.cache) if found is not None and given is not None else lambda: None
     request = Request(
         0,
         tokens,
@@ -242,27 +241,20 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
         scores=True,
         alone=alone,
     )
-    return _Begun(request, max_tokens, step, _drafted(kwargs), forget or (lambda: None))
+    return _Begun(request, max_tokens, step, _drafted(kwargs), forget)
 
 
-def _filled(given: list[Any], found: Sequence[Any]) -> Callable[[], None]:
-    """Fill somebody's caches with those that were found; returns what has them be as they were."""
-    whole = list(given)
-    for n, (c, filled) in enumerate(zip(whole, found, strict=True)):
-        if type(c) is not type(filled):  # quantized, as mlx-lm does it: in the caller's list
-            given[n] = filled
-    mine = [c for n, c in enumerate(given) if c is whole[n]]
-    kept = [c for n, c in enumerate(found) if given[n] is whole[n]]
-    before = [dict(vars(c)) for c in caches_in(mine)]
-    for c, filled in zip(caches_in(mine), caches_in(kept), strict=True):
+def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
+    """Fill somebody's caches with those that were found, which are like them; returns what has them be as they were."""
+    mine = caches_in(given)
+    before = [dict(vars(c)) for c in mine]
+    for c, filled in zip(mine, caches_in(found), strict=True):
         vars(c).update(vars(filled))
 
     def forget() -> None:
-        for c, was in zip(caches_in(mine), before, strict=True):
+        for c, was in zip(mine, before, strict=True):
             vars(c).clear()
             vars(c).update(was)
-        if isinstance(given, list):
-            given[:] = whole
 
     return forget
 

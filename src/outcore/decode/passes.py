@@ -186,21 +186,14 @@ class ForwardPasses:
 
     def step(self, token: int) -> mx.array:
         """Logits (1, vocabulary) after one more token, not evaluated."""
-        return self.follow(mx.array([token], dtype=mx.int32))
-
-    def follow(self, token: mx.array) -> mx.array:
-        """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
-        return self.forward_pass(token)[:, -1, :]
+        return self.forward_pass(mx.array([token], dtype=mx.int32))[:, -1, :]
 
     def forward_pass(self, token: mx.array) -> mx.array:
-        """Logits (1, 1, vocabulary) of a pass over one token (1,), not evaluated."""
+        """Logits (1, 1, vocabulary) of a pass over one token (1,), not evaluated. Where all is resident the token need
+        not be evaluated either."""
         logits = self._forward(token, None, at=self.in_cache)
         self.in_cache += 1
         return logits
-
-    def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
-        """``follow``, and what takes it back, where everything is resident."""
-        return self.attempted(lambda: self.follow(token))
 
     def attempted(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
         """What ``build`` makes of a pass over one token, and what takes that token out of the caches again."""
