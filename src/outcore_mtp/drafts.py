@@ -6,12 +6,12 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from outcore.decode.hidden_states import WINDOW
 from outcore.engine.model_profile import ModelProfile
 from outcore.plan.draft_cost import MTP, Draft
 from outcore.sizes import held_bytes
 
 from .head import SharedParts, has_mtp, head_bytes, kv_bytes, load_mtp, open_mtp
+from .hidden_states import WINDOW, HiddenStates
 from .source import MtpSource
 
 has_head, shared_with, proposer = has_mtp, SharedParts, MtpSource
@@ -40,6 +40,11 @@ def draft_by_head(profile: ModelProfile, source: Path | None = None) -> Draft | 
         growing=((each, None),),
         uses_head=True,
     )
+
+
+def hidden(shared: SharedParts) -> HiddenStates:
+    """What keeps a text's last hidden states for the head."""
+    return HiddenStates(shared.tap)
 
 
 def load_head(profile: ModelProfile, source: Path | None, cpu_streams: int) -> nn.Module:

@@ -163,6 +163,9 @@ class BatchDecoder:
 
     Args:
         prefill_step: tokens of a prompt computed at a time.
+
+    Attributes:
+        failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
 
     def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
@@ -171,6 +174,7 @@ class BatchDecoder:
         self._transport = session.transport
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
+        self.failed: dict[int, Exception] = {}
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
         """``beside``: passes over a part of a prompt whose sequence does not join yet."""
@@ -243,6 +247,7 @@ class BatchDecoder:
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
+        self.failed = {}
         if not self._transport.chooses:
             return self._told(logits)
         found: list[Token] = []
@@ -251,18 +256,22 @@ class BatchDecoder:
         mx.eval(greedy)
         for i, row in enumerate(self._rows):
             chosen, scores = greedy[i : i + 1], logprobs[i : i + 1]
-            if row.request.processors:
-                assert row.seen is not None
-                seen = row.seen.update_and_fetch(mx.array([row.last], dtype=mx.int32))
-                processed = logits[i : i + 1]
-                for process in row.request.processors:
-                    processed = process(seen, processed)
-                scores = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
-                chosen = greedy_sampler(scores)
-            if row.request.sampler is not None:
-                chosen = row.request.sampler(scores)
-            row.last, row.made = int(chosen.item()), row.made + 1
-            found.append(to_token(row.request, row.last, scores[0]))
+            try:
+                if row.request.processors:
+                    assert row.seen is not None
+                    seen = row.seen.update_and_fetch(mx.array([row.last], dtype=mx.int32))
+                    processed = logits[i : i + 1]
+                    for process in row.request.processors:
+                        processed = process(seen, processed)
+                    scores = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
+                    chosen = greedy_sampler(scores)
+                if row.request.sampler is not None:
+                    chosen = row.request.sampler(scores)
+                row.last = int(chosen.item())
+                found.append(to_token(row.request, row.last, scores[0]))
+            except Exception as e:  # of this sequence alone; the likeliest token stands in
+                self.failed[row.request.uid], row.last = e, cast(int, greedy[i].item())
+            row.made += 1
         self._transport.numbers(lambda: [row.last for row in self._rows])
         return found
 

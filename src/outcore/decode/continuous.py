@@ -26,12 +26,11 @@ from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
-from .batch_engine import BatchDecoder, Request, Token, own_cache
+from .batch_engine import BatchDecoder, Request, own_cache
 from .drafted_sweeps import SpeculativeDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
-from .request_guard import error_of, guarded, rewound
 from .sequence_room import Placed, SequenceRoom
 from .step import ScheduledSequence, StepResult
 
@@ -99,7 +98,7 @@ class Continuous:
             return
         text = [*request.earlier, *request.tokens]
         whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
-        row = ScheduledSequence(guarded(whole), text, self._order)
+        row = ScheduledSequence(whole, text, self._order)
         if request.cache is not None:
             row.before = max(0, cached_tokens(request.cache) - len(request.earlier))
             row.held, row.cache = len(request.earlier), own_cache(self._model, request)
@@ -129,7 +128,7 @@ class Continuous:
             return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
         if self._unseen is not None and (unseen := sum(token.uid == uid for token in self._unseen.tokens)):
             # Its caches are further than what anybody knows of it.
-            rewound(row.request, row.answered - unseen)
+            row.rewind(unseen)
             self.remove([uid])
             return [], []
         with self._session.exclusive:
@@ -279,7 +278,7 @@ class Continuous:
         """Have these wait before all others, and be computed again then."""
         for row in rows:
             row.held, row.cache = 0, None
-            rewound(row.request, row.answered)
+            row.rewind()
         self._waiting.extendleft(reversed(rows))
 
     def _drop(self) -> None:
@@ -388,19 +387,14 @@ class Continuous:
         for row in rows:
             row.cache, held = batch.take_out(row.request.uid)
             row.held += held
-            rewound(row.request, row.answered)
+            row.rewind()
         batch.close()
         return rows
 
     def _take(self, step: StepResult) -> None:
         """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""
-        good: list[Token] = []
         for token in step.tokens:
-            row = self._rows[token.uid]
-            row.text.append(token.token)
-            if (error := error_of(row.request, row.answered - 1)) is not None:
-                step.failed.append((token.uid, error))
-            else:
-                good.append(token)
-        step.tokens = good
-        self.remove([uid for uid, _ in step.failed])
+            self._rows[token.uid].text.append(token.token)
+        if self._batch is not None and self._batch.failed:
+            step.failed += self._batch.failed.items()
+            self.remove([*self._batch.failed])

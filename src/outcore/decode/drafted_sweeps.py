@@ -34,6 +34,9 @@ class SpeculativeDecoder:
         ends: tokens that end a text: nothing is drafted behind them.
         prefill_step: tokens of a prompt computed at a time.
         most: tokens drafted of a text for a sweep at most; None: as many as are worth it.
+
+    Attributes:
+        failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SpeculativeDecoder:
         self._texts: dict[int, OneText] = {}
         self._ended = session.metrics.clock()  # the last sweep
         self._drafts: dict[int, tuple[int, int]] = {}
+        self.failed: dict[int, Exception] = {}
 
     @property
     def ready(self) -> bool:
@@ -63,7 +67,7 @@ class SpeculativeDecoder:
         Args:
             beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
         """
-        self._drafts = {}
+        self._drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
             text.begin(self.prefill_step)
@@ -251,7 +255,10 @@ class SpeculativeDecoder:
                 if (now := text.now) is not None:
                     chosen = text.choose()
                     self._drafts[text.request.uid] = len(now.guesses) if now.given == 1 else 0, int(chosen[2])
-                    tokens.append(self._token(text, chosen))
+                    if text.sampler.failed is None:
+                        tokens.append(self._token(text, chosen))
+                    else:
+                        self.failed[text.request.uid] = text.sampler.failed
         return tokens
 
     def _token(self, text: OneText, chosen: Chosen) -> Token:

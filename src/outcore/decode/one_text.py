@@ -94,7 +94,8 @@ class OneText:
         self.target.in_cache = known
         text = [*request.earlier, *request.tokens]
         sampler = request.sampler or greedy_sampler
-        self.sampler = Sampler(sampler, request.processors, text, transport=session.transport)
+        forgives = request.alone is None
+        self.sampler = Sampler(sampler, request.processors, text, transport=session.transport, forgives=forgives)
         self.prompt: list[Pass] = []
         self.now: Computed | None = None
         self.undo: Undo | None = None

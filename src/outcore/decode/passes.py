@@ -10,9 +10,9 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +26,6 @@ from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, flat, handles
-from .hidden_states import HiddenStates
 
 _Built = TypeVar("_Built")
 
@@ -57,6 +56,33 @@ class Pass:
     tokens: int
 
 
+class HiddenKeeper(Protocol):
+    """Keeps the last hidden states of a text's tokens, (1, tokens, hidden), for what drafts from them.
+
+    Attributes:
+        arrays: what it holds, to be evaluated with the pass that made it.
+        end: the token behind the last one whose state was seen. ``window``: tokens whose states it keeps.
+    """
+
+    end: int
+    window: int
+
+    @property
+    def arrays(self) -> list[mx.array]: ...
+
+    def expect(self, tokens: int) -> None:
+        """A prompt is computed that ends before this token."""
+
+    def watch(self, first: int, tokens: int) -> AbstractContextManager[None]:
+        """Keep the states of a pass over so many tokens from ``first`` on, which is built inside."""
+
+    def settle(self) -> None:
+        """What is held was evaluated."""
+
+    def cut(self, end: int) -> None:
+        """Forget the states of tokens from this one on: they are not part of the text."""
+
+
 class ForwardPasses:
     """A model and its caches, token by token or a prompt to a sweep.
 
@@ -79,7 +105,7 @@ class ForwardPasses:
         *,
         owned: bool = False,
         kv: KvBits | None = None,
-        hidden: HiddenStates | None = None,
+        hidden: HiddenKeeper | None = None,
     ) -> None:
         self.cache = cache
         self.hidden = hidden

@@ -283,6 +283,8 @@ class Sampler:
         text: tokens so far.
         drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
         transport: to the ranks that have other layers of the model.
+        forgives: an error of the sampler or a processor is kept as ``failed``, and the likeliest token stands in, as
+            others share the passes.
     """
 
     sampler: Draw
@@ -291,6 +293,8 @@ class Sampler:
     drawn: int = 0
     seen: mx.array | None = None
     transport: Transport = field(default_factory=Solo)
+    forgives: bool = False
+    failed: Exception | None = None
 
     @property
     def only_builds(self) -> bool:
@@ -331,8 +335,10 @@ class Sampler:
         try:
             token, logprobs = self._chosen(logits, guess)
         except Exception as e:
-            self.transport.give_up(e)
-            raise
+            if not self.forgives:
+                self.transport.give_up(e)
+                raise
+            self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
         self.transport.numbers(lambda: [token])
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token

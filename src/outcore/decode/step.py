@@ -9,6 +9,7 @@ from typing import Any
 from ..engine.session import Session
 from .batch_engine import Known, Request, Token
 from .prefix_cache import look_up, unkept
+from .sampling import OwnSampler
 
 
 @dataclass
@@ -52,6 +53,12 @@ class ScheduledSequence:
     def need(self) -> int:
         """Tokens of it at most."""
         return self.length - self.answered + self.request.max_tokens
+
+    def rewind(self, unseen: int = 0) -> None:
+        """Have its own sampler be as after its answer, but for ``unseen`` tokens: what was computed ahead and given to
+        nobody has not been drawn."""
+        if isinstance(sampler := self.request.sampler, OwnSampler):
+            sampler.rewind(self.answered - unseen)
 
     def begin(self, session: Session, chunk: int, *, whole: bool, finds: bool, records: bool) -> Request:
         """What it begins with, or begins anew.

@@ -31,6 +31,9 @@ class Drafter(Protocol):
     @property
     def model(self) -> Any: ...
 
+    def hidden(self) -> Any:
+        """What keeps a text's last hidden states for it; None where it does not draft from them."""
+
 
 @dataclass(frozen=True)
 class DroppableDraft:
