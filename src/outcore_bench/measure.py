@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
@@ -111,7 +112,7 @@ def _process_reads() -> tuple[int, ...]:
     counts as the disk's before it is asked for.
     """
     process = psutil.Process()
-    counts = process.io_counters() if hasattr(process, "io_counters") else None
+    counts: Any = process.io_counters() if hasattr(process, "io_counters") else None
     return (counts.read_bytes, counts.read_chars) if hasattr(counts, "read_chars") else ()
 
 

@@ -46,7 +46,7 @@ def bench(
         CheckpointError, UsageError, BudgetError: the model or the settings cannot be used.
     """
     run, names = settings.run, ("context", "dtype", "prefill_step_size", "model_config", "trust_remote_code")
-    prepared = prepare(folder, least=True, **{n: getattr(run, n) for n in names})  # type: ignore[arg-type]
+    prepared = prepare(folder, least=True, **{n: getattr(run, n) for n in names})
     jobs = make_jobs(
         settings,
         str(folder),
