@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from outcore.loading import opened
 
 import _support  # noqa: F401
 import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
 from outcore.decode.preparation import prepare
+from outcore.decode.speculative import opened
 from outcore.plan.planner import resident_budget
 from result_file import write_result
 from slow_disk import slow_disk

@@ -29,7 +29,7 @@ from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
 from outcore.machine.budget import given_budget
-from outcore_bench.matrix_runner import MatrixRunner
+from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
 from stand_ins import TokensOnly
 
