@@ -186,7 +186,11 @@ class Continuous:
         except Exception as e:
             if self._alone or not self._transport.alone:
                 raise  # others are in the middle of it
-            self._fail(step, e)
+            if isinstance(e, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
+                step.full += self._rows
+            else:
+                step.failed += [(uid, e) for uid in self._rows]
+            self._drop()
         except BaseException:
             if self._alone:
                 raise
@@ -289,13 +293,6 @@ class Continuous:
                 batch, self._batch = self._batch, None
                 batch.close()
             clear_cache()
-
-    def _fail(self, step: StepResult, error: Exception) -> None:
-        if isinstance(error, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
-            step.full += self._rows
-        else:
-            step.failed += [(uid, error) for uid in self._rows]
-        self._drop()
 
     def _fit(self, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
         """Room for these sequences, and the prompts of those that join, beside those that are not all computed; or a

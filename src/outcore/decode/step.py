@@ -112,12 +112,10 @@ class StepResult:
 
     def without(self, gone: Collection[int]) -> StepResult:
         """What it brought the others."""
+        told = (self.joined, self.found, self.prompts, self.drafts)
         return StepResult(
             [token for token in self.tokens if token.uid not in gone],
-            {uid: seconds for uid, seconds in self.joined.items() if uid not in gone},
-            {uid: found for uid, found in self.found.items() if uid not in gone},
-            {uid: held for uid, held in self.prompts.items() if uid not in gone},
-            {uid: drafts for uid, drafts in self.drafts.items() if uid not in gone},
+            *({uid: value for uid, value in each.items() if uid not in gone} for each in told),  # type: ignore[arg-type]
             [uid for uid in self.full if uid not in gone],
             [(uid, error) for uid, error in self.failed if uid not in gone],
         )
