@@ -58,7 +58,7 @@ def test_generate_tells_what_was_not_quantized(served: Path, capsys: pytest.Capt
         text = record["prompt_tokens"] + record["generation_tokens"]
         return [note.replace(str(text), "ALL") for note in record["notes"]]
 
-    usual = notes("--max-kv-size", "200")
+    usual = notes()
     (note,) = set(notes("--kv-bits", "8")) - set(usual)
     assert note == "--kv-bits 8 begins at token 5000 (--quantized-kv-start): nothing of these ALL was quantized"
     assert notes("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20") == usual

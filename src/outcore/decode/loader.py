@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -24,7 +22,7 @@ from ..disk.replica import Replicas
 from ..engine.binding import Progress, ReadSettings
 from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Session
-from ..errors import StoreError, StoreSpaceError
+from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
 from ..plan.draft_choice import SeenDrafts, chance_of, expected
@@ -310,30 +308,4 @@ def _droppable(
         if (session := of()) is not None:
             session.draft_with(Drafting(NGRAM, NGRAM))
 
-    found = high_bits or {}
-    return DroppableDraft(
-        draft, prepared.profile.size.context, kv_disk, end, found, partial(_check_files, found, _stamps(found))
-    )
-
-
-def _stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, tuple[int, int, int]]:
-    """What tells that a file is another one, or was written to.
-
-    Raises:
-        StoreError: one is gone.
-    """
-    stamps = {}
-    for file in {tensor.file for tensor in tensors.values()}:
-        try:
-            found = file.stat()
-        except OSError as error:
-            raise StoreError(f"{file}: cannot be read ({error.strerror})") from error
-        stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
-    return stamps
-
-
-def _check_files(tensors: Mapping[str, TensorInfo], before: Mapping[Path, tuple[int, int, int]]) -> None:
-    now = _stamps(tensors)
-    for file, stamp in before.items():
-        if now[file] != stamp:
-            raise StoreError(f"{file}: was written to since it was read")
+    return DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})

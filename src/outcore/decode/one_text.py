@@ -278,6 +278,7 @@ class OneText:
         if session.experience is None:
             session.experience = AcceptanceStats()
         self.control = DraftLengthPolicy(self.most, session.experience)
+        self.most = self.control.most
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         how = foresee(self.request.sampler, logprobs.dtype)

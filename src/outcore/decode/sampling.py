@@ -189,30 +189,10 @@ class OwnSampler:
             self.drawn -= 1
 
 
-def own_sampler(
-    temperature: float,
-    *,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] = (),
-    seed: int | None = None,
-) -> OwnSampler | None:
-    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token."""
-    if temperature == 0:
-        return None
-    sampler = MlxLmSampler(
-        temperature,
-        top_p,
-        min_p,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=xtc_special_tokens,
-    )
-    return OwnSampler(sampler, seed)
+def own_sampler(temperature: float, *, seed: int | None = None, **options: Any) -> OwnSampler | None:
+    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token.
+    ``options``: as of ``MlxLmSampler``."""
+    return None if temperature == 0 else OwnSampler(MlxLmSampler(temperature, **options), seed)
 
 
 @dataclass(frozen=True)
