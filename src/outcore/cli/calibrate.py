@@ -12,14 +12,15 @@ from rich.table import Table
 from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.packed_store import cache_dir
+from ..checks import whole
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
+from ..machine.cache_folder import cache_dir
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from .console import console
+from .console import console, listing
 from .engine import measuring, progress_bar
 from .output import tell
 
@@ -28,8 +29,6 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     began = time.perf_counter()
     prepared = _prepare(args)
-    if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
-        raise UsageError(f"--cpu-streams {args.cpu_streams}: at least 1")
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
     folder = prepared.profile.lazy.checkpoint.folder if prepared else cache_dir()
     notes: list[str] = []
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
         found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
         mirrors = prepared.mirrors if prepared is not None else ()
         others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
-    record = {
+    args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
         "measured_now": list(measured),
@@ -54,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
         "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
         **asdict(found),
     }
-    _show(record, found, prepared)
-    args.result.record = record
+    _show(args.result.record, found, prepared)
 
 
 def _prepare(args: argparse.Namespace) -> Preparation | None:
@@ -63,15 +61,12 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
     if args.model is None:
         if args.revision is not None or args.dtype is not None or args.mirror is not None:
             raise UsageError("--revision, --dtype and --mirror are about a model; give one")
+        if args.cpu_streams is not None:
+            whole("--cpu-streams", args.cpu_streams)
         return None
     folder = resolve_model(args.model, args.revision)
-    options: dict[str, Any] = {
-        "dtype": args.dtype,
-        "cpu_streams": args.cpu_streams,
-        "mirror": args.mirror,
-        "trust_remote_code": args.trust_remote_code,
-        "flags": True,
-    }
+    names = ("dtype", "cpu_streams", "mirror", "trust_remote_code")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"flags": True}
     try:
         return prepare(folder, **options)
     except BudgetError as e:
@@ -82,25 +77,19 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
     out = console()
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
     how = "cached" if found.io == "cached" else "direct"
+    chunk = (found.chunk or 0) >> 20
     rows = [
-        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
+        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {chunk} MiB in flight, {how}"),
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
+        *((f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]),
     ]
-    rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
-    for name, value in rows:
-        table.add_row(name, value)
-    out.print(table)
+    out.print(listing(rows))
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
         out.print(times)
-    if record["measured_now"]:
-        out.print(f"Measured in {record['seconds']:.0f} s, and kept.")
-    else:
-        out.print("Known already; --force measures again.")
+    measured = f"Measured in {record['seconds']:.0f} s, and kept."
+    out.print(measured if record["measured_now"] else "Known already; --force measures again.")
     for note in record["notes"]:
         out.print(f"Note: {note}")
 
@@ -122,10 +111,6 @@ def _times_table(found: Calibration, prepared: Preparation) -> Table | None:
         name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
         table.add_row(name, *(f"{1e3 * times[n]:.3g}" if n in times else "" for n in counts))
     return table
-
-
-def _mib(chunk: int | None) -> str:
-    return f"{(chunk or 0) >> 20} MiB"
 
 
 def _time(seconds: float) -> str:

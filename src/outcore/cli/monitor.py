@@ -101,40 +101,37 @@ class LiveView:
         if self._at not in places:
             # The same process's first model, or the first process there is.
             self._at = next((p for p in places if p[0] == self._at[0]), places[0])
-        process = self._process
-        tabs = Text(no_wrap=True, overflow="ellipsis")
-        for each in self._processes:
-            tabs.append(f" {each['command']} {each['pid']} ", "reverse bold" if each is process else "")
-        models = process["models"]
-        shown = view(process, models[self._at[1]]) if models else Text(NO_MODEL)
-        return Group(tabs, shown, Text(self._question() if self._ending else KEYS, "bold" if self._ending else "dim"))
+        pid, number = self._at
+        tabs, below = Text(no_wrap=True, overflow="ellipsis"), Text(KEYS, "dim")
+        shown: RenderableType = Text(NO_MODEL)
+        for process in self._processes:
+            here = process["pid"] == pid
+            tabs.append(f" {process['command']} {process['pid']} ", "reverse bold" if here else "")
+            if here and process["models"]:
+                shown = view(process, process["models"][number])
+            if here and self._ending:
+                how = "at once: it was asked before" if pid in self._asked else "as Ctrl-C would"
+                below = Text(f"End process {pid} ({process['command']}), {how}? y yes, any other key no", "bold")
+        return Group(tabs, shown, below)
 
     def press(self, key: str) -> None:
         """Do what a key asks for, by prompt_toolkit's name of it."""
+        pid, places = self._at[0], self._places()
         if self._ending:
             self._ending = False
-            if key == "y" and self._at[0] in {p["pid"] for p in self._processes}:
-                os.kill(self._at[0], signal.SIGTERM if self._at[0] in self._asked else signal.SIGINT)
-                self._asked.add(self._at[0])
+            if key == "y" and any(place[0] == pid for place in places):
+                os.kill(pid, signal.SIGTERM if pid in self._asked else signal.SIGINT)
+                self._asked.add(pid)
         elif key in ("q", "c-c"):
             self.over = True
         elif key == "k":
-            self._ending = bool(self._processes)
-        elif key in ("right", "left", "c-i", "s-tab") and self._processes:
-            places = self._places()
+            self._ending = bool(places)
+        elif key in ("right", "left", "c-i", "s-tab") and places:
             step = 1 if key in ("right", "c-i") else -1
             self._at = places[(places.index(self._at) + step) % len(places)]
 
-    @property
-    def _process(self) -> dict[str, Any]:
-        return next(p for p in self._processes if p["pid"] == self._at[0])
-
     def _places(self) -> list[tuple[int, int]]:
         return [(p["pid"], i) for p in self._processes for i in range(max(1, len(p["models"])))]
-
-    def _question(self) -> str:
-        how = "at once: it was asked before" if self._at[0] in self._asked else "as Ctrl-C would"
-        return f"End process {self._at[0]} ({self._process['command']}), {how}? y yes, any other key no"
 
 
 def _live(shown: LiveView) -> None:
