@@ -41,9 +41,6 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
     Args:
         settings: further arguments of the tokenizer.
         preset: arguments of ``Preset.prepare``.
-
-    Raises:
-        UsageError: no token could be drawn by these flags, with any model or with this one.
     """
     folder = model_folder(args)
     config = config_of(folder)
@@ -59,11 +56,7 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
 
 
 def draft_tokens(args: argparse.Namespace) -> dict[str, int]:
-    """``--num-draft-tokens`` as an argument of ``stream_generate``.
-
-    Raises:
-        UsageError: a number that cannot be meant.
-    """
+    """``--num-draft-tokens`` as an argument of ``stream_generate``."""
     most = args.num_draft_tokens
     return {} if most is None else {"num_draft_tokens": check_draft_length(most, "--num-draft-tokens")}
 
@@ -92,11 +85,7 @@ def cache_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_cache_flags(args: argparse.Namespace) -> None:
-    """The flags of ``cache_options``, and ``--max-kv-size``.
-
-    Raises:
-        UsageError: MLX quantizes to no such numbers.
-    """
+    """The flags of ``cache_options``, and ``--max-kv-size``."""
     least = {"quantized_kv_start": 0, "max_kv_size": 1, "prefill_step_size": 1}
     for name in (*QUANTIZED, *least):
         flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
@@ -115,11 +104,7 @@ def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) ->
 
 
 def prompt_text(given: str) -> str:
-    """``--prompt``, or for ``-`` all of standard input.
-
-    Raises:
-        UsageError: it cannot be read, or is not UTF-8.
-    """
+    """``--prompt``, or for ``-`` all of standard input."""
     try:
         if given == "-":
             given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
@@ -131,11 +116,7 @@ def prompt_text(given: str) -> str:
 
 
 def rendered(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], hint: str = "", **options: Any) -> str:
-    """What the chat template makes of messages, as mlx-lm does; ``hint``: what else can be tried.
-
-    Raises:
-        UsageError: nothing that the template takes, or no text.
-    """
+    """What the chat template makes of messages, as mlx-lm does; ``hint``: what else can be tried."""
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as e:  # a template is code that comes with the model: it raises what it likes

@@ -66,6 +66,8 @@ class Chat:
         self._session: Session = model.outcore
         self._agreement = self._session.transport
         self._tokenizer = template.tokenizer
+        # Tokens that the conversation may have, where none of them goes.
+        self._bound: int | None = options["max_kv_size"] if options["kv_eviction"] == "none" else None
         # Otherwise what goes is chosen by the text, and caches keep all that they are given.
         window = options["max_kv_size"] if options["kv_eviction"] in (None, "window") else None
         if window is not None:
@@ -213,22 +215,20 @@ class Chat:
         if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
             self._say(self._full, WARN)
 
-    @property
-    def _bound(self) -> int | None:
-        """Tokens that the conversation may have, where none of them goes."""
-        most: int | None = self._options["max_kv_size"] if self._options["kv_eviction"] == "none" else None
-        return most
+    def _limit(self, tokens: int, room: int) -> str:
+        """What a conversation of so many tokens has come to; ``room``: tokens that there is memory for."""
+        longest = self._session.positions
+        if self._bound is not None and tokens >= self._bound:
+            return f"the {self._bound} of --max-kv-size"
+        if longest is not None and tokens > longest:  # the last token has no position
+            return f"the {longest} that the model has positions for"
+        return f"the {room} that there is memory for"
 
     @property
     def _full(self) -> str:
         """Why an answer ends that the model did not end."""
-        said, longest = len(self._conversation.text), self._session.positions
-        why = f"no memory for more than {said} tokens"
-        if self._bound is not None and said >= self._bound:
-            why = f"--max-kv-size {self._bound}"
-        elif longest is not None and said > longest:  # the last token has none
-            why = f"the model has positions for {longest} tokens"
-        return f"the answer ends here: {why}; {RESET}"
+        said = len(self._conversation.text)
+        return f"the answer ends here, at {self._limit(said, said)}; {RESET}"
 
     def _stopped(self, answer: AnswerOutput) -> bool:
         """Whether a stop string ended it: then it is among its tokens, and not in its text."""
@@ -279,17 +279,11 @@ class Chat:
             return f"{failed}; {kept}", WARN
         if answer.tokens:
             return self._full, WARN
-        tokens, longest = self._conversation.held + prompt, self._session.positions
-        room = max(self._room, self._session.plan.context)
-        limit = f"the {room} that there is memory for"
+        tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
         if tokens < room and self._bound is None:
             return f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}", WARN
-        if self._bound is not None:
-            limit = f"the {self._bound} of --max-kv-size"
-        if longest is not None and tokens > longest:
-            limit = f"the {longest} that the model has positions for"
         hint = RESET if self._conversation.text else "send a shorter one"
-        return f"no room for this message: {tokens} tokens and an answer pass {limit}; {hint}", WARN
+        return f"no room for this message: {tokens} tokens and an answer pass {self._limit(tokens, room)}; {hint}", WARN
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -22,11 +22,7 @@ from .engine import engine_record, print_summary, progress_bar, sweep_progress, 
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: a flag that cannot be meant, an empty prompt, or a file that cannot be written.
-    """
+    """Run the command."""
     check_cache_flags(args)
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")

@@ -94,11 +94,7 @@ def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module
 
 @contextmanager
 def session_file(name: str | None) -> Iterator[Path | None]:
-    """Where a session's conversation is kept, which no other process has meanwhile; None: there is no session.
-
-    Raises:
-        UsageError: no name for one, or it is under way in another process.
-    """
+    """Where a session's conversation is kept, which no other process has meanwhile; None: there is no session."""
     if name is None:
         yield None
         return

@@ -20,23 +20,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..calibration.calibration_file import load_calibration
-from ..calibration.disk import ReadSetting
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
-from ..disk import disk_calls
-from ..disk.cold_ranges import forget, forget_before, scratch_file
+from ..disk.cold_ranges import forget_before, scratch_file
 from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
 from ..disk.layout import Extent
-from ..disk.reader import CHUNK, FileReader
+from ..disk.reader import FileReader
 from ..disk.ring import Slot
 from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
 from ..machine.cache_folder import make_cache
-from ..machine.device import device_facts, device_kind, on_cpu
-from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
+from ..machine.device import device_facts, device_kind
+from ..machine.hardware import cpu_name, gpu_name
 from ..machine.memory import default_budget
 from ..sizes import BLOCK, format_size, round_up
 from ..text import one_line
@@ -50,22 +47,13 @@ VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 SCRATCH_BYTES = 512 << 20
 """Of the file that is read where no model's is; written in a second or two."""
 
-LANES, LANE_BYTES = (1, 4, 8), 64 << 20
-"""Reads in flight that are tried, and bytes for each of them."""
-
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
 
 FROM_MEMORY = 0.5
 """A range that takes less than this share of the time when it is read again did not come from the disk."""
 
-DRIFTED = 2.0
-"""Times that a calibration may differ from what is found: others use the disk too."""
-
 ASKING = 0.25
 """Share of a read's time that asking for it may take: reads run by themselves."""
-
-LEFT = 0.1
-"""Share of a range that the page cache may hold after a direct read: others may read the file, too."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +73,10 @@ class Patient:
     Attributes:
         file: that is read: the largest of the model's, or a scratch file.
         model: a folder; None: none was given.
-        disk: a folder on the file's disk, where its own path does not tell.
     """
 
     file: Path
     model: Path | None = None
-    disk: Path | None = None
 
     @cached_property
     def probe(self) -> DiskProbe:
@@ -162,7 +148,7 @@ def _patient(model: Path | None) -> Iterator[Patient]:
     except (OutcoreError, OSError):
         folder = Path(tempfile.gettempdir())
     with scratch_file(folder, nbytes=SCRATCH_BYTES) as path:
-        yield Patient(path, disk=folder)
+        yield Patient(path)
 
 
 @_check("slots")
@@ -186,71 +172,15 @@ def _offsets(patient: Patient) -> Verdict:
 
 @_check("direct reads")
 def _direct(patient: Patient) -> Verdict:
-    """Direct reads are direct: they leave nothing in the page cache, and the same range read again is no faster."""
+    """Direct reads are direct: the same range read again is no faster."""
     p = patient.probe
     rates = f"{p.nbytes / p.first_s / 1e9:.2f} GB/s, and {p.nbytes / p.second_s / 1e9:.2f} again"
     if not p.direct:
         return None, f"refused here, so weights go through the page cache ({rates})"
-    left = _left_behind(patient.file, p.nbytes)
-    if left > LEFT:
-        told = f"{100 * left:.0f} % of what was read stayed in the page cache ({rates})"
-        return False, told, f"speeds measured here may be the cache's; {REPORT}"
     if p.second_s < FROM_MEMORY * p.first_s:
-        advice = "a hypervisor or a controller keeps what was read: speeds will vary"
+        advice = "the page cache, a hypervisor or a controller keeps what was read: speeds will vary"
         return None, f"faster the second time: {rates}", advice
     return True, f"around the page cache: {rates}"
-
-
-def _left_behind(file: Path, nbytes: int) -> float:
-    """Share of a range that a direct read adds to the page cache; 0 where the system does not tell what that holds."""
-    middle = (file.stat().st_size - nbytes) // 2 // BLOCK * BLOCK
-    extent, calls = Extent(file, middle, nbytes, 0, in_place=True), disk_calls.system()
-    fd = calls.open_cached(file)
-    try:
-        forget([extent])
-        before = calls.held(fd, middle, nbytes)
-        with contextlib.closing(FileReader([file])) as reader:
-            reader.submit("doctor", [extent], _slot(nbytes).payload).wait()
-        after = calls.held(fd, middle, nbytes)
-    finally:
-        calls.close(fd)
-    return 0.0 if before is None or after is None else after - before
-
-
-def _slot(nbytes: int) -> Slot:
-    return Slot(round_up(nbytes, BLOCK), device_kind())
-
-
-def _read_s(reader: FileReader, extent: Extent, slot: Slot) -> float:
-    """Seconds that reading a range takes that is not in the page cache."""
-    forget_before(reader.direct, [extent])
-    began = time.perf_counter()
-    reader.submit("doctor", [extent], slot.payload).wait()
-    return time.perf_counter() - began
-
-
-@_check("disk")
-def _rates(patient: Patient) -> Verdict:
-    """GB/s by the number of reads in flight, beside what was calibrated."""
-    size = patient.file.stat().st_size
-    lanes = sorted({*LANES, *disk_calls.system().lanes})
-    nbytes = min(LANE_BYTES, size // len(lanes) // BLOCK * BLOCK)
-    folder = patient.disk or patient.file.parent
-    where = filesystem(folder)
-    if nbytes < CHUNK:
-        return None, f"{where}: the file is too small to measure with", "leave out --model, or give a larger one"
-    slot, found = _slot(nbytes), dict[int, float]()
-    for i, n in enumerate(lanes):
-        with contextlib.closing(ReadSetting(CHUNK, n, patient.probe.direct).open([patient.file])) as reader:
-            found[n] = nbytes / _read_s(reader, Extent(patient.file, i * nbytes, nbytes, 0, in_place=True), slot) / 1e9
-    text = f"{where}; GB/s by reads in flight: " + ", ".join(f"{n}: {rate:.2f}" for n, rate in found.items())
-    calibration, _ = load_calibration(folder, cores() if on_cpu() else 1)
-    if calibration is not None and calibration.measured:
-        text += f"; calibrated: {calibration.read_gbps:.2f}"
-        if not 1 / DRIFTED < calibration.read_gbps / max(found.values()) < DRIFTED:
-            advice = "predictions are off; measure again with outcore calibrate when the machine is quiet"
-            return False, text, advice
-    return True, text
 
 
 @_check("limits")
@@ -283,10 +213,14 @@ def _overlap(patient: Patient) -> Verdict:
     weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
     x = mx.ones((16, 1024), dtype=mx.float32)
     size = min(patient.file.stat().st_size, OVERLAP_BYTES)
-    extent, slot, text = Extent(patient.file, 0, size, 0, in_place=True), _slot(size), ""
+    extent, text = Extent(patient.file, 0, size, 0, in_place=True), ""
+    slot = Slot(round_up(size, BLOCK), device_kind())
     with contextlib.closing(FileReader([patient.file])) as reader:
         for _ in range(OVERLAP_ROUNDS):
-            reading_s = _read_s(reader, extent, slot)
+            forget_before(reader.direct, [extent])
+            began = time.perf_counter()
+            reader.submit("doctor", [extent], slot.payload).wait()
+            reading_s = time.perf_counter() - began
             forget_before(reader.direct, [extent])
             began = time.perf_counter()
             read = reader.submit("doctor", [extent], slot.payload)

@@ -83,11 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
     """What ``--prompt-cache-file`` holds, and what it says of the tokenizer. Without ``--model`` it says of the model,
-    too.
-
-    Raises:
-        UsageError: it is no such file, was made with another model, or there is none.
-    """
+    too."""
     if args.prompt_cache_file is None:
         return None, {}
     cache, settings, model = open_prompt_cache(Path(args.prompt_cache_file), args.model)
@@ -109,11 +105,7 @@ def _cached_tokens(cache: list[Any] | None) -> int:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does.
-
-    Raises:
-        UsageError: what was given is no text, or nothing that the template takes.
-    """
+    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does."""
     text = prompt_text(args.prompt if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:

@@ -49,21 +49,13 @@ class KeptChat:
         self._caches: str | None = None  # the name of the caches that are kept of it
 
     def save(self, path: Path) -> None:
-        """Keep it in a file.
-
-        Raises:
-            UsageError: nothing can be written there, or something else would be lost.
-        """
+        """Keep it in a file."""
         self._write(path)
         self._keep_caches()
         self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
 
     def load(self, path: Path) -> None:
-        """Go on with the one in a file.
-
-        Raises:
-            UsageError: it holds another model's, or none.
-        """
+        """Go on with the one in a file."""
         saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
         # What was there goes before other caches come.
         self._conversation.goes_on(saved.tokens, None, 0)
@@ -94,11 +86,7 @@ class KeptChat:
 
     def resume(self, path: Path) -> bool:
         """Go on with the conversation in a file, and keep this one there; begin one if there is none. Returns whether
-        there was one.
-
-        Raises:
-            UsageError: the file holds another model's, or none; or nothing can be written there.
-        """
+        there was one."""
         there = path.exists()
         (self.load if there else self._write)(path)
         self._path = path

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,16 +27,11 @@ SETTLED = 5
 
 NOBODY = "No Outcore process of yours runs. Start one in another terminal, such as outcore chat: it will show up here."
 
-KEYS = "← → another process or model   k end process   q quit"
+KEYS = "← → another process or model   q quit"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: there is no terminal.
-        OutcoreError: nothing runs that could be watched.
-    """
+    """Run the command; refused where nothing runs that could be watched, or there is no terminal."""
     if args.once:
         _once(args)
     elif args.json:
@@ -82,56 +75,39 @@ class LiveView:
     """
 
     def __init__(self) -> None:
-        self._processes: list[dict[str, Any]] = []
-        self._at = (0, 0)  # process number, model of it
-        self._ending = False  # asked whether to
-        self._asked: set[int] = set()  # processes that were asked to end
+        self._places: list[tuple[int, int]] = []  # process number, model of it
+        self._at = (0, 0)
         self.over = False
 
     def look(self) -> RenderableType:
         """What is to be seen now."""
         try:
-            self._processes = read_all()
+            processes = read_all()
         except StoreError as e:
-            self._processes = []
             return Text(str(e), "red")
-        if not self._processes:
+        self._places = [(p["pid"], i) for p in processes for i in range(max(1, len(p["models"])))]
+        if not self._places:
             return Group(Text("outcore monitor", "bold"), Text(NOBODY), Text(KEYS, "dim"))
-        places = self._places()
-        if self._at not in places:
+        if self._at not in self._places:
             # The same process's first model, or the first process there is.
-            self._at = next((p for p in places if p[0] == self._at[0]), places[0])
+            self._at = next((p for p in self._places if p[0] == self._at[0]), self._places[0])
         pid, number = self._at
-        tabs, below = Text(no_wrap=True, overflow="ellipsis"), Text(KEYS, "dim")
+        tabs = Text(no_wrap=True, overflow="ellipsis")
         shown: RenderableType = Text(NO_MODEL)
-        for process in self._processes:
+        for process in processes:
             here = process["pid"] == pid
             tabs.append(f" {process['command']} {process['pid']} ", "reverse bold" if here else "")
             if here and process["models"]:
                 shown = view(process, process["models"][number])
-            if here and self._ending:
-                how = "at once: it was asked before" if pid in self._asked else "as Ctrl-C would"
-                below = Text(f"End process {pid} ({process['command']}), {how}? y yes, any other key no", "bold")
-        return Group(tabs, shown, below)
+        return Group(tabs, shown, Text(KEYS, "dim"))
 
     def press(self, key: str) -> None:
         """Do what a key asks for, by prompt_toolkit's name of it."""
-        pid, places = self._at[0], self._places()
-        if self._ending:
-            self._ending = False
-            if key == "y" and any(place[0] == pid for place in places):
-                os.kill(pid, signal.SIGTERM if pid in self._asked else signal.SIGINT)
-                self._asked.add(pid)
-        elif key in ("q", "c-c"):
+        if key in ("q", "c-c"):
             self.over = True
-        elif key == "k":
-            self._ending = bool(places)
-        elif key in ("right", "left", "c-i", "s-tab") and places:
+        elif key in ("right", "left", "c-i", "s-tab") and self._at in self._places:
             step = 1 if key in ("right", "c-i") else -1
-            self._at = places[(places.index(self._at) + step) % len(places)]
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(p["pid"], i) for p in self._processes for i in range(max(1, len(p["models"])))]
+            self._at = self._places[(self._places.index(self._at) + step) % len(self._places)]
 
 
 def _live(shown: LiveView) -> None:

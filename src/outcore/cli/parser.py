@@ -110,11 +110,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """The flags; ``argv`` is what they were read from, ``ranks`` are machines that share the model.
-
-        Raises:
-            UsageError: they cannot be meant.
-        """
+        """The flags; ``argv`` is what they were read from, ``ranks`` are machines that share the model."""
         words = list(sys.argv[1:] if args is None else args)
         parsed, rest = self.parse_known_args(words, namespace)
         if rest:
@@ -140,11 +136,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return {"model" if name == "model_named" else name for name in found}
 
     def error(self, message: str) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse."""
         raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
 
     def format_help(self, *, everything: bool = False) -> str:

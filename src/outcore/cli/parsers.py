@@ -208,7 +208,7 @@ _COMMANDS: dict[str, tuple[str, str, tuple[str | Flag, ...], dict[str, Any]]] = 
     ),
     "monitor": (
         "Show what your running Outcore processes do: layers, memory, the disk, tokens. Keys: left, right, tab switch "
-        "the process, k ends it, q leaves. With --json a snapshot a line, four times a second.",
+        "the process, q leaves. With --json a snapshot a line, four times a second.",
         "--once",
         (switch("--once", "Show it once, after a second, and end."),),
         {},
