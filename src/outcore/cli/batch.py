@@ -43,8 +43,7 @@ from ..serve.prompting import Prompter
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import loading_options
-from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
-from .model_folder import model_folder
+from .engine import ProgressBar, engine_record, model_folder, print_summary, progress_bar, watched
 from .output import tell
 
 Refused = list[tuple[int, Exception]]
