@@ -20,18 +20,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
+from ..decode import batch_file as written
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
-from ..decode.batch_file import (
-    NO_MEMORY,
-    BatchRequest,
-    Output,
-    OutputElsewhere,
-    answered,
-    line_error,
-    read_lines,
-    refused,
-)
+from ..decode.batch_file import NO_MEMORY, BatchRequest, Output, OutputElsewhere
 from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError, UsageError
 from ..loading.loader import load_model
@@ -56,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("--resume and --overwrite: give one of them")
     whole("--max-tokens", args.max_tokens)
     whole("--decode-concurrency", args.decode_concurrency)
-    lines = list(read_lines(args.input))
+    lines = list(written.read_lines(args.input))
     # With the ranks that share the model, if there are any; the first one's file may be the only one.
     agreement: Agreement = Solo() if args.ranks is None else args.ranks.agreement
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
@@ -77,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
             errors += too_long
         output.begin()
         for uid, error in errors:
-            output.write(refused(todo[uid], line_error(error)))
+            output.write(written.refused(todo[uid], written.line_error(error)))
         done, began = Progress(), time.perf_counter()
         if model is not None:
             try:
@@ -235,10 +227,10 @@ def _answer(
         bar.count("answering", written, len(requests), f"{done.running} at a time, {speed:.1f} tok/s")
 
     def failed(request: Request, error: Exception) -> None:
-        output.write(refused(lines[request.uid], line_error(error)))
+        output.write(written.refused(lines[request.uid], written.line_error(error)))
 
     for answer in answers(model, tokenizer, requests, progress=done, on_step=show, failed=failed):
-        output.write(answered(lines[answer.request.uid], answer, name))
+        output.write(written.answered(lines[answer.request.uid], answer, name))
         written += 1
 
 

@@ -7,8 +7,6 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
 from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
@@ -20,6 +18,7 @@ from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
+from ..text import counted
 from .console import console, listing
 from .engine import measuring, progress_bar
 from .output import tell
@@ -76,7 +75,6 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
-    out = console()
     how = "cached" if found.io == "cached" else "direct"
     chunk = (found.chunk or 0) >> 20
     rows = [
@@ -85,32 +83,19 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         ("waiting for the device", _time(found.sync_s)),
         *((f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]),
     ]
+    if prepared is not None:
+        size = prepared.profile.size
+        for kind in dict.fromkeys([*(layer.kind for layer in size.layers), size.rest_kind]):
+            layers = [layer for layer in size.layers if layer.kind == kind]
+            name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
+            times = [f"{_time(seconds)} for {counted(n, 'token')}" for n, seconds in found.kinds.get(kind, {}).items()]
+            rows += [(name, f"in memory {', '.join(times)}")] if times else []
+    out = console()
     out.print(listing(rows))
-    if prepared is not None and (times := _times_table(found, prepared)) is not None:
-        out.print(times)
     measured = f"Measured in {record['seconds']:.0f} s, and kept."
     out.print(measured if record["measured_now"] else "Known already; --force measures again.")
     for note in record["notes"]:
         out.print(f"Note: {note}")
-
-
-def _times_table(found: Calibration, prepared: Preparation) -> Table | None:
-    size = prepared.profile.size
-    names = [*dict.fromkeys(layer.kind for layer in size.layers), size.rest_kind]
-    kinds = {name: found.kinds[name] for name in names if name in found.kinds}
-    if not kinds:
-        return None
-    counts = sorted({n for times in kinds.values() for n in times})
-    title = "Milliseconds of one pass by number of tokens, weights in memory"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("", no_wrap=True)
-    for n in counts:
-        table.add_column(str(n), justify="right", no_wrap=True)
-    for kind, times in kinds.items():
-        layers = [layer for layer in size.layers if layer.kind == kind]
-        name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
-        table.add_row(name, *(f"{1e3 * times[n]:.3g}" if n in times else "" for n in counts))
-    return table
 
 
 def _time(seconds: float) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..checkpoint.find_model import resolve_model
 from ..engine.session import Session
@@ -40,23 +40,14 @@ def model_folder(args: argparse.Namespace) -> Path:
     return found
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
 
     def __init__(self) -> None:
-        self.console = PlainConsole(stderr=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}", markup=False),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        self._task: TaskID | None = None
-        self._what = ""
+        said, amount = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[amount]}"))
+        console = PlainConsole(stderr=True)
+        columns = (SpinnerColumn(), said, BarColumn(), amount, TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
@@ -68,20 +59,18 @@ class ProgressBar:
         """Show ``done`` of ``total`` things, and what else there is to say."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
-    def _show(self, what: str, done: int, total: int | None, amount: str) -> None:
-        if self._task is None or what != self._what:
+    def _show(self, what: str, done: int, total: int, amount: str) -> None:
+        if not self.tasks or what != self.tasks[0].description:
             self.clear()
-            self._what = what
-            self._progress.start()
-            self._task = self._progress.add_task(what, total=total, amount=amount)
-        self._progress.update(self._task, completed=done, total=total, amount=amount)
+            self.start()
+            self.add_task(what, total=total, amount=amount)
+        self.update(self.task_ids[0], completed=done, total=total, amount=amount)
 
     def clear(self) -> None:
         """Take the bar away."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._progress.stop()
-            self._task = None
+        if self.tasks:
+            self.remove_task(self.task_ids[0])
+            self.stop()
 
 
 @contextmanager

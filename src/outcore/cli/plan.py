@@ -32,9 +32,6 @@ from .output import tell
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
 """For those whose budget is too small for what these flags say."""
 
-BAR, LEAST_BAR = 30, 8
-"""Characters of the longest bar, and of the longest where there is little room."""
-
 
 def run(args: argparse.Namespace) -> None:
     """Run the command.
@@ -247,7 +244,7 @@ def _print(record: dict[str, Any], plans: list[Plan], plan: Plan, best: Plan | N
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
-        out.print(_curve_table(few if limited is plans[0] else plans, plan, best, out.width, foretold=device))
+        out.print(_curve_table(few if limited is plans[0] else plans, plan, best, device))
     if limited is not None:
         there = format_size(limited.budget_bytes, round_up=True)
         out.print(
@@ -283,33 +280,21 @@ def held(plan: Plan) -> str:
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"
 
 
-def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int, foretold: bool) -> Table:
-    """A row for each budget, in so many characters: bars are as long as there is room.
-
-    Args:
-        foretold: of every plan it is known how fast it is.
-    """
-    rows: list[list[str]] = []
-    speeds = [1 / p.token_s if foretold or p.foretold else None for p in plans]
-    for p, tps in zip(plans, speeds, strict=True):
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold: bool) -> Table:
+    """A row for each budget; ``foretold``: of every plan it is known how fast it is."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("memory", "resident", "read\na token", "first\ntoken", "tokens/s", ""):
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for p in plans:
+        known = foretold or p.foretold
         marks = ["← this plan"] * (p.budget_bytes == plan.budget_bytes)
         marks += ["← recommended"] * (best is not None and p.budget_bytes == best.budget_bytes)
-        rows.append([
+        table.add_row(
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
-            "-" if tps is None else f"{p.ttft_s:.1f} s",
-            "-" if tps is None else f"{tps:.2f}",
+            f"{p.ttft_s:.1f} s" if known else "-",
+            f"{1 / p.token_s:.2f}" if known else "-",
             " ".join(marks),
-        ])  # fmt: skip
-    table, wide = Table(box=None, pad_edge=False), 0
-    for head, *cells in zip(
-        ("memory", "resident", "read\na token", "first\ntoken", "tokens/s", ""), *rows, strict=True
-    ):
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
-        wide += 2 + max(len(line) for cell in (head, *cells) for line in cell.split("\n"))
-    bar, fastest = min(BAR, width - wide + 1), max(filter(None, speeds), default=0.0)
-    for row, tps in zip(rows, speeds, strict=True):
-        drawn = "█" * max(1, round(bar * tps / fastest)) if tps and bar >= LEAST_BAR else ""
-        table.add_row(*row[:-1], f"{drawn} {row[-1]}".strip())
+        )
     return table

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checks import COUNT, real, whole
@@ -143,21 +142,16 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """What clients have to say; None: nothing. Refused where it is empty, or no text."""
-    if args.api_key_file is not None:
-        return key_in(args.api_key_file)
-    key = os.environ.get("OUTCORE_API_KEY") or None
-    if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
-        raise UsageError("OUTCORE_API_KEY: empty")
-    return key
-
-
-def key_in(path: Path) -> str:
-    """The key that a file holds: all of its text, without white space around it. Refused where it cannot be read,
-    others may read it, or it holds no such text."""
-    flag = f"--api-key-file {path}"
+    """What clients have to say, without white space around it; None: nothing. Refused where it is empty or no text, or
+    lies in a file that cannot be read, or that others can."""
+    if args.api_key_file is None:
+        key = os.environ.get("OUTCORE_API_KEY") or None
+        if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
+            raise UsageError("OUTCORE_API_KEY: empty")
+        return key
+    flag = f"--api-key-file {args.api_key_file}"
     try:
-        with path.open("rb") as file:  # of a pipe, too, which a shell makes of <(command)
+        with args.api_key_file.open("rb") as file:  # of a pipe, too, which a shell makes of <(command)
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"{flag}: others can read it, or write to it; chmod 600 it")
