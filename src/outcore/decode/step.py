@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine.session import Session
 from .batch_engine import Known, Request, Token
 from .prefix_cache import look_up, unkept
 from .sampling import OwnSampler
+
+_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -112,10 +114,16 @@ class StepResult:
 
     def without(self, gone: Collection[int]) -> StepResult:
         """What it brought the others."""
-        told = (self.joined, self.found, self.prompts, self.drafts)
         return StepResult(
             [token for token in self.tokens if token.uid not in gone],
-            *({uid: value for uid, value in each.items() if uid not in gone} for each in told),  # type: ignore[arg-type]
+            _without(self.joined, gone),
+            _without(self.found, gone),
+            _without(self.prompts, gone),
+            _without(self.drafts, gone),
             [uid for uid in self.full if uid not in gone],
             [(uid, error) for uid, error in self.failed if uid not in gone],
         )
+
+
+def _without(told: dict[int, _Value], gone: Collection[int]) -> dict[int, _Value]:
+    return {uid: value for uid, value in told.items() if uid not in gone}
