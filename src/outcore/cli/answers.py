@@ -16,8 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.generate import stream_generate
 from ..decode.prompt import most_tokens, note_bounds
+from ..decode.sampling import Processor
 from ..decode.saved_conversation import SavedTurn
-from ..decode.speculative.speculate import Processor
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..sizes import format_size
