@@ -19,9 +19,9 @@ from outcore.serve.api import (
     ParsedRequest,
     ResponseWriter,
     Route,
-    server_sent,
 )
 from outcore.serve.app import application
+from outcore.serve.connection import ClientLimits
 from outcore.serve.events import (
     Begun,
     Ended,
@@ -33,7 +33,6 @@ from outcore.serve.events import (
     Service,
     TextPart,
 )
-from outcore.serve.limits import ClientLimits
 from outcore.serve.server import Server, listen
 from outcore.serve.site import Site
 
@@ -63,12 +62,12 @@ class FakeService:
         self.closed = 0
         self.status = "ok"
 
-    async def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
-        """As the script has it."""
+    async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """As the script has it, of the first."""
         self.under_way += 1
         ended = False
         try:
-            async for event in self.script(ask):
+            async for event in self.script(asks[0]):
                 yield event
             ended = True
         except RequestError:
@@ -108,14 +107,14 @@ class FakeAnswering(ResponseWriter):
     def __init__(self, body: Mapping[str, Any]) -> None:
         super().__init__(bool(body.get("stream")), [str(key) for key in body if key not in ("stream", "prompt")])
 
-    def event(self, event: Event) -> bytes:
-        return server_sent(event.text) if isinstance(event, TextPart) else b""
+    def steps(self, event: Event) -> list[Any]:
+        return [event.text] if isinstance(event, TextPart) else []
 
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def failed(self, error: RequestError) -> bytes:
-        return server_sent({"error": str(error)})
+    def failure(self, error: RequestError) -> list[Any]:
+        return [{"error": str(error)}]
 
     def keepalive(self) -> bytes:
         return b": still here\n\n"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as StarletteRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Message, Receive, Scope, Send
@@ -20,14 +19,13 @@ from starlette.types import Message, Receive, Scope, Send
 from ..machine.heap import give_back
 from ..monitoring.publisher import board
 from . import page
-from .access import Access, Cors, Guard
+from .access import Access, Guard, cors
 from .api import Api, HttpRequest, ParsedRequest, Route
 from .body import HeldBody
 from .delivery import deliver, while_there
 from .description import described
 from .events import Called, Event, RequestError, TextPart
 from .metrics import Counted
-from .several import answers
 from .site import IGNORED, Site, error_response, json_response
 
 log = logging.getLogger("outcore")
@@ -43,25 +41,25 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         access: who may ask; None: whoever calls it by a name of this machine, no page in a browser but its own.
     """
     access = access or Access()
-    middleware = [Middleware(Counted, site.metrics)]
-    if access.origins:
-        middleware.append(Middleware(Cors, access, (IGNORED,)))
+    middleware = [Middleware(Counted, site.metrics), *([cors(access, IGNORED)] if access.origins else [])]
     middleware.append(Middleware(Guard, access, site.limits.header_bytes, site.refusal))
 
-    def missing(request: StarletteRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = "no such address" if error.status_code == 404 else f"{request.method}: not here"
-        told = RequestError(f"{request.url.path}: {what}", "not_found", status=error.status_code)
-        return error_response(site.api(request.url.path, request.headers), told, error.headers)
+    def missing(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        what = "no such address" if status == 404 else f"{request.method}: not here"
+        told = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
+        response = site.refusal(request.url.path, request.headers, told)
+        response.headers.update(getattr(error, "headers", None) or {})
+        return response
 
-    paths: dict[str, dict[str, list[tuple[Api, Route]]]] = {}
+    routes: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
     for api in site.apis:
         for route in api.routes:
-            paths.setdefault(route.path, {}).setdefault(route.method, []).append((api, route))
+            routes.setdefault((route.path, route.method), []).append((api, route))
     app = Starlette(
         routes=[
-            *(StarletteRoute(own.path, own, methods=["GET"]) for own in _own(site, access)),
-            *(StarletteRoute(p, Address(site, p, methods), methods=list(methods)) for p, methods in paths.items()),
+            *_own(site),
+            *(StarletteRoute(p, Address(site, there), methods=[method]) for (p, method), there in routes.items()),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: missing},
@@ -70,59 +68,44 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     return app
 
 
-class _Page:
-    """An address without an API."""
+def _own(site: Site) -> list[StarletteRoute]:
+    """Addresses without an API."""
 
-    def __init__(self, path: str, answer: Callable[[StarletteRequest], Response]) -> None:
-        self.path, self.answer = path, answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.answer(StarletteRequest(scope, receive))(scope, receive, send)
-
-
-def _own(site: Site, access: Access) -> list[_Page]:
-    def health(_: StarletteRequest) -> Response:
+    async def health(_: Request) -> Response:
         state = site.service.state()
         status = "closing" if site.closing else state.get("status", "ok")
         told = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
         return json_response(told, 503 if status == "closing" else 200)
 
-    def front(request: StarletteRequest) -> Response:
-        if page.wanted(request):
+    async def front(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):  # programs that look for a server take anything
             return page.page()
         return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
 
-    events = page.Events(board.snapshot, lambda: site.closing)
+    async def metrics(request: Request) -> Response:
+        return site.metrics.response(request.headers.get("accept", ""))
 
-    def watched(request: StarletteRequest) -> Response:
-        try:
-            return events.response()
-        except RequestError as e:
-            return site.refusal(page.EVENTS, request.headers, e)
+    async def openapi(_: Request) -> Response:
+        return json_response(described(site.apis))
 
-    return [
-        _Page("/", front),
-        _Page(page.EVENTS, watched),
-        _Page("/health", health),
-        _Page("/metrics", lambda request: site.metrics.response(request.headers.get("accept", ""))),
-        _Page("/openapi.json", lambda _: json_response(described(site.apis, key=access.key is not None))),
-    ]
+    watched = page.Events(board.snapshot, lambda: site.closing).response
+    own = {"/": front, page.EVENTS: watched, "/health": health, "/metrics": metrics, "/openapi.json": openapi}
+    return [StarletteRoute(path, answer, methods=["GET"]) for path, answer in own.items()]
 
 
 class Address:
-    """An ASGI application for a path.
+    """An ASGI application for a path and a method.
 
     Args:
-        methods: for each, the APIs that answer it there; of several that whose header a request has, else the first
-            that has none.
+        there: the APIs that answer it there; of several that whose header a request has, else the first that has none.
     """
 
-    def __init__(self, site: Site, path: str, methods: Mapping[str, Sequence[tuple[Api, Route]]]) -> None:
-        self.site, self.path, self.methods = site, path, methods
+    def __init__(self, site: Site, there: Sequence[tuple[Api, Route]]) -> None:
+        self.site, self.there = site, there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, started, body = StarletteRequest(scope, receive), False, self.site.body()
-        api, route = self._chosen(request)
+        request, started, body = Request(scope, receive), False, HeldBody(self.site)
+        api, route = max(self.there, key=lambda pair: pair[0].header in request.headers if pair[0].header else 0.5)
 
         async def sending(message: Message) -> None:
             nonlocal started
@@ -140,7 +123,7 @@ class Address:
             e.__traceback__ = e.__cause__ = e.__context__ = None
             await error_response(api, e)(scope, receive, send)
         except Exception:
-            log.exception("%s %s failed", request.method, self.path)
+            log.exception("%s %s failed", request.method, route.path)
             if started:
                 raise
             error = RequestError("something went wrong; the server's log says what", "internal_error", status=500)
@@ -152,12 +135,7 @@ class Address:
         if body.received > RETURNED:
             await body.work(give_back)
 
-    def _chosen(self, request: StarletteRequest) -> tuple[Api, Route]:
-        there = self.methods["GET" if request.method == "HEAD" else request.method]
-        named = [pair for pair in there if pair[0].header is not None and pair[0].header in request.headers]
-        return (named or [pair for pair in there if pair[0].header is None] or list(there))[0]
-
-    async def _answer(self, route: Route, http: StarletteRequest, send: Send, body: HeldBody) -> None:
+    async def _answer(self, route: Route, http: Request, send: Send, body: HeldBody) -> None:
         site = self.site
         request = HttpRequest(await body.read(http), http.path_params, site.defaults)
         began = time.monotonic()
@@ -165,8 +143,7 @@ class Address:
         handled = await body.work(route.handle, request, site.service)
         del request
         if isinstance(handled, ParsedRequest):
-            events = self._counted(handled, body, began)
-            work = deliver(events, handled.answering, send, site.ended, site.limits.keepalive_s)
+            work = deliver(self._counted(handled, body, began), handled.answering, send, site)
         else:
 
             async def tell() -> None:
@@ -179,7 +156,7 @@ class Address:
     async def _counted(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
         """The events of an answer, as metrics count them; the first of them needs the body no more."""
         metrics, first = self.site.metrics, True
-        async with aclosing(answers(self.site.service, asked.asks)) as events:
+        async with aclosing(self.site.service.answer(*asked.asks)) as events:
             async for event in events:
                 body.release()
                 if first and isinstance(event, TextPart | Called):

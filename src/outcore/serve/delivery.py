@@ -18,29 +18,21 @@ from starlette.types import Receive, Send
 
 from .api import EVENT_STREAM, ResponseWriter
 from .events import Event, RequestError
-from .site import ignored_header, json_response, shutting_down
+from .site import Site, ignored_header, json_response, shutting_down
 
 log = logging.getLogger("outcore")
 
 
-async def deliver(
-    events: AsyncGenerator[Event, None],
-    writer: ResponseWriter,
-    send: Send,
-    ended: asyncio.Event,
-    keepalive_s: float,
-) -> None:
+async def deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site) -> None:
     """Send an answer.
 
     Args:
         events: closed at the end, however that comes.
-        ended: set when the server ends answers under way.
-        keepalive_s: seconds without an event after which a stream says that it lives.
 
     Raises:
         RequestError: it failed before anything was sent.
     """
-    async with aclosing(events), aclosing(_heard(events, ended, keepalive_s)) as heard:
+    async with aclosing(events), aclosing(_heard(events, site)) as heard:
         if not writer.streams:
             body = writer.whole([event async for event in heard if event is not None])
             response = json_response(body, headers=ignored_header(writer.ignored))
@@ -49,24 +41,23 @@ async def deliver(
             return
         started = False
 
-        async def tell(data: bytes) -> None:
+        async def tell(data: bytes, more: bool = True) -> None:
             nonlocal started
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _stream_headers(writer)})
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if data or not more:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
             async for event in heard:
-                if data := writer.keepalive() if event is None else writer.event(event):
+                if data := writer.keepalive() if event is None else writer.sent(writer.steps(event)):
                     await tell(data)
-            await tell(writer.closing())
+            await tell(writer.closing(), more=False)
         except RequestError as e:
             if not started:
                 raise
-            await tell(writer.failed(e))
-        await send({"type": "http.response.body", "body": b""})
+            await tell(writer.sent(writer.failure(e)), more=False)
 
 
 def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:
@@ -78,10 +69,8 @@ def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:
     return [(k, v) for k, v in response.raw_headers if k != b"content-length"]
 
 
-async def _heard(
-    events: AsyncGenerator[Event, None], ended: asyncio.Event, patience_s: float
-) -> AsyncGenerator[Event | None, None]:
-    """The events; None whenever none has come for so long.
+async def _heard(events: AsyncGenerator[Event, None], site: Site) -> AsyncGenerator[Event | None, None]:
+    """The events; None whenever none has come for so long that a client may wonder.
 
     Raises:
         RequestError: the answer failed, or the server ends.
@@ -90,9 +79,10 @@ async def _heard(
     async def following() -> Event | None:
         return await anext(events, None)
 
-    over, waiting = asyncio.create_task(ended.wait()), asyncio.create_task(following())
+    over, waiting = asyncio.create_task(site.ended.wait()), asyncio.create_task(following())
     try:
         while True:
+            patience_s = site.limits.keepalive_s
             await asyncio.wait((waiting, over), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 if (event := waiting.result()) is None:
