@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -63,12 +63,17 @@ class FakeService:
         self.status = "ok"
 
     async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """As the script has it, of the first."""
+        """As the script has it, one after the other."""
         self.under_way += 1
         ended = False
         try:
-            async for event in self.script(asks[0]):
-                yield event
+            for n, ask in enumerate(asks):
+                async for event in self.script(ask):
+                    if isinstance(event, Begun | Finished):
+                        if n == (0 if isinstance(event, Begun) else len(asks) - 1):
+                            yield event
+                    else:
+                        yield replace(event, index=event.index + n * ask.choices)
             ended = True
         except RequestError:
             ended = True
@@ -172,12 +177,13 @@ APIS = (ONE, OTHER, THIRD)
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Seconds that pass when they are told to, but for a little with every look."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
+        self.now += 1e-6
         return self.now
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from ..checks import COUNT
-from .api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, decoded, new_id
+from .api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
 from .events import (
     Begun,
     Called,
@@ -320,7 +321,7 @@ class MessageWriter(ResponseWriter):
                 yield from self._close()
                 yield self._opened({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
                 yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
-                self._message["content"][-1]["input"] = decoded(event.arguments)
+                self._message["content"][-1]["input"] = json.loads(event.arguments)
                 yield from self._close()
             case Ended():
                 self._end = event

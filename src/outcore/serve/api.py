@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,7 +163,7 @@ def refused(path: str, why: str, method: str = "POST") -> Route:
 
 
 @dataclass
-class Choice:
+class WholeChoice:
     """A whole choice."""
 
     parts: list[TextPart] = field(default_factory=list)
@@ -186,7 +185,7 @@ class Whole:
 
     def __init__(self, events: Iterable[Event], choices: int = 1) -> None:
         self.begun, self.finished = Begun("", 0), Finished(0, 0)
-        self.choices = [Choice() for _ in range(choices)]
+        self.choices = [WholeChoice() for _ in range(choices)]
         for event in events:
             match event:
                 case Begun():
@@ -227,20 +226,6 @@ def encoded(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may write: JSON can say it and UTF-8 cannot
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def decoded(arguments: str) -> dict[str, Any]:
-    """The arguments of a call that a model wrote, as an object that ``encoded`` can write: a number that no float or
-    int holds becomes text."""
-
-    def real(digits: str) -> float | str:
-        return value if math.isfinite(value := float(digits)) else digits
-
-    def whole(digits: str) -> int | str:
-        return int(digits) if len(digits) <= sys.int_info.str_digits_check_threshold else digits
-
-    found: dict[str, Any] = json.loads(arguments, parse_constant=str, parse_float=real, parse_int=whole)
-    return found
 
 
 def server_sent(value: Any, event: str = "") -> bytes:

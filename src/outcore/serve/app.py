@@ -1,12 +1,20 @@
-"""The HTTP application: the addresses of all APIs, and those that belong to none."""
+"""The HTTP application: the addresses of all APIs, and those that belong to none, and answers on their way to clients.
+
+An answer goes out event by event as they come, or whole; it ends when the client goes, or the server does. The engine
+never waits for a client: events queue in the service. What is queued is an answer's own text and no more, which
+``max_tokens`` bounds; a client that takes nothing for ``ClientLimits.write_s`` loses its connection, and with it the
+answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,13 +28,12 @@ from ..machine.heap import give_back
 from ..monitoring.publisher import board
 from . import page
 from .access import Access, Guard, cors
-from .api import Api, HttpRequest, ParsedRequest, Route
+from .api import EVENT_STREAM, Api, HttpRequest, ParsedRequest, ResponseWriter, Route
 from .body import HeldBody
-from .delivery import deliver, while_there
 from .description import described
 from .events import Called, Event, RequestError, TextPart
 from .metrics import Counted
-from .site import IGNORED, Site, error_response, json_response
+from .site import IGNORED, Site, error_response, ignored_header, json_response, shutting_down
 
 log = logging.getLogger("outcore")
 
@@ -143,7 +150,7 @@ class Address:
         handled = await body.work(route.handle, request, site.service)
         del request
         if isinstance(handled, ParsedRequest):
-            work = deliver(self._counted(handled, body, began), handled.answering, send, site)
+            work = _deliver(self._counted(handled, body, began), handled.answering, send, site)
         else:
 
             async def tell() -> None:
@@ -151,7 +158,7 @@ class Address:
                 await json_response(value)(http.scope, http.receive, send)
 
             work = tell()
-        await while_there(work, http.receive)
+        await _while_there(work, http.receive)
 
     async def _counted(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
         """The events of an answer, as metrics count them; the first of them needs the body no more."""
@@ -164,3 +171,104 @@ class Address:
                     metrics.first_token.observe(time.monotonic() - began)
                 metrics.event(event)
                 yield event
+
+
+async def _deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site) -> None:
+    """Send an answer.
+
+    Args:
+        events: closed at the end, however that comes.
+
+    Raises:
+        RequestError: it failed before anything was sent.
+    """
+    async with aclosing(events), aclosing(_heard(events, site)) as heard:
+        if not writer.streams:
+            body = writer.whole([event async for event in heard if event is not None])
+            response = json_response(body, headers=ignored_header(writer.ignored))
+            await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+            await send({"type": "http.response.body", "body": response.body})
+            return
+        started = False
+
+        async def tell(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _stream_headers(writer)})
+            if data or not more:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for event in heard:
+                if data := writer.keepalive() if event is None else writer.sent(writer.steps(event)):
+                    await tell(data)
+            await tell(writer.closing(), more=False)
+        except RequestError as e:
+            if not started:
+                raise
+            await tell(writer.sent(writer.failure(e)), more=False)
+
+
+def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:
+    headers = ignored_header(writer.ignored)
+    if writer.media_type == EVENT_STREAM:
+        # Proxies are not to keep it until it is whole (nginx: ngx_http_upstream_module, X-Accel-Buffering).
+        headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    response = Response(None, 200, headers, media_type=writer.media_type)
+    return [(k, v) for k, v in response.raw_headers if k != b"content-length"]
+
+
+async def _heard(events: AsyncGenerator[Event, None], site: Site) -> AsyncGenerator[Event | None, None]:
+    """The events; None whenever none has come for so long that a client may wonder.
+
+    Raises:
+        RequestError: the answer failed, or the server ends.
+    """
+
+    async def following() -> Event | None:
+        return await anext(events, None)
+
+    over, waiting = asyncio.create_task(site.ended.wait()), asyncio.create_task(following())
+    try:
+        while True:
+            patience_s = site.limits.keepalive_s
+            await asyncio.wait((waiting, over), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                if (event := waiting.result()) is None:
+                    return
+                yield event
+                waiting = asyncio.create_task(following())
+            elif over.done():
+                raise shutting_down()
+            else:
+                yield None
+    except (RequestError, asyncio.CancelledError):
+        raise
+    except Exception as e:
+        log.exception("an answer failed")
+        raise RequestError("the answer failed; the server's log says why", "internal_error", status=500) from e
+    finally:
+        await _cancelled(over, waiting)
+
+
+async def _while_there(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do some work for a client; ended when it has gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, waiting = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        await _cancelled(working, waiting)
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

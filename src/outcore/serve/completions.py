@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ..checks import COUNT
-from .api import Choice, HttpRequest, ParsedRequest, Route, finite
+from .api import HttpRequest, ParsedRequest, Route, WholeChoice, finite
 from .events import Ended, Event, Service, TextPart, TokenLogprob
 from .openai import CHOICES, ChatWriter, TextBody
 from .requests import UNSUPPORTED, TopLogprobs, read, wrong
@@ -65,11 +65,11 @@ class CompletionWriter(ChatWriter):
 
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
         if isinstance(event, TextPart) and (event.text or event.reasoning or event.logprobs):
-            yield {"index": event.index, **self.said(event.index, Choice([event])), "finish_reason": None}
+            yield {"index": event.index, **self.said(event.index, WholeChoice([event])), "finish_reason": None}
         elif isinstance(event, Ended):
             yield {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
 
-    def said(self, index: int, choice: Choice) -> dict[str, Any]:
+    def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         # Whoever continues a text wants all of it, what was thought too.
         text, told = "".join(part.reasoning + part.text for part in choice.parts), None
         if self.logprobs:

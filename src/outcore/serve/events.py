@@ -134,7 +134,7 @@ class Called:
     """A choice calls a tool.
 
     Attributes:
-        arguments: JSON, an object.
+        arguments: JSON, an object of finite numbers.
         id: of this call, such as ``call_3f...``; ``number``: its place among those of the choice, from 0.
     """
 

@@ -7,8 +7,9 @@ its place, what is left free, such as thoughts.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -229,8 +230,8 @@ def _not_followed(field: str, error: Exception | str) -> RequestError:
 class GrammarProcessor:
     """A logits processor (mlx-lm's) that leaves a token only where the grammar allows it. To be the last of them.
 
-    It takes each token once. Where it is called with other tokens than before, such as without drafted ones that did
-    not stay, it goes back to where they part.
+    It takes each token once, but where it is called with other tokens than before, such as without drafted ones that
+    did not stay.
     """
 
     def __init__(self, grammar: Grammar, prompt: int | None) -> None:
@@ -262,21 +263,16 @@ class GrammarProcessor:
             allowed[: self._grammar.vocabulary] = np.unpackbits(mask, bitorder="little")[: self._grammar.vocabulary]
         return mx.where(mx.array(allowed[:width]), logits, mx.array(-mx.inf, logits.dtype))
 
-    def _follow(self, tokens: Sequence[int]) -> None:
-        pairs = enumerate(zip(self._tokens, tokens, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(self._tokens), len(tokens)))
-        back = max(0, self._matched - same)
-        self._matcher.rollback(back)
-        self._matched -= back
-        self._tokens = list(tokens)
-        while self._matched >= same and self._matched < len(tokens):
-            token = tokens[self._matched]
-            known = token < self._grammar.vocabulary and token not in self._grammar.ends
-            if not known or self._matcher.try_consume_tokens([token]) != 1:
-                break
-            self._matched += 1
-            same = self._matched
-        self._check()
+    def _follow(self, tokens: list[int]) -> None:
+        if self._tokens != tokens[: len(self._tokens)]:
+            # llguidance's own rollback goes wrong where a grammar names tokens by their numbers; a token takes it 1 µs.
+            self._matcher, self._matched, self._tokens = self._grammar.matcher.deep_copy(), 0, []
+        new, own = tokens[len(self._tokens) :], self._grammar
+        if self._matched == len(self._tokens):
+            known = itertools.takewhile(lambda token: token < own.vocabulary and token not in own.ends, new)
+            self._matched += self._matcher.try_consume_tokens(list(known))
+            self._check()
+        self._tokens = tokens
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ from .api import (
     ResponseWriter,
     Route,
     Whole,
-    decoded,
     encoded,
     logprob_entries,
     refused,
@@ -43,17 +43,14 @@ from .events import (
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 from .requests import (
     MOST_TOOLS,
-    Body,
-    Change,
     Factor,
     Function,
     Message,
     Needed,
     Part,
+    SamplerFields,
     Seed,
-    Share,
     Stops,
-    Temperature,
     TopLogprobs,
     called,
     conversation,
@@ -98,15 +95,10 @@ Integer = Annotated[int, BeforeValidator(_whole), Field(ge=-COUNT, le=COUNT)]
 """Numbers below 0 mean none of it, or any."""
 
 
-class Options(Body):
-    temperature: Temperature | None = None
+class Options(SamplerFields):
     top_k: Integer | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
     seed: Annotated[Seed, BeforeValidator(_whole)] | None = None
     repeat_penalty: Factor | None = None
-    presence_penalty: Change | None = None
-    frequency_penalty: Change | None = None
     repeat_last_n: Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=COUNT)] | None = None
     num_predict: Integer | None = None
     stop: Annotated[Stops, BeforeValidator(_stops)] = ()
@@ -333,7 +325,7 @@ class OllamaWriter(ResponseWriter):
         if thinking:
             said["thinking"] = thinking
         if calls:
-            functions = [{"index": c.number, "name": c.name, "arguments": decoded(c.arguments)} for c in calls]
+            functions = [{"index": c.number, "name": c.name, "arguments": json.loads(c.arguments)} for c in calls]
             said["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]
         record: dict[str, Any] = {"model": self._model or self._begun.model, "created_at": timestamp(datetime.now(UTC))}
         record |= {"message": said} if self._chat else said

@@ -14,13 +14,13 @@ from ..checks import COUNT
 from ..decode.request_values import template_options
 from ..version import __version__
 from .api import (
-    Choice,
     Defaults,
     HttpRequest,
     ParsedRequest,
     ResponseWriter,
     Route,
     Whole,
+    WholeChoice,
     logprob_entries,
     new_id,
     refused,
@@ -304,7 +304,7 @@ class ChatWriter(ResponseWriter):
             case Ended():
                 yield delta(event.index, {}, event.reason)
 
-    def said(self, index: int, choice: Choice) -> dict[str, Any]:
+    def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         """A whole choice's message, or text, and its log-probabilities."""
         content = None if choice.calls and not choice.text else choice.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import signal
 import socket
 import sys
 import threading
@@ -152,6 +153,16 @@ class Server(uvicorn.Server):
             if isinstance(connection, Connection):
                 connection.drop()
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but what is ignored stays so."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        ignored = [s for s in handled if signal.getsignal(s) is signal.SIG_IGN]
+        with super().capture_signals():
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """As uvicorn's, but nothing is raised anew at the end."""

@@ -14,8 +14,6 @@ import mlx.nn as nn
 
 from ..checkpoint.lazy_model import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
-from ..checks import whole
-from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
@@ -60,12 +58,6 @@ class ServiceOptions:
     most_context: int | None = None
     draft_tokens: int | None = None
     secret: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "most", "most_waiting"):
-            whole(self.load.name(name), getattr(self, name))
-        if self.draft_tokens is not None:
-            check_draft_length(self.draft_tokens, self.load.name("num_draft_tokens"))
 
 
 class ModelService:
