@@ -15,7 +15,7 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 
 import outcore
 import zoo
-from outcore.calibration.random_model import rig
+from outcore.calibration.layers import rig
 from outcore.decode.wired import generating
 from outcore.loading.preparation import prepare
 from outcore.machine import allocator

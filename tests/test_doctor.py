@@ -30,7 +30,6 @@ from outcore.disk.disk_calls import LinuxCalls
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
-from outcore.machine import memory_calls
 from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
@@ -96,7 +95,7 @@ class Broken:
         self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))
 
     def disk_calibrated(self) -> None:
-        self.patch.setattr(doctor, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None))
+        self.patch.setattr(doctor, "load_calibration", lambda *_: Calibration(read_gbps=500.0, measured=True))
 
     def overlap(self) -> None:
         """A reader that reads before it returns; as slowly as it ever did, whatever others do to the disk."""
@@ -250,11 +249,9 @@ def test_all_of_it_ends_in_time_and_is_well_here(monkeypatch: pytest.MonkeyPatch
 def test_a_mac_that_is_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fake_darwin_memory import FakeDarwin as FakeDarwinMemory
 
-    calls = FakeDarwinMemory()
-    monkeypatch.setattr(memory_calls, "SYSTEM", calls)
-    fake = FakeDarwinDisk()
+    calls, fake = FakeDarwinMemory(), FakeDarwinDisk()
     names = ("offsets", "direct reads", "disk", "limits")
-    with disk_calls.using(fake):
+    with calls.here(), disk_calls.using(fake):
         patient = Patient(file)
         found = {name: CHECKS[name](patient) for name in names}
     assert found["offsets"].ok and found["limits"].ok, found
@@ -334,7 +331,7 @@ def test_a_file_that_somebody_writes_to_is_no_broken_machine(model: Path, monkey
 def test_what_is_checked_is_how_weights_will_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     monkeypatch.setattr(first_use, "wrong_reads", lambda _, io: ways.append(io) or ())
-    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: (Calibration(io="cached"), None))
+    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: Calibration(io="cached"))
     loaded, _ = outcore.load_model(model, memory="1GB", context=32)
     loaded.outcore.close()
     assert ways == ["cached"]

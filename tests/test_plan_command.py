@@ -143,7 +143,7 @@ def test_this_machine_is_measured_once(
 def known(model: Path, layer_s: float = 0.002) -> None:
     """This machine was measured already."""
     prepared = prepare(model)
-    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared)}
+    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared.profile)}
     store_calibration(model, prepared.cpu_streams, Calibration(read_gbps=2.0, kinds=kinds, measured=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
+from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import cache_dir
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> None:
     if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
         raise UsageError(f"--cpu-streams {args.cpu_streams}: at least 1")
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
-    folder = prepared.profile.lazy.checkpoint.folder if prepared else cache_dir()
+    profile = prepared.profile if prepared else None
+    folder = profile.lazy.checkpoint.folder if profile else cache_dir()
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -40,9 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
     with progress_bar() as bar:
         told = measuring(bar)
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
-        mirrors = prepared.mirrors if prepared is not None else ()
-        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
+        found, measured = calibrated(profile, folder, streams, force=args.force, progress=told, note=note)
     record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
@@ -50,8 +49,7 @@ def run(args: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - began, 2),
         "stored": str(file_of(key_of(folder, streams))) if measured else None,
         "notes": notes,
-        "mirrors": [{"folder": str(m.folder), "read_gbps": c.read_gbps} for m, c in zip(mirrors, others, strict=True)],
-        "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
+        "model_kinds": sorted(kinds_of(profile)) if profile else [],
         **asdict(found),
     }
     _show(record, found, prepared)
@@ -61,14 +59,13 @@ def run(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> Preparation | None:
     """The model, opened; its plan does not matter."""
     if args.model is None:
-        if args.revision is not None or args.dtype is not None or args.mirror is not None:
-            raise UsageError("--revision, --dtype and --mirror are about a model; give one")
+        if args.revision is not None or args.dtype is not None:
+            raise UsageError("--revision and --dtype are about a model; give one")
         return None
     folder = resolve_model(args.model, args.revision)
     options: dict[str, Any] = {
         "dtype": args.dtype,
         "cpu_streams": args.cpu_streams,
-        "mirror": args.mirror,
         "trust_remote_code": args.trust_remote_code,
         "flags": True,
     }
@@ -91,7 +88,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
     ]
-    rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
     for name, value in rows:
         table.add_row(name, value)
     out.print(table)

@@ -22,7 +22,6 @@ import mlx.core as mx
 import numpy as np
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.disk import ReadSetting
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
@@ -250,13 +249,14 @@ def rates(patient: Patient) -> Finding:
     slot, found = _slot(nbytes), dict[int, float]()
     for i, n in enumerate(lanes):
         extent = Extent(patient.file, i * nbytes, nbytes, 0, in_place=True)
-        with contextlib.closing(ReadSetting(CHUNK, n, direct).open([patient.file])) as reader:
+        io = "auto" if direct else "cached"
+        with contextlib.closing(FileReader([patient.file], io=io, threads=n)) as reader:
             forget_before(reader.direct, [extent])
             began = time.perf_counter()
             reader.submit("doctor", [extent], slot.payload).wait()
             found[n] = nbytes / (time.perf_counter() - began) / 1e9
     text = f"{where}; GB/s by reads in flight: " + ", ".join(f"{n}: {rate:.2f}" for n, rate in found.items())
-    calibration, _ = load_calibration(folder, cores() if on_cpu() else 1)
+    calibration = load_calibration(folder, cores() if on_cpu() else 1)
     if calibration is not None and calibration.measured:
         text += f"; calibrated: {calibration.read_gbps:.2f}"
         if not 1 / DRIFTED < calibration.read_gbps / max(found.values()) < DRIFTED:

@@ -218,7 +218,7 @@ def calibrate() -> ArgumentParser:
         "outcore calibrate mlx-community/Qwen3-8B-4bit",
         model,
         "revision trust-remote-code",
-        *(FLAGS[name].but(group="") for name in ("dtype", "cpu-streams", "mirror")),
+        *(FLAGS[name].but(group="") for name in ("dtype", "cpu-streams")),
         FLAGS["force"].but(help="Measure again what is known already."),
         needs_model=False,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import calibrate_mirrors, calibrated
+from ..calibration.calibrate import calibrated
 from ..checkpoint.find_model import name_of, resolve_model
 from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
@@ -103,8 +103,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
-            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
+            calibrated(opened.profile, folder, opened.cpu_streams, progress=measuring(bar), note=note)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:
@@ -215,7 +214,7 @@ def _print(compared: Compared, record: dict[str, Any]) -> None:
     )
     if record["mirrors"]:
         folders = 1 + len(record["mirrors"])
-        out.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.")
+        out.print(f"Read from {folders} folders at once, and predicted by the first one's disk alone.")
     items = Table(show_header=False, box=None, pad_edge=False)
     items.add_column(style="bold")
     items.add_column(justify="right")

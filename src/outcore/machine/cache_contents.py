@@ -39,7 +39,7 @@ FILES = {
     "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
     SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
 }
-"""Folders of files: what each file is, and how it is called. ``runs`` are of versions before this one."""
+"""Folders of files: what each file is, and how it is called. Earlier versions wrote ``runs`` and ``experts``."""
 
 
 @dataclass(frozen=True)

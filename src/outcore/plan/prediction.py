@@ -155,11 +155,11 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             continue
         total = sum(map(attrgetter("read"), mine))
         if layer.joined or layer.decoded or layer.to_cast:
-            # Once for all passes; of pieces that stay in memory it was done before.
+            # Once for all passes; of pieces that stay in memory it was done before. Codes are put together, and weights
+            # brought to another dtype, about as fast as weights are computed with.
             share = total / layer.read if layer.read else 1.0
-            compute += calibration.join_s(round(layer.joined * share))
             compute += calibration.decode_s(round(layer.decoded * share))
-            compute += calibration.cast_s(round(layer.to_cast * share))
+            compute += share * (layer.joined + layer.to_cast) / calibration.weight_gbps / 1e9
         # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
         text = size.kv_read(i, kept) if size.on_disk else 0
         for part in mine:
