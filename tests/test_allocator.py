@@ -50,9 +50,8 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     info = {"max_recommended_working_set_size": MOST, "memory_size": 2 * MOST}
     monkeypatch.setattr(mx, "device_info", lambda *_: info)
     monkeypatch.setattr(process, "_needs", {})
-    monkeypatch.setattr(process, "_before", {})
     monkeypatch.setattr(process, "_releases", {})
-    monkeypatch.setattr(process, "_ours", {})
+    monkeypatch.setattr(process, "_limits", {})
     yield found
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
 
-from outcore.machine import mac, memory
+from outcore.machine import mac
 from outcore.machine.pressure import Pressure, read_pressure
 
 GB = 10**9
@@ -120,7 +121,7 @@ class FakeDarwin:
         """This machine is that Mac, as far as its memory goes."""
         with (
             patch.object(mac, "sysctl", self.sysctl),
-            patch.object(memory.psutil, "virtual_memory", self.virtual_memory),
+            patch.object(psutil, "virtual_memory", self.virtual_memory),
             patch.object(mx.metal, "is_available", lambda: True),
             patch.object(mx, "device_info", self.device_info),
             patch.object(mx, "get_active_memory", lambda: self.own),

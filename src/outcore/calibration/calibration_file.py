@@ -19,8 +19,7 @@ from pydantic import TypeAdapter
 
 from ..errors import CalibrationError, StoreError
 from ..machine.cache_folder import cache_dir, keep_document
-from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
-from ..machine.packages import version
+from ..machine.hardware import cores, cpu_name, filesystem, gpu_name, version
 from ..machine.small_files import CONFIG_BYTES, parse_json, read_small
 from ..options import IO_MODES
 from ..plan.machine_profile import Calibration

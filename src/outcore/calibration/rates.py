@@ -37,7 +37,7 @@ def sync_seconds() -> float:
     return seconds_of(lambda: (x + 1) * 2, repeats=200)
 
 
-def _gbps(shape: tuple[int, int], dtype: mx.Dtype, use: Callable[[mx.array], mx.array], made: int) -> float:
+def _gbps(shape: tuple[int, ...], dtype: mx.Dtype, use: Callable[[mx.array], mx.array], made: int) -> float:
     """GB/s of ``made`` bytes that are computed from each of some matrices, which are used in turn."""
     matrices = [mx.full(shape, 1, dtype=dtype) for _ in range(PARTS)]
     mx.eval(matrices, use(matrices[0]))  # the first use compiles it

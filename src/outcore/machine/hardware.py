@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import platform
 import sys
@@ -14,6 +15,9 @@ import psutil  # type: ignore[import-untyped]
 from . import mac
 from .device import on_cpu
 from .memory import text_of
+
+version = functools.cache(importlib.metadata.version)
+"""Of a package: its metadata is read and parsed each time that one asks, which was a tenth of loading a small model."""
 
 
 def cores() -> int:

@@ -18,7 +18,7 @@ from ..errors import StoreError
 from .cache_folder import make_cache, require_own
 from .cache_use import keep
 from .device import on_cuda
-from .packages import version
+from .hardware import version
 
 FOLDER = "MLX_PTX_CACHE_DIR"
 """The environment variable by which MLX is told where it keeps CUDA kernels. It looks when it compiles the first."""

@@ -21,6 +21,7 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from . import mac
+from .settings import SHARED_BY
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
@@ -30,9 +31,6 @@ SHARES = {"safety": (0.75, 0.6), "balanced": (0.9, 0.8), "performance": (0.95, 0
 PROCESS_BYTES = 200_000_000
 _LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as 2**63 less a page
-
-SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
-"""The environment variable that says how many ranks of one run divide a host's memory, this process too."""
 
 
 @dataclass(frozen=True)

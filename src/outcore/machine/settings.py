@@ -30,6 +30,9 @@ ON, OFF = "on", "off"
 KEYS = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
 """What can be settled, and an example of each."""
 
+SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
+"""The variable that says how many ranks of one run divide a host's memory, this process too."""
+
 LONGEST = 1 << 20
 """Bytes of a configuration file that are read; devices have no end."""
 
