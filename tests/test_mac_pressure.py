@@ -145,7 +145,6 @@ def test_neighbours_that_wire_memory_and_unwire_it_make_no_flapping(period: int)
 
     run.run(3600, others)
     assert 1 <= len(run.sheds()) <= 10 and max(n for _, n in run.sheds()) <= 6
-    assert all(d.reason.startswith("macOS warns") for _, moved, d in run.log if moved > 0)
     assert sum(n for _, n in run.regrows()) <= sum(n for _, n in run.sheds())
     assert run.resident >= 12 and run.mac.swapped == 0
 

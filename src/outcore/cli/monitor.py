@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import os
-import select
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,8 +27,6 @@ SETTLED = 5
 
 NOBODY = "No Outcore process of yours runs. Start one in another terminal, such as outcore chat: it will show up here."
 
-KEYS = "← → another process or model   k end process   q quit"
-
 
 def run(args: argparse.Namespace) -> None:
     """Run the command.
@@ -40,7 +36,9 @@ def run(args: argparse.Namespace) -> None:
         OutcoreError: nothing runs that could be watched.
     """
     if args.once:
-        _once(args)
+        *_, processes = itertools.islice(_looks(), SETTLED)
+        args.result.record = {"processes": processes}
+        console(soft_wrap=False).print(_drawn(processes))
     elif args.json:
         for processes in _looks():
             for process in processes:
@@ -48,7 +46,12 @@ def run(args: argparse.Namespace) -> None:
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("standard output is no terminal; --json and --once do without")
     else:
-        _live(LiveView())
+        terminal = PlainConsole(highlight=False)
+        # Ctrl-C is the way to leave.
+        with contextlib.suppress(KeyboardInterrupt), Live(console=terminal, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(look(), refresh=True)
+                time.sleep(EVERY_S)
 
 
 def _looks() -> Iterator[list[dict[str, Any]]]:
@@ -63,88 +66,20 @@ def _looks() -> Iterator[list[dict[str, Any]]]:
         processes = read_all()
 
 
-def _once(args: argparse.Namespace) -> None:
-    *_, processes = itertools.islice(_looks(), SETTLED)
-    args.result.record = {"processes": processes}
-    out = console(soft_wrap=False)
+def look() -> RenderableType:
+    """What the view shows now."""
+    try:
+        processes = read_all()
+    except StoreError as e:
+        return Text(str(e), "red")
+    return Group(_drawn(processes) if processes else Text(NOBODY), Text("Ctrl-C to leave", "dim"))
+
+
+def _drawn(processes: list[dict[str, Any]]) -> Group:
+    """All models of these processes, one below the other."""
+    drawn: list[RenderableType] = []
     for process in processes:
-        for model in process["models"]:
-            out.print(view(process, model))
+        drawn += [view(process, model) for model in process["models"]]
         if not process["models"]:
-            out.print(f"{process['command']} · process {process['pid']}: {NO_MODEL}")
-
-
-class LiveView:
-    """One model of one process at a time.
-
-    Attributes:
-        over: the user has left.
-    """
-
-    def __init__(self) -> None:
-        self._processes: list[dict[str, Any]] = []
-        self._at = (0, 0)  # process number, model of it
-        self._ending = False  # asked whether to
-        self._asked: set[int] = set()  # processes that were asked to end
-        self.over = False
-
-    def look(self) -> RenderableType:
-        """What is to be seen now."""
-        try:
-            self._processes = read_all()
-        except StoreError as e:
-            self._processes = []
-            return Text(str(e), "red")
-        if not self._processes:
-            return Group(Text("outcore monitor", "bold"), Text(NOBODY), Text(KEYS, "dim"))
-        places = self._places()
-        if self._at not in places:
-            # The same process's first model, or the first process there is.
-            self._at = next((p for p in places if p[0] == self._at[0]), places[0])
-        process = self._process
-        tabs = Text(no_wrap=True, overflow="ellipsis")
-        for each in self._processes:
-            tabs.append(f" {each['command']} {each['pid']} ", "reverse bold" if each is process else "")
-        models = process["models"]
-        shown = view(process, models[self._at[1]]) if models else Text(NO_MODEL)
-        return Group(tabs, shown, Text(self._question() if self._ending else KEYS, "bold" if self._ending else "dim"))
-
-    def press(self, key: str) -> None:
-        """Do what a key asks for, by prompt_toolkit's name of it."""
-        if self._ending:
-            self._ending = False
-            if key == "y" and self._at[0] in {p["pid"] for p in self._processes}:
-                os.kill(self._at[0], signal.SIGTERM if self._at[0] in self._asked else signal.SIGINT)
-                self._asked.add(self._at[0])
-        elif key in ("q", "c-c"):
-            self.over = True
-        elif key == "k":
-            self._ending = bool(self._processes)
-        elif key in ("right", "left", "c-i", "s-tab") and self._processes:
-            places = self._places()
-            step = 1 if key in ("right", "c-i") else -1
-            self._at = places[(places.index(self._at) + step) % len(places)]
-
-    @property
-    def _process(self) -> dict[str, Any]:
-        return next(p for p in self._processes if p["pid"] == self._at[0])
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(p["pid"], i) for p in self._processes for i in range(max(1, len(p["models"])))]
-
-    def _question(self) -> str:
-        how = "at once: it was asked before" if self._at[0] in self._asked else "as Ctrl-C would"
-        return f"End process {self._at[0]} ({self._process['command']}), {how}? y yes, any other key no"
-
-
-def _live(shown: LiveView) -> None:
-    from prompt_toolkit.input import create_input
-
-    keys = create_input(sys.stdin)
-    console = PlainConsole(highlight=False)
-    with keys.raw_mode(), Live(shown.look(), console=console, screen=True, auto_refresh=False) as live:
-        while not shown.over:
-            if select.select([keys.fileno()], [], [], EVERY_S)[0]:
-                for press in [*keys.read_keys(), *keys.flush_keys()]:
-                    shown.press(str(getattr(press.key, "value", press.key)))
-            live.update(shown.look(), refresh=True)
+            drawn.append(Text(f"{process['command']} · process {process['pid']}: {NO_MODEL}"))
+    return Group(*drawn)

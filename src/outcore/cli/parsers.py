@@ -201,8 +201,8 @@ def monitor() -> ArgumentParser:
     """The flags of ``outcore monitor``."""
     return command_parser(
         "outcore monitor",
-        "Show what your running Outcore processes do: layers, memory, the disk, tokens. Keys: left, right, tab switch "
-        "the process, k ends it, q leaves. With --json a snapshot a line, four times a second.",
+        "Show what your running Outcore processes do: layers, memory, the disk, tokens; Ctrl-C leaves. With --json a "
+        "snapshot a line, four times a second.",
         "outcore monitor --once",
         switch("--once", "Show it once, after a second, and end."),
     )

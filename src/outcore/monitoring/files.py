@@ -55,7 +55,7 @@ def require_private(folder: Path) -> None:
     if not alone or above.st_uid not in (me, 0) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
         raise StoreError(
             f"{folder}: the monitor's snapshots lie there, and others could look into it or replace it: "
-            "remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+            f"chmod 700 {folder}, or set XDG_RUNTIME_DIR to a folder of your own"
         )
 
 
