@@ -13,7 +13,7 @@ from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import cache_dir
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
 from ..loading.preparation import Preparation, prepare
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
@@ -63,40 +63,26 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
             raise UsageError("--revision and --dtype are about a model; give one")
         return None
     folder = resolve_model(args.model, args.revision)
-    options: dict[str, Any] = {
-        "dtype": args.dtype,
-        "cpu_streams": args.cpu_streams,
-        "trust_remote_code": args.trust_remote_code,
-        "flags": True,
-    }
-    try:
-        return prepare(folder, **options)
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        return prepare(folder, memory=e.smallest, **options)
+    trusted = args.trust_remote_code
+    return prepare(
+        folder, least=True, dtype=args.dtype, cpu_streams=args.cpu_streams, trust_remote_code=trusted, flags=True
+    )
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
     out = console()
+    how = "cached" if found.io == "cached" else "direct"
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
-    table.add_column()
-    how = "cached" if found.io == "cached" else "direct"
-    rows = [
-        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
-        ("a small read", _time(found.read_latency_s)),
-        ("waiting for the device", _time(found.sync_s)),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
+    requests = f"{found.threads} requests of {(found.chunk or 0) >> 20} MiB in flight"
+    table.add_row("disk", f"{found.read_gbps:.3g} GB/s, {requests}, {how}")
+    table.add_row("a small read", _time(found.read_latency_s))
+    table.add_row("waiting for the device", _time(found.sync_s))
     out.print(table)
     if prepared is not None and (times := _times_table(found, prepared)) is not None:
         out.print(times)
-    if record["measured_now"]:
-        out.print(f"Measured in {record['seconds']:.0f} s, and kept.")
-    else:
-        out.print("Known already; --force measures again.")
+    known = "Known already; --force measures again."
+    out.print(f"Measured in {record['seconds']:.0f} s, and kept." if record["measured_now"] else known)
     for note in record["notes"]:
         out.print(f"Note: {note}")
 
@@ -118,10 +104,6 @@ def _times_table(found: Calibration, prepared: Preparation) -> Table | None:
         name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
         table.add_row(name, *(f"{1e3 * times[n]:.3g}" if n in times else "" for n in counts))
     return table
-
-
-def _mib(chunk: int | None) -> str:
-    return f"{(chunk or 0) >> 20} MiB"
 
 
 def _time(seconds: float) -> str:

@@ -162,9 +162,9 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
         for plan in (best, pooled):
             if plan is not None and (found is None or plan.run_s < found.run_s * WORTH):
                 found = plan
-        if found is not None and not found.split:
+        if found is not None and not found.split and found.slots > SLOTS[-1]:
             break
-        # Layers in parts wait for each other: memory that the head takes may be worth more to them.
+        # Layers in parts, or in few slots, wait for each other: memory that the head takes may be worth more to them.
     if found is not None:
         return _with_larger_step(size, found, steps)
     raise BudgetError(refusal(size, budget, least, asked.resident), least)
