@@ -62,8 +62,9 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
             whole("--cpu-streams", args.cpu_streams)
         return None
     folder = resolve_model(args.model, args.revision)
-    options: dict[str, Any] = {name: getattr(args, name) for name in ("dtype", "cpu_streams", "trust_remote_code")}
-    return prepare(folder, least=True, flags=True, **options)
+    names = ("dtype", "cpu_streams", "trust_remote_code")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"flags": True}
+    return prepare(folder, least=True, **options)
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:

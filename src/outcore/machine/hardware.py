@@ -40,14 +40,13 @@ def gpu_name() -> str | None:
 def filesystem(folder: Path) -> str:
     """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``; what does
     not exist is said by who reads it."""
-    number = folder.stat().st_dev if folder.exists() else None
-    return _mounted_at(folder if number is None else folder.resolve(), number)
+    return _mounted_at(folder.resolve(), folder.stat().st_dev if folder.exists() else None)
 
 
 @functools.cache  # each model that is loaded asks, and the system's list is long
 def _mounted_at(folder: Path, number: int | None) -> str:
     partitions = psutil.disk_partitions(all=True)
-    mounts = [p for p in partitions if folder.resolve().is_relative_to(p.mountpoint)]
+    mounts = [p for p in partitions if folder.is_relative_to(p.mountpoint)]
     if sys.platform == "darwin":  # most of what lies below / is on another volume there, and no path says so
         mounts = [p for p in partitions if number == Path(p.mountpoint).stat().st_dev] or mounts
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
