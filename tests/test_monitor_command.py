@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from interrupts import heard
 from outcore.cli import monitor
 from outcore.cli.main import main
 from outcore.cli.monitor import look
@@ -145,9 +146,10 @@ def test_the_view_takes_a_terminal_over_and_gives_it_back(folder: Path) -> None:
     main_end, end = pty.openpty()
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outcore", "monitor"], env=environment, stdin=end, stdout=end, stderr=-1
-    )
+    with heard():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outcore", "monitor"], env=environment, stdin=end, stdout=end, stderr=-1
+        )
     os.close(end)
     shown = b""
 
