@@ -20,7 +20,7 @@ from ..plan.machine_profile import Calibration
 from ..sizes import format_size
 from ..text import counted
 from .console import console, listing
-from .engine import measuring, progress_bar
+from .engine import progress_bar
 from .output import tell
 
 
@@ -37,10 +37,9 @@ def run(args: argparse.Namespace) -> None:
         tell(line)
 
     with progress_bar() as bar:
-        told = measuring(bar)
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
+        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=bar.measuring, note=note)
         mirrors = prepared.mirrors if prepared is not None else ()
-        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
+        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=bar.measuring)
     args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,

@@ -31,8 +31,10 @@ def leave_out() -> None:
     """Import mlx-lm's own modules with stand-ins. Nothing where transformers is imported already."""
     if "transformers" in sys.modules:
         return
-    names = {"transformers": ("AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast")}
-    names[BASE] = ("PreTrainedTokenizerBase",)
+    names = {
+        "transformers": ["AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"],
+        BASE: ["PreTrainedTokenizerBase"],
+    }
     for module, classes in names.items():
         sys.modules[module] = ModuleType(module)
         vars(sys.modules[module]).update(dict.fromkeys(classes, _Tokenizer))
