@@ -20,7 +20,7 @@ from ..plan.machine_profile import Calibration
 from ..sizes import format_size
 from ..text import counted
 from .console import console, listing
-from .engine import measuring, progress_bar
+from .engine import progress_bar
 from .output import tell
 
 
@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> None:
         tell(line)
 
     with progress_bar() as bar:
-        told = measuring(bar)
-        found, measured = calibrated(profile, folder, streams, force=args.force, progress=told, note=note)
+        found, measured = calibrated(profile, folder, streams, force=args.force, progress=bar.measuring, note=note)
     args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,

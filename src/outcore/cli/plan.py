@@ -26,7 +26,7 @@ from ..sizes import format_size
 from ..text import counted
 from .arguments import engine_options
 from .console import console, listing
-from .engine import measuring, progress_bar
+from .engine import progress_bar
 from .output import tell
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
@@ -63,7 +63,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            calibrated(opened.profile, folder, opened.cpu_streams, progress=measuring(bar), note=note)
+            calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:
