@@ -19,7 +19,7 @@ import pytest
 
 from link_ranks import QUICK, in_threads
 from outcore.errors import UsageError
-from outcore_cluster.link import environment as e
+from outcore_cluster import environment as e
 from outcore_cluster.link.socket_link import SocketLink
 
 KEY = "0123456789abcdef"
@@ -112,7 +112,7 @@ def test_two_ranks_meet_by_their_environments(tmp_path: Path) -> None:
     assert all(isinstance(link, SocketLink) for link in links), links
     # What a rank starts is no rank.
     assert own == [{"OTHER": "stays"}] * 2
-    assert [link._me.who(1) for link in links] == ["rank 1 (right)"] * 2
+    assert [link.host for link in links] == ["left", "right"]
     in_threads([link.close for link in links])
 
 

@@ -134,11 +134,6 @@ class RankedDrafts:
         if not isinstance(which, int):
             return draft_named(kind, which, sharing.profile, self.folder, self.o.dtype)
         draft = draft_of_itself(sharing.profile, which)
-        if sharing.profile.lazy.share is not None:
-            raise UsageError(
-                f"{self.o.name('draft')} {draft.name}: a copy is made of all layers, and this folder has those of one "
-                "machine; ngram or another model can draft"
-            )
         if sharing.profile.evaluates or not fillable(sharing.cuts, sharing.by_layer(sharing.owners(draft))):
             raise UsageError(
                 f"{self.o.name('draft')} {draft.name}: a copy of this model cannot draft over several machines; "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outcore.checkpoint.find_model import resolve_model
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
@@ -23,12 +24,10 @@ from outcore.plan.planner import ASSUMED
 from outcore.plan.workload import Workload
 
 from .agreement import Agreement
-from .download import resolve_shared
 from .drafts import RankedDrafts, SharedModel
-from .forecast import predicted
+from .forecast import RanksPlan, predicted
 from .link.link import Link
 from .rank_share import RankShare
-from .ranks_plan import RanksPlan
 from .sharing import shared_out
 
 
@@ -116,7 +115,7 @@ class RankGroup:
             prepared.calibration,
             host=self.host or f"rank {self.link.rank}",
             asked=o.prefill_step_size,
-            notes=prepared.notes,
+            notes=[*prepared.notes],
         )
         return replace(
             prepared,
@@ -142,9 +141,12 @@ class RankGroup:
 
     # Commands
 
-    def model_folder(self, name: str, revision: str | None, o: LoadOptions, say: Callable[[str], None]) -> Path:
-        """The local folder of a model, of which each rank downloads what it needs alone; as ``resolve_model``."""
-        return resolve_shared(name, revision, self.options(o), self, say)
+    def model_folder(self, name: str, revision: str | None) -> Path:
+        """As ``resolve_model``; nobody goes on before all have the model."""
+        with self.link.working():
+            folder = resolve_model(name, revision)
+        self.link.gather(b"")
+        return folder
 
     def serves(self, args: argparse.Namespace, names: Sequence[str]) -> bool:
         """Whether this rank has ``outcore serve``'s server. Others compute what it says, until it ends."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +23,10 @@ from outcore.sizes import held_bytes
 
 from .cuts import Cuts, find_cuts
 from .link.link import Link
-from .ranks_plan import RanksPlan
 from .transport import RankTransport
+
+if TYPE_CHECKING:
+    from .forecast import RanksPlan
 
 BUFFERS = 3
 """A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
@@ -92,12 +94,6 @@ def cuts_of(profile: ModelProfile) -> Cuts:
     """Where a lazily opened model can be cut."""
     tables = [t.layer for t in profile.tables]
     return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
-
-
-def head_paths(profile: ModelProfile) -> frozenset[str]:
-    """Parameters that only logits are made with: the first rank's alone."""
-    tables = [t for t in profile.tables if t.multiplied and t.head and not t.looked_up]
-    return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
 
 
 def share_out(

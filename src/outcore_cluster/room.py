@@ -10,6 +10,7 @@ import hashlib
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from outcore.engine.engine import Engine
 from outcore.engine.transport import Fit, HasRoom
@@ -17,7 +18,9 @@ from outcore.errors import BudgetError, PromptError, UsageError
 
 from .agreement import Agreement
 from .link.link import Link
-from .ranks_plan import RanksPlan
+
+if TYPE_CHECKING:
+    from .forecast import RanksPlan
 
 ENDLESS = 2**62
 """Tokens of an answer that has no limit."""

@@ -16,11 +16,11 @@ from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
 from .cuts import Cuts
 from .drafts import SharedModel, Sharing, is_filled
-from .folders import owners_of_folders
 from .layer_shares import RankMeans, share_layers
 from .link.link import Link
 from .link_times import link_times
 from .rank_share import cuts_of, share_out
+from .weight_prints import check_same_model
 
 if TYPE_CHECKING:
     from .group import RankGroup
@@ -33,15 +33,12 @@ def shared_out(
     known: Calibration | None,
     resident: int | None,
     choose: Callable[[Sharing], SharedModel],
-    *,
-    fresh: bool = False,
 ) -> SharedModel:
     """What this rank holds of the model, and what drafts for it; all ranks ask at the same time.
 
     Args:
         resident: layers of which no more are to stay in memory.
         choose: what drafts; the first rank is asked.
-        fresh: nobody has folders yet that decide on it.
 
     Raises:
         UsageError: the model cannot be cut, or not so; or what was asked for cannot draft.
@@ -50,7 +47,7 @@ def shared_out(
     if cuts.refusal is not None:
         name = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
-    decided = (None if fresh else owners_of_folders(profile, cuts, ranks)) or ranks.owners
+    check_same_model(profile.lazy, link, ranks.host)
     calibration, times = known or ASSUMED, link_times(link)
     told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, resident))).encode())
     others = [RankMeans(**json.loads(each)) for each in told[1:]]
@@ -65,8 +62,8 @@ def shared_out(
         return [_means(profile, link, left, calibration, resident), *others]
 
     def owners(draft: Draft | None) -> tuple[int, ...]:
-        if decided is not None:
-            return decided
+        if ranks.owners is not None:
+            return ranks.owners
         at = {i: n for n, i in enumerate(cuts.order)}
         nbytes = [profile.size.layers[i].resident for i in cuts.order]
         groups = [[at[i] for i in group] for group in cuts.groups]

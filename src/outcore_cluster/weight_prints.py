@@ -1,7 +1,7 @@
 """What tells whether two copies of a model have the same weights, however each of them is stored.
 
-Two originals, packed copies, folders of one rank each: wherever a parameter lies, some of its bytes are compared, and
-of packed copies the checksums of their files, which are over all of them.
+Originals or packed copies: wherever a parameter lies, some of its bytes are compared, and of packed copies the
+checksums of their files, which are over all of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, c
 from outcore.checkpoint.identity import MOST_BLOCKS, Place, block_of, read_blocks
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
+from outcore.checkpoint.packed_store import coding_of
+from outcore.errors import UsageError
 from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_small
+
+from .link.link import Link
 
 OWN_CODE, CONFIG, BESIDE = "model_file", "config", "beside"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files beside the weights that decide what a prompt's tokens are; ``pack`` copies them."""
+SAID = {
+    OWN_CODE: "other code of the model's own",
+    CONFIG: "another config.json",
+    BESIDE: "another tokenizer, or template,",
+    ADAPTER_CONFIG: f"another {ADAPTER_CONFIG}",
+}
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:
@@ -30,7 +40,7 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
 
     Of parameters that lie on disk as they are used, by path, 16 hex digits of a block, and of an original's other
     tensors and an adapter's by their own names; of more than ``MOST_BLOCKS`` every n-th. Of a packed copy's files, by
-    coding and name, their checksums, but for files that lack what is other ranks'. Of all parameters, their paths. Of
+    coding and name, their checksums. Of all parameters, their paths. Of
     an adapter, how it is applied. Of a model with code of its own, a digest of that; of its configuration; of files
     beside the weights: tokenizer and templates.
 
@@ -119,13 +129,28 @@ def _checksums(lazy: LazyModel) -> dict[str, str]:
     return {f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items()}
 
 
-def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int, str] | None:
-    """The first copy that has other weights than one before it, that one, and the name of what differs; None: all that
-    is known is alike."""
+def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
+    """Refuse other weights of the same architecture: their layers would fit together, and say what neither would. All
+    ranks ask at once.
+
+    Raises:
+        UsageError: names who has another model, and what of it.
+    """
+    # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
+    made_from = lazy.checkpoint.identity()
+    mine = {"host": host, "made_from": made_from, "coding": coding_of(lazy), "prints": weight_prints(lazy)}
+    told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
+    who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]
     seen: dict[str, tuple[str, int]] = {}
-    for number, prints in enumerate(found):
-        for name, value in prints.items():
-            known, owner = seen.setdefault(name, (value, number))
+    for rank, each in enumerate(told):
+        for name, value in each["prints"].items():
+            known, owner = seen.setdefault(name, (value, rank))
             if known != value:
-                return number, owner, name
-    return None
+                whose = "adapter" if name == ADAPTER_CONFIG else "model"
+                has = SAID.get(name, "other weights")
+                raise UsageError(f"{who[rank]} has {has} than {who[owner]}: copy the {whose}'s folder from there")
+        if each["made_from"] != told[0]["made_from"] and each["coding"] != told[0]["coding"]:
+            raise UsageError(
+                f"{who[rank]} has a copy with --coding {each['coding']}, {who[0]} one with {told[0]['coding']}, and "
+                "not of one folder: copy the model's folder from there"
+            )

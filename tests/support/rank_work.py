@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
-from fake_hub import FakeHub
 from outcore.checkpoint.demo_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
@@ -461,28 +459,6 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
 def of_folders(link: Link, folders: Sequence[Path], tokens: int, options: dict[str, Any]) -> Any:
     """``text`` of a model of which each rank has a folder of its own."""
     return with_options(link, folders[link.rank], tokens, options)
-
-
-def downloaded(
-    link: Link, source: Path, machines: Path, tokens: int, options: dict[str, Any], tells: Sequence[bool] = (True, True)
-) -> dict[str, Any]:
-    """``text`` of a model of the Hub, which each rank has a cache of its own for; what it downloaded, and was told."""
-    machine, said = machines / f"machine-{link.rank}", list[str]()
-    hub = FakeHub(source, machine, tells=tells[link.rank])
-    before = os.environ.get("OUTCORE_CACHE")
-    os.environ["OUTCORE_CACHE"] = str(machine / "outcore")
-    outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
-    try:
-        with hub.asked():
-            asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
-            folder = asked.ranks.model_folder("owner/name", None, asked, said.append)
-        found, did = text(link, folder, tokens, **options)
-    finally:
-        os.environ.pop("OUTCORE_CACHE")
-        if before is not None:
-            os.environ["OUTCORE_CACHE"] = before
-    there = sorted(p.name for p in folder.glob("*.safetensors"))
-    return {"text": found, "did": did, "fetched": hub.fetched, "said": said, "there": there}
 
 
 def _sampler(seed: int | None) -> Any:

@@ -6,13 +6,10 @@ import argparse
 from pathlib import Path
 
 from ..checkpoint.find_model import resolve_model
-from ..options import LoadOptions
-from .arguments import engine_options
-from .output import tell
 
 
 def model_folder(args: argparse.Namespace) -> Path:
-    """As ``resolve_model``; of several ranks each downloads what it needs alone.
+    """As ``resolve_model``; several ranks wait for one another.
 
     Raises:
         As ``resolve_model``.
@@ -20,6 +17,5 @@ def model_folder(args: argparse.Namespace) -> Path:
     ranks = getattr(args, "ranks", None)
     if ranks is None:
         return resolve_model(args.model, args.revision)
-    options = LoadOptions(**engine_options(args), trust_remote_code=args.trust_remote_code)
-    found: Path = ranks.model_folder(args.model, args.revision, options, tell)
+    found: Path = ranks.model_folder(args.model, args.revision)
     return found

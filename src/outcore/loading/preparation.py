@@ -20,7 +20,7 @@ from ..disk.replica import Replica
 from ..disk.scratch import try_folder
 from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
-from ..errors import BudgetError, StoreError, UsageError
+from ..errors import BudgetError, UsageError
 from ..loading.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
@@ -234,17 +234,11 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
 
 
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
-    """The model, of which this rank's part may be all that is there."""
     if o.kv_dir is not None and o.kv_disk != "off":
         try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
-    lazy = open_model(
+    return open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
-    if o.ranks is None and lazy.share is not None:
-        raise StoreError(
-            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
-        )
-    return lazy
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A command as one rank of several: what starts it says so (``outcore_cluster.link.environment``). The first rank
+"""A command as one rank of several: what starts it says so (``outcore_cluster.environment``). The first rank
 speaks, the others work."""
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from outcore.text import one_line
 if TYPE_CHECKING:
     from outcore_cluster.link.link import Link
     from outcore_cluster.link.socket_link import SocketLink
+    from outcore_cluster.mlx_link import MlxLink
 
 RANK = "MLX_RANK"
+STARTED_AS_RANK = RANK, "OUTCORE_LINK_BACKEND", "OMPI_COMM_WORLD_SIZE"
 RANK_MODEL = "OUTCORE_RANK_MODEL"
 """Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
 
@@ -143,10 +145,10 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         link.close()
 
 
-def _link(environment: Mapping[str, str] = os.environ) -> SocketLink | None:
+def _link(environment: Mapping[str, str] = os.environ) -> SocketLink | MlxLink | None:
     # Few runs have ranks, and sockets and their like take 40 ms to import.
-    if RANK not in environment:
+    if not any(name in environment for name in STARTED_AS_RANK):
         return None
-    from ..link.environment import from_environment
+    from ..environment import from_environment
 
     return from_environment()

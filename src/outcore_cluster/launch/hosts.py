@@ -169,7 +169,7 @@ def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
 def remote_command(ssh: str, name: str, directory: str, python: str) -> list[str]:
     """What starts a guard on another host. Its input is a pipe, which ends when this machine's side does."""
     # Whatever shell the user has there, it only starts another one.
-    script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.link.guard"
+    script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.launch.guard"
     there = f"exec sh -c {shlex.quote(script)}"
     options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2"]
     return [*shlex.split(ssh), *options, name, there]

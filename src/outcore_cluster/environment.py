@@ -4,12 +4,14 @@
                                     each, [["10.0.0.1:32323"], ["10.0.0.2:32324"]], of which the first is used
     OUTCORE_LINK_KEY_FILE           a file with the run's key, which only its user may read
     OUTCORE_LINK_KEY                the key itself; others on the host may see it
+    OUTCORE_LINK_STALL_S            ``LinkLimits.stall``
+    OUTCORE_LINK_BACKEND            a backend of mx.distributed in place of Outcore's link (``mlx_link``)
 
-``outcore launch`` leaves no files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN``
-(the run's name), ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
+Where mlx.launch sets up another backend than the ring (``NAMED_BY``), that is taken. ``outcore launch`` leaves no
+files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN`` (the run's name),
+``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
 ``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
-on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there). ``OUTCORE_LINK_STALL_S``, which
-anybody may set, is ``LinkLimits.stall``.
+on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
 
 Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
 cache folder.
@@ -25,25 +27,32 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outcore.errors import UsageError
 from outcore.machine.cache_folder import make_cache
 from outcore.machine.small_files import read_small
 from outcore.text import one_line, shortened
 
-from .limits import LinkLimits
-from .meeting import Identity
-from .socket_link import SocketLink
+from .link.link import LinkLimits
+from .link.meeting import Identity
+from .link.socket_link import SocketLink
 
-RANK, HOSTFILE = "MLX_RANK", "MLX_HOSTFILE"
+if TYPE_CHECKING:
+    from .mlx_link import MlxLink
+
+RANK, HOSTFILE, BACKEND = "MLX_RANK", "MLX_HOSTFILE", "OUTCORE_LINK_BACKEND"
 KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
 ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
 PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
-ALL = (RANK, HOSTFILE, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
+NAMED_BY = {"jaccl": "MLX_JACCL_COORDINATOR", "nccl": "NCCL_HOST_IP", "mpi": "OMPI_COMM_WORLD_SIZE"}
+"""The variable by which the environment names a backend of mx.distributed."""
+ALL = (RANK, HOSTFILE, BACKEND, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
 LEAST_KEY = 16
 """Bytes of a key: a shorter one could be guessed by whoever listens on the network."""
 MOST_BYTES = 1 << 20
@@ -53,7 +62,7 @@ def from_environment(
     environment: MutableMapping[str, str] = os.environ,
     limits: LinkLimits | None = None,
     leave: Callable[[int], None] | None = os._exit,
-) -> SocketLink | None:
+) -> SocketLink | MlxLink | None:
     """This process's link, once all ranks are there; None: it is no rank of several.
 
     What the environment says is taken out of it: what a rank starts is no rank itself.
@@ -64,6 +73,20 @@ def from_environment(
         UsageError: what the environment says cannot be meant, or there is no key.
         LinkError: a rank did not come.
     """
+    backend = environment.get(BACKEND) or next((name for name, by in NAMED_BY.items() if environment.get(by)), None)
+    if backend is None:
+        return _of_sockets(environment, limits or LinkLimits(), leave)
+    from .mlx_link import MlxLink
+
+    link = MlxLink(backend)
+    for name in (*ALL, *NAMED_BY.values()):
+        environment.pop(name, None)
+    return link if link.size > 1 else None
+
+
+def _of_sockets(
+    environment: MutableMapping[str, str], limits: LinkLimits, leave: Callable[[int], None] | None
+) -> SocketLink | None:
     if environment.get(RANK) is None or not (environment.get(HOSTFILE) or environment.get(ADDRESSES)):
         return None
     addresses = _addresses(environment)
@@ -77,15 +100,19 @@ def from_environment(
         _key(environment, addresses),
         _version(),
     )
-    limits = limits or LinkLimits()
     for name, limit in ((START_S, "start"), (STALL_S, "stall")):
         if name in environment:
             limits = replace(limits, **{limit: float(_number(environment, name, 86_400))})
     listener = socket.socket(fileno=_number(environment, FD, 1 << 20)) if FD in environment else None
-    parent = _parent(environment)
+    parent = _number(environment, PARENT, 1 << 32) if PARENT in environment else os.getppid()
+
     for name in ALL:
         environment.pop(name, None)
-    return SocketLink(me, limits, listener, leave, parent)
+
+    def alone() -> str | None:
+        return "what started it is gone" if parent and os.getppid() != parent else None
+
+    return SocketLink(me, limits, listener, leave, alone)
 
 
 def _version() -> str:
@@ -175,12 +202,9 @@ def _own_key() -> bytes:
         new = path.with_name(f"link.key.{secrets.token_hex(8)}.tmp")
         with os.fdopen(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
-        try:
+        with suppress(FileExistsError):  # another rank's, of the same moment
             os.link(new, path)
-        except FileExistsError:
-            pass  # another rank's, of the same moment
-        finally:
-            new.unlink()
+        new.unlink()
     return _checked(_key_of(path), str(path))
 
 
@@ -189,13 +213,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _parent(environment: Mapping[str, str]) -> Callable[[], str | None]:
-    """Whether what started this process is still there."""
-    parent = _number(environment, PARENT, 1 << 32) if PARENT in environment else os.getppid()
-
-    def gone() -> str | None:
-        return "what started it is gone" if parent and os.getppid() != parent else None
-
-    return gone
