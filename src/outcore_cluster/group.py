@@ -12,23 +12,20 @@ from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
-from outcore.loading.preparation import Preparation, draft_kind, ring_options
-from outcore.machine.device import on_cpu
+from outcore.loading.preparation import Preparation, draft_kind
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, MTP, NONE
 from outcore.plan.joint_plan import Planning
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
-from outcore.plan.planner import ASSUMED
 from outcore.plan.workload import Workload
 
 from .agreement import Agreement
-from .drafts import RankedDrafts, SharedModel
 from .forecast import RanksPlan, predicted
 from .link.link import Link
 from .rank_share import RankShare
-from .sharing import shared_out
+from .sharing import SharedModel, shared_out
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,7 @@ class RankGroup:
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
     ) -> SharedModel:
         """What this rank holds of the model, and what drafts for it."""
-        kind, which = draft_kind(o)
-        drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, ring_options(o), not on_cpu())
-        return shared_out(profile, self, budget, known, o.resident, drafts.choose)
+        return shared_out(profile, self, o, folder, known, budget)
 
     def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
         """Without drafts, which nobody asked for, where one rank has no room for them."""

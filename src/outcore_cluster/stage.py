@@ -307,7 +307,7 @@ def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def fillable(cuts: Cuts, owners: Sequence[int]) -> bool:
+def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
     """Whether the first rank can be sent what all layers are made from that write to caches."""
     used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
     return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)

@@ -31,8 +31,8 @@ from outcore.cli.parsers import TYPED_ELSEWHERE
 from outcore.errors import LinkError, UsageError
 from outcore.text import meant, printable, shortened, unmoved
 
-from .as_rank import RANK_MODEL, check_command
-from .hosts import Host, find_hosts, models_of, remote_command, variable_of
+from .as_rank import check_command
+from .hosts import Host, find_hosts, remote_command, variable_of
 from .processes import Rank, RankProcesses, how
 
 READY_S = 20.0
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     # A path is a program of its own, of which nothing is known.
     args.program = bool(words) and "/" in words[0]
     inner = None if args.program else _command(words)
-    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts, models_of(args.model_of))
+    hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
     variables = hosts.variables | dict(map(variable_of, args.env))
     python, head = args.python or sys.executable, hosts.hosts[0]
     # A command that has no JSON prints nothing of it.
@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
             with _held(ranks):
                 ranks.ranks.append(rank := _guarded(args, number, host, python, events, streams, typed))
             more = {TYPED_ELSEWHERE: "1"} if number == 0 and own is None and typed else {}
-            more |= {RANK_MODEL: host.model} if host.model is not None else {}
             order = {"command": command, "environment": variables | more, "directory": args.cwd, "host": host.address}
             rank.say(start=order | ({"terminal": streams} if streams is not None else {}))
         ready = ranks.await_ready(READY_S)
