@@ -46,7 +46,6 @@ class PipelineStage:
         immediate: what is received has to be there when the graph goes on, in this sweep.
         before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
-        trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
     """
 
     def __init__(self, share: RankShare, metrics: Metrics) -> None:
@@ -63,8 +62,6 @@ class PipelineStage:
         self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(layers[i].module): i for i in cuts.order if share.own(i)}
         self._reused = reusable(cuts, self._wanted)
-        own = [i for i in cuts.order if share.own(i)]
-        self.trailing = bool(own) and own[-1] not in self._sent
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""

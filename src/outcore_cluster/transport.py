@@ -13,7 +13,6 @@ from outcore.engine.engine import Engine
 
 from .foreign import hold_alike
 from .leading import Leader
-from .lookahead import look_ahead_on_ranks
 from .resident_passes import ResidentPasses
 from .room import RankRoom
 from .stage import PipelineStage
@@ -32,8 +31,6 @@ class RankTransport(RankRoom, PipelineStage):
     def __init__(self, share: RankShare, state: Engine) -> None:
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
-
-    look_ahead = staticmethod(look_ahead_on_ranks)
 
     def leader(self, sequences: Continuous) -> Leader:
         """What other ranks' sequences follow."""

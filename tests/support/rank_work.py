@@ -40,7 +40,6 @@ from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import Leader, follow
 from outcore_cluster.link.link import Link
-from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
@@ -249,41 +248,6 @@ def failing(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[l
         rest = [first[-1]] if reached[0] < len(PROMPT) + len(first) else [7]
         second = [r.token for r in outcore.stream_generate(model, TokensOnly(), rest, max_tokens=6, **how)]
         return first, reached, second
-
-
-def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
-    """What this rank does for five tokens, of which the prompt brings the first: builds a pass (b), sends what others
-    need of it (s), has what it waits for (w), hands the token out (h)."""
-    model = loaded(link, folder, **options)
-    done: list[str] = []
-    whole = [
-        (ModelRunner, "attempted", "b"),
-        (PassAhead, "send", "s"),
-        (PassAhead, "settle", "w"),
-        (Agreement, "working", "h"),
-    ]
-    if link.rank:
-        whole[-1] = (Agreement, "numbers", "h")
-    before = [getattr(kind, name) for kind, name, _ in whole]
-
-    def noted(letter: str, method: Any) -> Any:
-        def call(*args: Any) -> Any:
-            done.append(letter)
-            return method(*args)
-
-        return call
-
-    with model.outcore:
-        text = outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=5, prefill_step_size=16)
-        next(text)
-        try:
-            for (kind, name, letter), method in zip(whole, before, strict=True):
-                setattr(kind, name, noted(letter, method))
-            assert len(list(text)) == 4
-        finally:
-            for (kind, name, _), method in zip(whole, before, strict=True):
-                setattr(kind, name, method)
-    return "".join(done)
 
 
 def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
