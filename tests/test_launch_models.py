@@ -104,7 +104,7 @@ def test_a_plan_over_several_ranks(spoken: Path) -> None:
     assert "on 2 machines: predicted" in done.stdout.splitlines()[0]
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == ["local"]]
     assert [row[0] for row in rows] == ["0", "1"] and sum(int(row[2]) for row in rows) > 2
-    assert "Layers lie in " in done.stdout and "ranks 0 and 1 are on local: they share its disk" in done.stdout
+    assert "Layers lie in " in done.stdout
 
 
 RUN = """

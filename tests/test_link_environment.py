@@ -60,8 +60,6 @@ def test_one_rank_alone_has_no_link(text: str, tmp_path: Path) -> None:
         (None, {"MLX_HOSTFILE": "/no/such/file"}, "MLX_HOSTFILE: /no/such/file: No such file"),
         (None, {"OUTCORE_LINK_KEY": "short"}, "OUTCORE_LINK_KEY: the key has 5 characters; give 16 or more"),
         (None, {"OUTCORE_LINK_KEY_FILE": "/no/key"}, "OUTCORE_LINK_KEY_FILE: /no/key: No such file"),
-        (None, {"OUTCORE_LINK_NAMES": '["a"]'}, "OUTCORE_LINK_NAMES: give a name for each of 2 ranks"),
-        (None, {"OUTCORE_LINK_START_S": "soon"}, "OUTCORE_LINK_START_S: soon: give a whole number"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str | None, changes: dict[str, str], says: str, hosts: Path) -> None:

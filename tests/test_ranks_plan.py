@@ -53,18 +53,16 @@ def test_how_layers_lie_in_words(places: list[list[int]], layout: str) -> None:
     parts = [part(each, head_s=0.1) for each in places]
     parts[1] = replace(parts[1], host="b")
     found = shared(parts, 4)
-    assert found.layout == layout and not found.hosts_shared
+    assert found.layout == layout
 
 
-def test_ranks_of_one_host_are_told_by_the_first_and_what_others_note_is_once() -> None:
+def test_what_others_note_is_told_once() -> None:
     parts = [
         replace(part([n]), notes=["all know", *["this one alone"] * (n == 1)], host="ab"[n == 1]) for n in range(3)
     ]
     found = shared(parts, 3)
-    assert found.hosts_shared == {"a": [0, 2]}
     notes = RankGroup(memory_links(3)[0]).notes(found)
-    assert notes[0].startswith("ranks 0 and 2 are on a: they share its disk")
-    assert notes[1:] == ["rank 1 (b): this one alone"]
+    assert notes == ["rank 1 (b): this one alone"]
 
 
 def test_the_head_and_hops_add_to_it() -> None:

@@ -29,7 +29,6 @@ import stat
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +36,7 @@ from outcore.errors import UsageError
 from outcore.machine.cache_folder import make_cache
 from outcore.machine.small_files import read_small
 from outcore.text import one_line, shortened
+from outcore.version import __version__
 
 from .link.link import LinkLimits
 from .link.meeting import Identity
@@ -92,20 +92,18 @@ def _of_sockets(
     addresses = _addresses(environment)
     if len(addresses) < 2:
         return None
-    me = Identity(
-        _number(environment, RANK, len(addresses)),
-        addresses,
-        _names(environment, [host for host, _ in addresses]),
-        environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16],
-        _key(environment, addresses),
-        _version(),
-    )
-    for name, limit in ((START_S, "start"), (STALL_S, "stall")):
-        if name in environment:
-            limits = replace(limits, **{limit: float(_number(environment, name, 86_400))})
-    listener = socket.socket(fileno=_number(environment, FD, 1 << 20)) if FD in environment else None
-    parent = _number(environment, PARENT, 1 << 32) if PARENT in environment else os.getppid()
-
+    if (rank := environment[RANK]) not in map(str, range(len(addresses))):
+        raise UsageError(f"{RANK}: {shortened(rank)}: give a whole number below {len(addresses)}")
+    names = json.loads(environment.get(NAMES, "[]")) or [host for host, _ in addresses]
+    run = environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16]
+    me = Identity(int(rank), addresses, names, run, _key(environment, addresses), __version__)
+    start, stall = environment.get(START_S, limits.start), environment.get(STALL_S, limits.stall)
+    try:
+        limits = replace(limits, start=float(start), stall=float(stall))
+    except ValueError:
+        raise UsageError(f"{STALL_S}: {shortened(stall)}: give seconds") from None
+    listener = socket.socket(fileno=int(environment[FD])) if FD in environment else None
+    parent = int(environment.get(PARENT, os.getppid()))
     for name in ALL:
         environment.pop(name, None)
 
@@ -113,13 +111,6 @@ def _of_sockets(
         return "what started it is gone" if parent and os.getppid() != parent else None
 
     return SocketLink(me, limits, listener, leave, alone)
-
-
-def _version() -> str:
-    try:
-        return version("outcore")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _addresses(environment: Mapping[str, str]) -> list[tuple[str, int]]:
@@ -144,28 +135,9 @@ def _address(text: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _number(environment: Mapping[str, str], name: str, below: int) -> int:
-    text = environment[name]
-    if not text.isascii() or not text.isdecimal() or not int(text) < below:
-        raise UsageError(f"{name}: {shortened(text)}: give a whole number below {below}")
-    return int(text)
-
-
-def _names(environment: Mapping[str, str], hosts: list[str]) -> list[str]:
-    if NAMES not in environment:
-        return hosts
-    try:
-        names = json.loads(environment[NAMES])
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or len(names) != len(hosts):
-        raise UsageError(f"{NAMES}: give a name for each of {len(hosts)} ranks, as JSON")
-    return [shortened(name) for name in names]
-
-
 def _key(environment: Mapping[str, str], addresses: list[tuple[str, int]]) -> bytes:
     if KEY_FD in environment:
-        with os.fdopen(_number(environment, KEY_FD, 1 << 20), "rb") as pipe:
+        with os.fdopen(int(environment[KEY_FD]), "rb") as pipe:
             return _checked(pipe.read(4096).strip(), KEY_FD)
     if name := environment.get(KEY_FILE):
         return _checked(_key_of(Path(name).expanduser()), KEY_FILE)

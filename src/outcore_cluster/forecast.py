@@ -180,14 +180,6 @@ class RanksPlan:
             return ""
         return "in blocks" if len(blocks) == len(set(blocks)) else "in turn"
 
-    @property
-    def hosts_shared(self) -> dict[str, list[int]]:
-        """Hosts that have several ranks, and these."""
-        found: dict[str, list[int]] = {}
-        for rank, part in enumerate(self.parts):
-            found.setdefault(part.host, []).append(rank)
-        return {host: ranks for host, ranks in found.items() if len(ranks) > 1}
-
     def record(self) -> dict[str, Any]:
         """For JSON."""
         rows = [

@@ -124,15 +124,13 @@ class RankGroup:
         if rank := self.link.rank:
             of = sum(part.layers for part in found.parts)
             return [f"{found.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(found.parts)}"]
-        notes = [
-            f"ranks {' and '.join(map(str, those))} are on {host}: they share its disk and its cores, and are "
-            "predicted as if each had its own"
-            for host, those in found.hosts_shared.items()
-        ]
         known = found.parts[0].notes
-        for rank, part in enumerate(found.parts):
-            notes += [f"rank {rank} ({part.host}): {note}" for note in part.notes if note not in known]
-        return notes
+        return [
+            f"rank {rank} ({part.host}): {note}"
+            for rank, part in enumerate(found.parts)
+            for note in part.notes
+            if note not in known
+        ]
 
     # Commands
 

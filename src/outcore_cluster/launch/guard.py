@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import queue
 import select
 import signal
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ TERM_S = 0.5
 """Seconds between asking a rank to end and ending it."""
 POLL_S = 0.1
 PACKAGES = ("outcore", "mlx", "mlx-lm")
+"""What all hosts must have the same version of."""
 
 
 class RankGuard:
@@ -85,7 +85,12 @@ class RankGuard:
             # Listening from now on: ranks that are faster wait instead of being refused.
             family, _, _, _, place = socket.getaddrinfo(self._order["host"], 0, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family, backlog=64)
-            print(json.dumps({"port": self._listener.getsockname()[1], "versions": versions()}), flush=True)
+            print(
+                json.dumps(
+                    {"port": self._listener.getsockname()[1], "versions": {name: version(name) for name in PACKAGES}}
+                ),
+                flush=True,
+            )
         elif "go" in order:
             self._go(order["go"])
         elif "input" in order:
@@ -143,7 +148,9 @@ class RankGuard:
         rank = self._rank
         if rank is None:
             return
-        children = below(rank.pid) if rank.poll() is None else []
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(rank.pid).children(recursive=True) if rank.poll() is None else []
         if rank.poll() is None and not is_stopped(rank.pid):
             rank.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -180,25 +187,6 @@ def is_stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
-
-
-def below(pid: int) -> list[psutil.Process]:
-    """What a process has started, and what that has."""
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return []
-
-
-def versions() -> dict[str, str]:
-    """What all hosts must have the same of."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
 
 
 def _dying_with_parent() -> Callable[[], None] | None:

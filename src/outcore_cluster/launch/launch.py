@@ -32,6 +32,7 @@ from outcore.errors import LinkError, UsageError
 from outcore.text import meant, printable, shortened, unmoved
 
 from .as_rank import check_command
+from .guard import PACKAGES
 from .hosts import Host, find_hosts, remote_command, variable_of
 from .processes import Rank, RankProcesses, how
 
@@ -41,8 +42,6 @@ START_S = 7
 """Seconds in which all ranks must have found each other; their guards run by then."""
 TWICE_S = 3.0
 """Seconds after a Ctrl-C in which another one means that all is to end."""
-VERSIONS = ("outcore", "mlx", "mlx-lm")
-"""What all hosts have to have the same version of."""
 LINES_SHOWN = 5
 """Last lines of a rank that failed."""
 
@@ -150,7 +149,7 @@ def check_versions(ranks: RankProcesses, ready: Sequence[dict[str, Any]]) -> Non
     """
     first = ready[0]["versions"]
     for rank, answer in zip(ranks.ranks, ready, strict=True):
-        for name in VERSIONS:
+        for name in PACKAGES:
             if (there := answer["versions"][name]) != first[name]:
                 raise LinkError(
                     f"{rank.who} has {name} {there}, {ranks.ranks[0].who} {first[name]}: install the same on all hosts",
