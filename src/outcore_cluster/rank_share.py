@@ -23,6 +23,7 @@ from outcore.sizes import held_bytes
 
 from .cuts import Cuts, find_cuts
 from .link.link import Link
+from .stage import crossings
 from .transport import RankTransport
 
 if TYPE_CHECKING:
@@ -65,12 +66,10 @@ class RankShare:
     @property
     def sent(self) -> tuple[int, ...]:
         """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
-        used = [(self.owners[i], call.uses) for i, call in self.cuts.calls.items()] + [(0, self.cuts.results)]
-        goes = {leaf for user, leaves in used for leaf in leaves if self.owners[leaf[0]] != user}
-        shapes = [(layer, self.cuts.calls[layer].leaves[n]) for layer, n in goes]
         nbytes = dict.fromkeys(self.cuts.order, 0)
-        for layer, shape in shapes:
-            nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
+        for layer, n in {(layer, n) for layer, n, _ in crossings(self.cuts, self.owners)}:
+            if (shape := self.cuts.calls[layer].leaves[n]) is not None:
+                nbytes[layer] += math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
     def install(self, state: Engine) -> RankTransport:

@@ -8,6 +8,7 @@ before anything that depends on them is handed to the device.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -58,10 +59,16 @@ class PipelineStage:
         cuts, owners, layers = share.cuts, share.owners, share.layers
         self._cuts, self._owners, self._layers, self._heads = cuts, owners, layers, share.heads
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = routes(cuts, owners, self.link.rank, share.filled)
+        self._wanted: defaultdict[int, set[int]] = defaultdict(set)
+        self._sent: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
+        for layer, n, user in crossings(cuts, owners, share.filled):
+            if user == self.link.rank:
+                self._wanted[layer].add(n)
+            if share.own(layer):
+                self._sent[layer].setdefault(n, []).append(user)
         self._copies: Mapping[int, nn.Module] = {}
         self._numbers = {id(layers[i].module): i for i in cuts.order if share.own(i)}
-        self._reused = reusable(cuts, self._wanted)
+        self._reused = reusable(cuts)
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
@@ -118,7 +125,7 @@ class PipelineStage:
     def _foreign(self, layer: int, call: LayerCall) -> Callable[..., Any]:
         assert call.told_by is not None
         place, batch_at, tokens_at = call.told_by
-        wanted = self._wanted.get(layer, frozenset())
+        wanted = self._wanted[layer]
 
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             told = args[place] if isinstance(place, int) else kwargs[place]
@@ -159,16 +166,25 @@ class PipelineStage:
             return
         # A layer may write to its arguments.
         copy(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+        self._built(handles(caches), [], caches)
+
+    def _built(self, arrays: list[mx.array], leaving: Leaving, *seen: Any) -> None:
+        """The call of a layer in memory was built, which others need, or a copy's: compute it, or have it wait for its
+        turn."""
         recorder = self.recorder
         if recorder is None or recorder.recording is None:
             self.settle()
             by = recorder or self
             by.reached(by.moved())
-            mx.eval(handles(caches))
+            if leaving:
+                self.depart(leaving)
+            else:
+                mx.eval(arrays)
             return
         within = recorder.recording
-        within.units.append(Recorded(None, handles(caches), recorder.moved(), within.arriving()))
-        within.see(caches)
+        arrays = [*arrays, *(array for _, array in leaving)]
+        within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
+        within.see(*seen)
 
     @property
     def _recording(self) -> RecordedPass | None:
@@ -244,18 +260,7 @@ class PipelineStage:
     def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a layer in memory whose outputs others need."""
         out = original(*args, **kwargs)
-        leaving = self.leaving(module, out)
-        recorder = self.recorder
-        if recorder is None or recorder.recording is None:
-            self.settle()
-            by = recorder or self
-            by.reached(by.moved())
-            self.depart(leaving)
-            return out
-        within = recorder.recording
-        arrays = [*handles(out, args, kwargs), *(array for _, array in leaving)]
-        within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
-        within.see(args, kwargs)
+        self._built(handles(out, args, kwargs), self.leaving(module, out), args, kwargs)
         return out
 
     def moved(self) -> Moved:
@@ -310,32 +315,22 @@ def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
     return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
 
 
-def routes(
-    cuts: Cuts, owners: Sequence[int], rank: int, filled: bool
-) -> tuple[dict[int, frozenset[int]], dict[int, dict[int, tuple[int, ...]]]]:
-    """What a rank needs of others' layers: their numbers, and those of outputs; and what others need of its own: ranks,
-    by layer and output. ``filled``: the first rank needs what layers are made from that write to caches."""
+def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[tuple[int, int, int]]:
+    """Outputs that one rank needs of another: the layer, the output's number, and who needs it, in order.
+
+    Args:
+        filled: the first rank needs what layers are made from that write to caches.
+    """
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
     uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
-    wanted: dict[int, set[int]] = {}
-    sent: dict[int, dict[int, set[int]]] = {}
-    for user, leaves in uses:
-        for layer, n in leaves:
-            if owners[layer] == user:
-                continue
-            if user == rank:
-                wanted.setdefault(layer, set()).add(n)
-            if owners[layer] == rank:
-                sent.setdefault(layer, {}).setdefault(n, set()).add(user)
-    to_ranks = {layer: {n: tuple(sorted(ranks)) for n, ranks in sorted(to.items())} for layer, to in sent.items()}
-    return {layer: frozenset(found) for layer, found in wanted.items()}, to_ranks
+    return sorted({(layer, n, user) for user, leaves in uses for layer, n in leaves if owners[layer] != user})
 
 
-def reusable(cuts: Cuts, wanted: Mapping[int, frozenset[int]]) -> set[int]:
+def reusable(cuts: Cuts) -> set[int]:
     """Layers whose outputs the next layer alone is made from, so that their memory is free when that was sent."""
     behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
     users: dict[int, set[int | None]] = {}
     for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:
         for layer, _ in uses:
             users.setdefault(layer, set()).add(i)
-    return {layer for layer in wanted if layer in behind and users[layer] == {behind[layer]}}
+    return {layer for layer in users if layer in behind and users[layer] == {behind[layer]}}
