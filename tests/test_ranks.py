@@ -145,10 +145,6 @@ def test_texts_are_drawn_by_the_first_rank_and_go_on(model_type: str, two: RankP
         assert two.run(rank_work.conversation, folder, options) == [expected] * 2
 
 
-def test_a_device_that_fails_where_tokens_are_chosen_ends_the_run(two: RankProcesses, llama: Path) -> None:
-    assert two.run(rank_work.device_that_fails, llama) == [["no token was chosen: no device"], []]
-
-
 def test_processors_and_samplers_that_look_at_numbers(two: RankProcesses, llama: Path) -> None:
     """They are called when what they look at has been computed, and not on what other ranks have not sent yet."""
     expected = rank_work.choosing_by_numbers(None, llama, {})

@@ -527,29 +527,6 @@ def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any,
     return sequences(link, folder, joining, leaving, **options)
 
 
-def device_that_fails(link: Link, folder: Path) -> list[str]:
-    """Why this rank has ended the run: at the last token of a text the first one's device fails."""
-    model, told, waits = loaded(link, folder, in_turn=False), list[str](), 0
-
-    def broken() -> Any:
-        nonlocal waits
-        waits += 1
-        if waits == 2 and link.rank == 0:
-            raise RuntimeError("no device")
-        return link.working()
-
-    with (
-        model.outcore as session,
-        patch.object(link, "fail", told.append),
-        patch.object(session.transport, "working", broken),
-    ):
-        try:
-            list(outcore.stream_generate(model, TokensOnly(), PROMPT, 3, prefill_step_size=16))
-        except RuntimeError:
-            Agreement(link).numbers(lambda: [0])  # so that the other rank waits no longer
-    return told
-
-
 def texts_in_turn(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[int]]:
     """Three texts of one model, of each a token in turn."""
     model = loaded(link, folder, **options)
