@@ -161,3 +161,27 @@ def test_ranks_of_mlx_launch_do_not_outlive_it(tmp_path: Path) -> None:
     assert not alive
     launcher.wait()
     launcher.stdout.close()
+
+
+def test_mlx_distributed_carries_ranks_where_its_backend_is_named(tmp_path: Path) -> None:
+    """Two ranks on MLX's ring: messages of 3 MB round it, values that come before and between them."""
+    first = int(free_ports(2))
+    (tmp_path / "hosts").write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(2)]))
+    given = os.environ | {"MLX_HOSTFILE": str(tmp_path / "hosts"), e.BACKEND: "ring"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(TOY), "4", "3000000", "--say-pids"],
+            env=given | {e.RANK: str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said == [[f"pids {ranks[0].pid} {ranks[1].pid}", *(f"round {n}" for n in range(4))], []]
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(UsageError, match="mx.distributed, nonsense: "):
+        e.from_environment({e.RANK: "0", e.BACKEND: "nonsense"})

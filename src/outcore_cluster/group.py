@@ -9,7 +9,6 @@ from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode.speculative.drafting import parse_draft
-from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
 from outcore.loading.preparation import Preparation, draft_kind
@@ -64,15 +63,6 @@ class RankGroup:
         if o.prefix_cache != "off":
             raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
         return replace(o, kv_disk="off", lazy=False)
-
-    def report(self, progress: Progress) -> Progress:
-        """The same, with each step told to other ranks: what compiles kernels is another process."""
-
-        def told(what: str, done: int, of: int) -> None:
-            with self.link.working():
-                progress(what, done, of)
-
-        return told
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
@@ -136,8 +126,7 @@ class RankGroup:
 
     def model_folder(self, name: str, revision: str | None) -> Path:
         """As ``resolve_model``; nobody goes on before all have the model."""
-        with self.link.working():
-            folder = resolve_model(name, revision)
+        folder = resolve_model(name, revision)
         self.link.gather(b"")
         return folder
 

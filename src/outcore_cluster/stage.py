@@ -244,7 +244,7 @@ class PipelineStage:
         if layer is None or not sent:
             return []
         leaves = _leaves(out)
-        return [(ranks, _flat(leaves[n], self._cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
+        return [(tuple(ranks), _flat(leaves[n], self._cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
 
     def depart(self, leaving: Leaving) -> None:
         """Send it, when it is computed."""

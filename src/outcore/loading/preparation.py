@@ -18,7 +18,6 @@ from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError
 from ..loading.budget import asked_budget
@@ -93,9 +92,6 @@ class Ranks(Protocol):
 
     def options(self, o: LoadOptions) -> LoadOptions:
         """The options without what is not done over several machines. Raises ``UsageError`` where it was asked for."""
-
-    def report(self, progress: Progress) -> Progress:
-        """The same, told to other machines, which wait."""
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int

@@ -273,10 +273,10 @@ def _terminations(ranks: RankProcesses) -> contextlib.AbstractContextManager[Non
     return _handled(signal.SIGTERM, terminated)
 
 
-def _by(culprit: Rank, rank: Rank) -> bool:
-    """Whether a rank ended because another one did, by what it said last."""
-    said = list(rank.lines)[-1:]
-    return any(f" {culprit.who}: " in line for line in said)
+def _named(rank: Rank, ranks: RankProcesses) -> Rank:
+    """Whose fault a rank's end is, by what it said last: another one's, or its own."""
+    said = next(iter(list(rank.lines)[-1:]), "")
+    return next((each for each in ranks.ranks if each is not rank and f" {each.who}: " in said), rank)
 
 
 def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
@@ -284,33 +284,31 @@ def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
         "ranks": [{"rank": r.number, "host": r.host.name, "exit_status": r.ended} for r in ranks.ranks],
         "failed": ranks.failed.number if ranks.failed is not None else None,
     }
-    bad = [rank for rank in ranks.ranks if rank.ended != 0]
+    bad, head = [rank for rank in ranks.ranks if rank.ended != 0], ranks.ranks[0]
     if not bad:
         return 0
     if ranks.interrupted_at is not None:
         raise KeyboardInterrupt
-    if ranks.terminated and ranks.ranks[0].ended == -signal.SIGTERM:
+    if ranks.terminated and head.ended == -signal.SIGTERM:
         # It had not come so far as to end well by it; nor has this.
         signal.raise_signal(signal.SIGTERM)
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
-    head = ranks.ranks[0]
-    told = first is head or _by(head, first) or "error" in args.result.record
+    told = first is head or _named(head, ranks) is first or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has told why, where this would
     # Who has heard of it may have ended before whose fault it is.
     by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
-    causes = [rank for rank in by_itself if not any(_by(each, rank) for each in ranks.ranks if each is not rank)]
-    culprit = next((rank for rank in causes if _by(rank, first)), first)
-    for rank in dict.fromkeys((first, *causes)):
+    for rank in dict.fromkeys((first, *(rank for rank in by_itself if _named(rank, ranks) is rank))):
         for line in list(rank.lines)[-LINES_SHOWN:]:
             print(f"{rank.who}: {line}", file=sys.stderr)
     # What a first rank here says goes past this: one that ended after another had failed has heard of it.
-    heard = [rank for rank in by_itself if _by(first, rank) or (rank is head and head.host.local)]
-    if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in by_itself if rank not in heard):
+    unheard = [r for r in by_itself if _named(r, ranks) is not first and not (r is head and head.host.local)]
+    if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in (first, *unheard)):
         # Others are slower to see what was asked for wrongly, and were ended before they had.
         what = next(iter(list(first.lines)[-1:]), "").partition(": ")[2]
         args.result.record |= {"error": what, "type": "UsageError", "exit_status": 2}
         return 2
+    culprit = _named(first, ranks)
     raise LinkError(f"{culprit.who} {how(culprit.ended)}", culprit.number)
