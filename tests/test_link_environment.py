@@ -183,5 +183,5 @@ def test_mlx_distributed_carries_ranks_where_its_backend_is_named(tmp_path: Path
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(UsageError, match="mx.distributed, nonsense: "):
+    with pytest.raises(UsageError, match=r"mx\.distributed, nonsense: "):
         e.from_environment({e.RANK: "0", e.BACKEND: "nonsense"})

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.modules.cache_growth import FEW
@@ -159,7 +160,8 @@ def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
         if dims is not None and BATCH in dims and TOKENS in dims:
             told_by = (place, dims.index(BATCH), dims.index(TOKENS))
             break
-    return LayerCall(_template(a.outputs), leaves, told_by, a.advances, a.uses | b.uses)
+    template = tree_map(lambda value: ... if isinstance(value, mx.array) else value, a.outputs)
+    return LayerCall(template, leaves, told_by, a.advances, a.uses | b.uses)
 
 
 def _shape(few: mx.array, one: mx.array) -> Shape | None:
@@ -179,15 +181,6 @@ def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(dims)
 
 
-def _template(out: Any) -> Any:
-    """What a layer returns, to be filled with arrays in order: ``...`` for each."""
-    if isinstance(out, mx.array):
-        return ...
-    return type(out)(_template(v) for v in out) if type(out) in (list, tuple) else out
-
-
 def filled(template: Any, arrays: Iterator[mx.array]) -> Any:
-    """A layer's outputs, made of these arrays."""
-    if template is ...:
-        return next(arrays)
-    return type(template)(filled(v, arrays) for v in template) if type(template) in (list, tuple) else template
+    """A layer's outputs, made of these arrays, in order: one for each ``...`` of the template."""
+    return tree_map(lambda value: next(arrays) if value is ... else value, template)

@@ -12,9 +12,8 @@ stopped or sits still is waited for without end, and one that is lost ends the o
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict, deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +21,8 @@ import numpy as np
 from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 
-DATA, VALUE = 0, 1
+VALUE = 1
+"""The kind of a message that is no data."""
 
 
 class _Arrival:
@@ -47,6 +47,8 @@ class MlxLink:
         UsageError: MLX cannot set that up.
     """
 
+    host = ""
+
     def __init__(self, backend: str) -> None:
         try:
             self._group = mx.distributed.init(strict=True, backend=backend)
@@ -57,17 +59,16 @@ class MlxLink:
             raise UsageError(
                 "mx.distributed's ring sends to neighbours only: three ranks at most, or Outcore's own link"
             )
-        self.host = ""
         device = mx.gpu if backend == "nccl" else mx.cpu
         self._sending, self._receiving = mx.new_stream(device), mx.new_stream(device)
-        self._last = mx.zeros(())
+        self._last, self._failed = mx.zeros(()), False
         self._posted: defaultdict[int, deque[_Arrival]] = defaultdict(deque)
-        self._early: defaultdict[int, deque[memoryview]] = defaultdict(deque)
+        self._early: defaultdict[int, deque[bytes]] = defaultdict(deque)
         self._values: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
     def send(self, to: int, data: memoryview) -> None:
         """As in ``Link``; the bytes are copied."""
-        self._put(to, DATA, data)
+        self._put(to, 0, data)
 
     def receive(self, source: int, into: memoryview) -> _Arrival:
         """As in ``Link``."""
@@ -97,19 +98,15 @@ class MlxLink:
     def take(self, source: int) -> None:
         """Receive the next message of a rank, whatever it is."""
         kind, length = np.array(self._got(source, 2, mx.uint32))
-        data = memoryview(bytes(self._got(source, int(length), mx.uint8)) if length else b"")
-        if kind == VALUE:
-            self._values[source].append(bytes(data))
-        else:
-            self._early[source].append(data)
-            self._match(source)
+        data = bytes(self._got(source, int(length), mx.uint8)) if length else b""
+        (self._values if kind == VALUE else self._early)[source].append(data)
+        self._match(source)
 
     def _match(self, source: int) -> None:
-        posted, early = self._posted[source], self._early[source]
-        while posted and early:
+        while (posted := self._posted[source]) and (early := self._early[source]):
             arrival, data = posted.popleft(), early.popleft()
-            if data.nbytes != arrival.into.nbytes:
-                raise LinkError(f"rank {source}: sent {data.nbytes} bytes where {arrival.into.nbytes} are due", source)
+            if len(data) != arrival.into.nbytes:
+                raise LinkError(f"rank {source}: sent {len(data)} bytes where {arrival.into.nbytes} are due", source)
             arrival.into[:] = data
             arrival.ready = True
 
@@ -129,12 +126,13 @@ class MlxLink:
         try:
             mx.eval(found)
         except (RuntimeError, ValueError) as e:
+            self._failed = True
             raise LinkError(f"rank {source}: {one_line(e)}", source) from e
         return found
 
     def working(self) -> AbstractContextManager[None]:
         """Nobody measures how long this rank takes."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def check(self) -> None:
         """What has failed is found where it is waited for."""
@@ -145,7 +143,9 @@ class MlxLink:
 
     def fail(self, reason: str) -> None:
         """Others find it out when this process has ended."""
+        self._failed = True
 
     def close(self) -> None:
         """MLX closes it with the process."""
-        self.flush()
+        if not self._failed:
+            self.flush()

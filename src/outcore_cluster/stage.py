@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
@@ -243,7 +244,7 @@ class PipelineStage:
         sent = self._sent.get(layer, {}) if layer is not None else {}
         if layer is None or not sent:
             return []
-        leaves = _leaves(out)
+        leaves = [value for _, value in tree_flatten(out) if isinstance(value, mx.array)]
         return [(tuple(ranks), _flat(leaves[n], self._cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
 
     def depart(self, leaving: Leaving) -> None:
@@ -282,12 +283,6 @@ def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:
 
 def _own(value: Any) -> Any:
     return handle(value) if isinstance(value, mx.array) else value
-
-
-def _leaves(out: Any) -> list[mx.array]:
-    if isinstance(out, mx.array):
-        return [out]
-    return [a for v in out for a in _leaves(v)] if isinstance(out, list | tuple) else []
 
 
 def _flat(array: mx.array, shape: Shape | None) -> mx.array:
