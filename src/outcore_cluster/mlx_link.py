@@ -1,9 +1,8 @@
 """A link on ``mx.distributed``, for what no socket of ours replaces: JACCL (RDMA over Thunderbolt 5), NCCL and MPI, as
 ``mlx.launch --backend`` sets them up; and MLX's own ring, by which this is tested.
 
-Each message is two of MLX's: what it is and how long, then its bytes, so that values and data of a rank may come in any
-order. Every receive is computed on one stream and every send on another, or two ranks that send each other much would
-wait for ever. What is received lands in MLX's memory first, and is copied.
+Each message is two of MLX's: what it is and how long, then its bytes, so that values and data may come in any order.
+Receives are computed on one stream and sends on another, or two ranks that send each other much would wait for ever.
 
 What it cannot do, as MLX has no way to: strangers are not refused (keep the network to yourself), a rank that is
 stopped or sits still is waited for without end, and one that is lost ends the others by an error without a name, by

@@ -19,7 +19,6 @@ from outcore.errors import OutcoreError, UsageError
 from outcore.loading.opened import draft_named
 from outcore.loading.preparation import draft_kind
 from outcore.options import LoadOptions
-from outcore.plan.draft_choice import Choice
 from outcore.plan.draft_cost import AUTO, NGRAM, SELF, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
@@ -42,13 +41,10 @@ class SharedModel:
 
     Attributes:
         profile: what this rank holds. ``draft``: what drafts; other ranks than the first have nothing of it.
-        choices, choice: nothing is weighed over several machines.
     """
 
     profile: ModelProfile
     draft: Draft | None
-    choices: tuple[Choice, ...] = ()
-    choice: Choice | None = None
 
 
 def shared_out(

@@ -72,19 +72,13 @@ class Preparation:
 
 
 class SharedOut(Protocol):
-    """What one of several machines holds of a model, and what drafts for it; ``choices`` as in ``Preparation``."""
+    """What one of several machines holds of a model, and what drafts for it."""
 
     @property
     def profile(self) -> ModelProfile: ...
 
     @property
     def draft(self) -> Draft | None: ...
-
-    @property
-    def choices(self) -> tuple[Choice, ...]: ...
-
-    @property
-    def choice(self) -> Choice | None: ...
 
 
 class Ranks(Protocol):
@@ -155,7 +149,6 @@ def prepare(
     notes += _about_kv(profile, plan, o) + opened.told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    found = one if opened.shared is None else opened.shared
     prepared = Preparation(
         profile,
         plan,
@@ -166,8 +159,8 @@ def prepare(
         planning,
         str(model_path),
         one.refused,
-        found.choices,
-        found.choice,
+        one.choices,
+        one.choice,
         opened.mirrors,
     )
     return prepared if ranks is None else ranks.predicted(prepared, o)
