@@ -51,40 +51,43 @@ class PipelineStage:
     """
 
     def __init__(self, share: RankShare, metrics: Metrics) -> None:
-        self.link, self.eager, self.metrics = share.link, share.eager, metrics
+        self.link, self.metrics, self._share = share.link, metrics, share
         self.recorder: PassRecorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
-        cuts, owners, layers = share.cuts, share.owners, share.layers
-        self._cuts, self._owners, self._layers, self._heads = cuts, owners, layers, share.heads
         self._pending: list[Incoming] = []
         self._wanted: defaultdict[int, set[int]] = defaultdict(set)
         self._sent: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
-        for layer, n, user in crossings(cuts, owners, share.filled):
+        for layer, n, user in crossings(share.cuts, share.owners, share.filled):
             if user == self.link.rank:
                 self._wanted[layer].add(n)
             if share.own(layer):
                 self._sent[layer].setdefault(n, []).append(user)
         self._copies: Mapping[int, nn.Module] = {}
-        self._numbers = {id(layers[i].module): i for i in cuts.order if share.own(i)}
-        self._reused = reusable(cuts)
+        self._numbers = {id(share.layers[i].module): i for i in share.cuts.order if share.own(i)}
+        self._reused = reusable(share.cuts)
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model evaluates arrays in its forward pass."""
+        return self._share.eager
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
-        for i in self._cuts.order:
-            if self._owners[i] != self.link.rank:
-                swap(self._layers[i].module, "Foreign", self._foreign(i, self._cuts.calls[i]))
+        for i in self._share.cuts.order:
+            if not self._share.own(i):
+                swap(self._share.layers[i].module, "Foreign", self._foreign(i, self._share.cuts.calls[i]))
         if self.link.rank:
-            for table in self._heads:
+            for table in self._share.heads:
                 nothing = functools.partial(_no_logits, table.places[0].shape[0])
                 if table.looked_up:
                     swap(table.layer.module, "Foreign", _as_it_is, nothing)
                 else:
                     swap(table.layer.module, "Foreign", nothing)
         for i in self._numbers.values():
-            self.watch(self._layers[i].module)
+            self.watch(self._share.layers[i].module)
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
         """Calls of streamed layers go through ``recorder``."""
@@ -147,7 +150,7 @@ class PipelineStage:
                 arrays.append(buffer.view(shape.dtype).reshape(dims))
                 into.append(bytes_of(buffer))
             if into:
-                self._expect(Incoming(self.link, self._owners[layer], into, self.metrics))
+                self._expect(Incoming(self.link, self._share.owners[layer], into, self.metrics))
             return filled(call.outputs, iter(arrays))
 
         return foreign
@@ -158,7 +161,7 @@ class PipelineStage:
         again.
         """
         places = {} if copy is None else dict(copy.named_modules())
-        self._copies = {i: places[layer.path] for i, layer in enumerate(self._layers) if places}
+        self._copies = {i: places[layer.path] for i, layer in enumerate(self._share.layers) if places}
 
     def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
         """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
@@ -245,7 +248,7 @@ class PipelineStage:
         if layer is None or not sent:
             return []
         leaves = [value for _, value in tree_flatten(out) if isinstance(value, mx.array)]
-        return [(tuple(ranks), _flat(leaves[n], self._cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
+        return [(tuple(ranks), _flat(leaves[n], self._share.cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
 
     def depart(self, leaving: Leaving) -> None:
         """Send it, when it is computed."""

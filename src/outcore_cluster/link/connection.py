@@ -49,13 +49,14 @@ class Connection:
 
     Attributes:
         data: whether it carries data, or all other frames. ``events``: that its socket is watched for.
+        lost: nothing comes or goes any more.
         leaving: bytes that the kernel has not taken yet. ``posted``: receives that data goes into, in order.
     """
 
     def __init__(self, sock: socket.socket, rank: int, data: bool) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.rank, self.data, self.events = sock, rank, data, 0
+        self.sock, self.rank, self.data, self.events, self.lost = sock, rank, data, 0, False
         self.leaving: deque[memoryview] = deque()
         self.posted: deque[Posted] = deque()
         self._sent = self._received = 0

@@ -79,7 +79,6 @@ class LinkThread:
         self.peers = {rank: Peer(Connection(sock, rank, data=False), first) for rank, sock in control.items()}
         self.fault: LinkError | None = None
         self._told = self._closing = False
-        self._open = {*self.data.values(), *(peer.control for peer in self.peers.values())}
         self._changed = threading.Condition()  # of what leaves, too
         self._selector = selectors.DefaultSelector()
         self._wake = socket.socketpair()
@@ -164,10 +163,14 @@ class LinkThread:
             self._changed.wait_for(lambda: self.fault or all(peer.gone for peer in peers), self._limits.grace)
         self._wake[0].shutdown(socket.SHUT_WR)
         self._thread.join()
-        for sock in (*self._wake, *(each.sock for each in (*self.data.values(), *(peer.control for peer in peers)))):
+        for sock in (*self._wake, *(each.sock for each in self._connections)):
             sock.close()
 
     # The thread's own.
+
+    @property
+    def _connections(self) -> list[Connection]:
+        return [*self.data.values(), *(peer.control for peer in self.peers.values())]
 
     def _run(self) -> None:
         try:
@@ -194,8 +197,8 @@ class LinkThread:
 
     def _pause(self, beat: float) -> float:
         """Have connections watched for what is wanted of them; seconds until the next beat."""
-        for each in self._open:
-            events = each.wanted * selectors.EVENT_READ | bool(each.leaving) * selectors.EVENT_WRITE
+        for each in self._connections:
+            events = 0 if each.lost else each.wanted * selectors.EVENT_READ | bool(each.leaving) * selectors.EVENT_WRITE
             if each.data and self.fault is not None:
                 events = 0
             if events != each.events:
@@ -211,7 +214,7 @@ class LinkThread:
         try:
             with self._changed:
                 moved = each.write() > 0
-            while each.wanted and each in self._open:
+            while each.wanted and not each.lost:
                 frame = each.read()
                 moved = True
                 if frame is None:
@@ -233,9 +236,7 @@ class LinkThread:
 
     def _lost(self, each: Connection, why: str) -> None:
         """A connection is over; ``why``: empty where that is as it should be."""
-        if each in self._open:
-            self._selector.unregister(each.sock)
-            self._open.remove(each)
+        each.lost = True
         if not each.data:
             self.peers[each.rank].gone = True
         if why and not self._closing:
