@@ -124,7 +124,9 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
                 users.setdefault(numbers[key], set()).add(i)
         for key in first.seen[i].objects:
             owners.setdefault(key, []).append(i)
-    together: list[Sequence[int]] = [*owners.values(), *_unsent(order, calls)]
+    together: list[Sequence[int]] = list(owners.values())
+    # One uses of the other what cannot be sent.
+    together += [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
     together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
     together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].told_by is None]
     groups = _joined(order, together)
@@ -133,11 +135,6 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
     if any(calls[i].leaves[n] is None for i, n in results) or first.peeks | second.peeks:
         refusal = "its results are made from what a layer keeps of the text"
     return Cuts(order, calls, results, groups, {n: frozenset(u) for n, u in users.items()}, refusal)
-
-
-def _unsent(order: Sequence[int], calls: Mapping[int, LayerCall]) -> list[list[int]]:
-    """Pairs of layers of which one uses of the other what cannot be sent."""
-    return [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
 
 
 def _joined(order: Sequence[int], together: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

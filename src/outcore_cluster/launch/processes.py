@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -47,13 +46,11 @@ class Rank:
     """
 
     def __init__(self, number: int, host: Host, guard: subprocess.Popen[bytes], events: queue.Queue[Any]) -> None:
-        assert guard.stdin is not None
         self.number, self.host, self.guard, self._events = number, host, guard, events
+        self._stdin: Any = guard.stdin
         self.moved_at = time.monotonic()
         self.ended: int | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
-        self._leaving = bytearray()
-        os.set_blocking(guard.stdin.fileno(), False)
         self._readers = [
             threading.Thread(target=self._read, args=(name, stream), name=f"outcore-launch-{number}", daemon=True)
             for name, stream in (("out", guard.stdout), ("err", guard.stderr))
@@ -68,21 +65,14 @@ class Rank:
 
     def say(self, **what: Any) -> None:
         """Tell the guard, as far as it listens."""
-        assert self.guard.stdin is not None
-        self._leaving += json.dumps(what).encode() + b"\n"
-        try:
-            while self._leaving:
-                del self._leaving[: os.write(self.guard.stdin.fileno(), self._leaving)]
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError):
-            self._leaving.clear()  # that it is gone is seen where it is waited for
+        with contextlib.suppress(OSError, ValueError):  # that it is gone is seen where it is waited for
+            self._stdin.write(json.dumps(what).encode() + b"\n")
+            self._stdin.flush()
 
     def let_go(self) -> None:
         """End of input: the guard ends its rank."""
         with contextlib.suppress(OSError):
-            if self.guard.stdin is not None and not self.guard.stdin.closed:
-                self.guard.stdin.close()
+            self._stdin.close()
 
     def _read(self, name: str, stream: Any) -> None:
         with contextlib.suppress(OSError, ValueError):
