@@ -41,6 +41,11 @@ class RankGroup:
     owners: tuple[int, ...] | None = None
     host: str = ""
 
+    @property
+    def agreement(self) -> Agreement:
+        """What they agree on before there is a model."""
+        return Agreement(self.link)
+
     # Loading
 
     def options(self, o: LoadOptions) -> LoadOptions:
@@ -69,7 +74,7 @@ class RankGroup:
         """Without drafts, which nobody asked for, where one rank has no room for them."""
         if planning.draft is None or draft_kind(o)[0] != AUTO:
             return planning
-        if Agreement(self.link).leasts([planning.smallest <= budget])[0]:
+        if self.agreement.leasts([planning.smallest <= budget])[0]:
             return planning
         return replace(planning, kind=NONE, draft=None)
 
@@ -79,9 +84,9 @@ class RankGroup:
         """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
         if not isinstance(o.sequences, Workload):
             return size, plan
-        (most,) = Agreement(self.link).leasts([size.sequences])
+        (most,) = self.agreement.leasts([size.sequences])
         found, plan = planned(replace(o, sequences=replace(o.sequences, most=most, least=most)))
-        room, joining = Agreement(self.link).leasts([found.room, found.joining])
+        room, joining = self.agreement.leasts([found.room, found.joining])
         return replace(found, shared=room, joining=joining), plan
 
     def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -65,9 +66,10 @@ class Rank:
 
     def say(self, **what: Any) -> None:
         """Tell the guard, as far as it listens."""
+        line = json.dumps(what).encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):  # that it is gone is seen where it is waited for
-            self._stdin.write(json.dumps(what).encode() + b"\n")
-            self._stdin.flush()
+            while line:  # past Python's buffer: a signal's handler may say something in the middle
+                line = line[os.write(self._stdin.fileno(), line) :]
 
     def let_go(self) -> None:
         """End of input: the guard ends its rank."""
