@@ -138,7 +138,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     if o.ranks is not None:
-        o, report = o.ranks.options(o), o.ranks.report(report)
+        o = o.ranks.options(o)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
@@ -211,7 +211,7 @@ def _tell_first(prepared: Preparation, report: Progress) -> None:
     draft, checkpoint, rates = prepared.draft, prepared.profile.lazy.checkpoint, prepared.calibration
     if draft is None or draft.bits is None or not (first := to_write(prepared.profile, prepared.plan, draft.bits)):
         return
-    rate = min(rates.read_gbps, rates.join_gbps or rates.weight_gbps) * 1e9
+    rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
     seconds = max(1, round((2 * checkpoint.nbytes + first) / rate))
     report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 

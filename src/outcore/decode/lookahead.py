@@ -51,7 +51,7 @@ def look_ahead(
         nonlocal text
         reserve(number)
         with mx.stream(generation_stream):
-            logits, back = target.attempted(lambda: target.forward_pass(token)[:, -1, :])
+            logits, back = target.attempt(token)
             try:
                 logprobs = chooser.logprobs(logits, text)
                 drawn = chooser.draw(logprobs).astype(mx.int32)

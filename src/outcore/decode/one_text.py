@@ -171,11 +171,12 @@ class OneText:
     def look_ahead(self) -> Chosen | None:
         """The next token, whose successor is under way then; None: something is streamed, or drafted."""
         if self._ahead is None:
-            ready = self.target.resident and self.source is None and self.answered and not self.target.behind
-            if not ready or self.now is not None:
+            # Several ranks have nothing of a token before the one that it follows was handed out.
+            alone = self.target.resident and self.session.transport.alone
+            if not alone or self.source is not None or not self.answered or self.target.behind or self.now is not None:
                 return None
             begin = self.total + self.answered - 1
-            self._ahead = (self.session.transport.look_ahead or look_ahead)(
+            self._ahead = look_ahead(
                 self.sampler.text[-1],
                 self.target,
                 self.sampler,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,8 +26,6 @@ from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, flat, handles
-
-_Built = TypeVar("_Built")
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
@@ -212,17 +210,16 @@ class ForwardPasses:
 
     def step(self, token: int) -> mx.array:
         """Logits (1, vocabulary) after one more token, not evaluated."""
-        return self.forward_pass(mx.array([token], dtype=mx.int32))[:, -1, :]
+        return self.forward_pass(mx.array([token], dtype=mx.int32))
 
     def forward_pass(self, token: mx.array) -> mx.array:
-        """Logits (1, 1, vocabulary) of a pass over one token (1,), not evaluated. Where all is resident the token need
-        not be evaluated either."""
+        """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
         logits = self._forward(token, None, at=self.in_cache)
         self.in_cache += 1
-        return logits
+        return logits[:, -1, :]
 
-    def attempted(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
-        """What ``build`` makes of a pass over one token, and what takes that token out of the caches again."""
+    def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
+        """Logits (1, vocabulary) after a token (1,), and what takes it back, where everything is resident."""
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -231,13 +228,13 @@ class ForwardPasses:
                 undo.restore()
 
         try:
-            built = build()
+            logits = self.forward_pass(token)
         except BaseException:
             back()
             raise
         if undo is not None:
             undo.passed()
-        return built, back
+        return logits, back
 
     def drain(self) -> None:
         """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""

@@ -18,7 +18,7 @@ from ..checkpoint.checkpoint import identity_of_adapter
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.packed_store import cached
 from ..engine.session import Session
-from ..machine.packages import version
+from ..machine.hardware import version
 from ..options import LoadOptions
 from .batch_engine import Known
 from .blocks import FOLDER, BlockFiles

@@ -11,16 +11,15 @@ from typing import Any, Protocol, Unpack, cast
 import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.mirrored import mirrored
+from ..calibration.mirrored import about_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import find_mirror
 from ..checkpoint.packed_store import open_model
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..engine.binding import Progress
 from ..engine.compact_copy import about_codings, or_compact
 from ..engine.model_profile import ModelProfile
-from ..errors import BudgetError, StoreError, UsageError
+from ..errors import BudgetError, UsageError
 from ..machine.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
@@ -54,7 +53,7 @@ class Preparation:
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
-        calibration: of the machine with the disks of its mirrors, as far as they were measured.
+        calibration: of the machine and the disk that the model is on.
     """
 
     profile: ModelProfile
@@ -72,7 +71,7 @@ class Preparation:
 
 
 class SharedOut(Protocol):
-    """What one of several machines holds of a model, and what drafts for it; ``choices`` as in ``Preparation``."""
+    """What one of several machines holds of a model, and what drafts for it."""
 
     @property
     def profile(self) -> ModelProfile: ...
@@ -80,21 +79,12 @@ class SharedOut(Protocol):
     @property
     def draft(self) -> Draft | None: ...
 
-    @property
-    def choices(self) -> tuple[Choice, ...]: ...
-
-    @property
-    def choice(self) -> Choice | None: ...
-
 
 class Ranks(Protocol):
     """Other machines that a model is loaded with: the seam to ``outcore_cluster``. All of them ask at the same time."""
 
     def options(self, o: LoadOptions) -> LoadOptions:
         """The options without what is not done over several machines. Raises ``UsageError`` where it was asked for."""
-
-    def report(self, progress: Progress) -> Progress:
-        """The same, told to other machines, which wait."""
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
@@ -137,7 +127,7 @@ def prepare(
     if ranks is not None:
         o = ranks.options(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
-    opened, known, shared = _opened(folder, o, budget)
+    opened, known = _opened(folder, o, budget)
     if ranks is not None:
         planning = ranks.room_for_draft(opened.planning, o, budget)
         opened = replace(opened, planning=planning, draft=planning.draft)
@@ -158,25 +148,19 @@ def prepare(
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
     prepared = replace(prepared, notes=notes, given=str(model_path))
-    if shared is not None:
-        prepared = replace(prepared, choices=shared.choices, choice=shared.choice)
     return prepared if ranks is None else ranks.predicted(prepared, o)
 
 
-def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None, SharedOut | None]:
+def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
     """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
-    within the budget. With the machine's calibration, if there is one, and this machine's share."""
+    within the budget. With the machine's calibration, if there is one."""
     if o.kv_dir is not None and o.kv_disk != "off":
         try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
-    if o.ranks is None and lazy.share is not None:
-        raise StoreError(
-            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
-        )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
-    known, _ = load_calibration(folder, streams)
+    known = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = draft_kind(o)
     profile = measured(lazy, o, known)
@@ -187,17 +171,15 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Cal
     elif not mirrors:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
-    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
-    known = calibration if known is not None else None
+    told = about_mirrors(mirrors, profile)
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
     planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
-    return (
-        Preparation(profile, cast(Plan, None), streams, told, calibration, draft, planning, "", mirrors=mirrors),
-        known,
-        shared,
+    found = Preparation(
+        profile, cast(Plan, None), streams, told, known or ASSUMED, draft, planning, "", mirrors=mirrors
     )
+    return found, known
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:

@@ -23,7 +23,6 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
-from mlx_lm.sample_utils import greedy_sampler
 
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
 from ..engine.transport import Solo, Transport
@@ -275,12 +274,6 @@ class Sampler:
     transport: Transport = field(default_factory=Solo)
     forgives: bool = False
     failed: Exception | None = None
-
-    @property
-    def only_builds(self) -> bool:
-        """Whether choosing looks at no number: of what is known to only build a graph, others' processors and samplers
-        are not."""
-        return not self.processors and (self.sampler is greedy_sampler or isinstance(self.sampler, MlxLmSampler))
 
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""

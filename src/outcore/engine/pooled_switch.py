@@ -87,8 +87,7 @@ class PooledSwitch:
     def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
         """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
         self.policy.used(tokens)
-        wanted = set(tokens.ravel().tolist())
-        return wanted
+        return set(tokens.ravel().tolist())
 
     def free(self) -> None:
         """Wait until nothing copies out of the pool."""
