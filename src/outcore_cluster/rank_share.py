@@ -15,7 +15,6 @@ from outcore.engine.engine import Engine
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.vocabulary import Table
-from outcore.errors import UsageError
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
 from outcore.plan.model_size import ModelSize
@@ -103,11 +102,7 @@ def share_out(
     Args:
         owners: the rank of each layer, in the order of calls.
         filled: as in ``RankShare``.
-
-    Raises:
-        UsageError: layers cannot be shared out so.
     """
-    check_owners(cuts, owners, link.size)
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
@@ -191,22 +186,3 @@ def _all_parameters(module: nn.Module) -> list[Parameter]:
         if isinstance(value, mx.array)
     }
     return list(found.values())
-
-
-def check_owners(cuts: Cuts, owners: Sequence[int], ranks: int) -> None:
-    """That layers can be shared out so.
-
-    Raises:
-        UsageError: the model cannot be cut there.
-    """
-    if cuts.refusal is not None:
-        raise UsageError(f"it cannot be shared out over several machines: {cuts.refusal}")
-    if len(owners) != len(cuts.order) or not all(0 <= rank < ranks for rank in owners):
-        raise UsageError(
-            f"layers are shared out as {tuple(owners)}: a rank below {ranks} for each of {len(cuts.order)}"
-        )
-    for group in cuts.groups:
-        if len({owners[i] for i in group}) > 1:
-            raise UsageError(
-                f"layers {', '.join(map(str, group))} have to be of one machine: they share what they keep"
-            )

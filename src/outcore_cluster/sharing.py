@@ -65,8 +65,6 @@ def shared_out(
     others = [RankMeans(**json.loads(each)) for each in told[1:]]
 
     def owners(draft: Draft | None) -> tuple[int, ...]:
-        if ranks.owners is not None:
-            return ranks.owners
         # The first rank's draft is in its memory.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
         if is_filled(draft):
