@@ -554,8 +554,7 @@ def plain_caches(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-@pytest.mark.parametrize("before", ["16", "64", None])
-@pytest.mark.parametrize("after", ["16", "64", None])
+@pytest.mark.parametrize(("before", "after"), [("16", "16"), ("16", "64"), ("64", None), (None, "16"), (None, None)])
 def test_a_session_has_the_window_that_it_is_resumed_with(
     before: str | None, after: str | None, plain_caches: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:

@@ -16,7 +16,7 @@ from ..text import half_character, one_line
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
     names = ("memory", "resident", "experts", "io", "slots", "kv_disk", "mirror", "dtype", "cpu_streams")
-    given = {name: getattr(args, name) for name in names} | {"threads": args.preset.threads, "flags": True}
+    given = {name: getattr(args, name) for name in names} | {"flags": True}
     own = {name: getattr(args, name, None) for name in ("ranks", "priority")}
     return given | {name: value for name, value in own.items() if value is not None}
 
