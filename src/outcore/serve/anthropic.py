@@ -29,13 +29,11 @@ from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
     Body,
-    Count,
     Function,
     Message,
     Part,
-    Share,
+    SamplerFields,
     Stops,
-    Temperature,
     called,
     conversation,
     joined,
@@ -126,14 +124,11 @@ class PromptBody(Body):
     output_format: Format | None = None
 
 
-class MessageBody(PromptBody):
-    """All of a message's body."""
+class MessageBody(PromptBody, SamplerFields):
+    """All of a message's body; of the sampler more than Anthropic's own."""
 
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=1, le=COUNT)]
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Count | None = None
     stop_sequences: Stops = ()
 
 
