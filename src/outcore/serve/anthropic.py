@@ -336,7 +336,8 @@ class MessageWriter(ResponseWriter):
             yield from self._close()
             yield self._opened({"type": kind, kind: "", **(more or {})})
         if text:
-            self._message["content"][-1][kind] += text
+            if not self.streams:
+                self._message["content"][-1][kind] += text
             yield self._delta({"type": delta, kind: text})
 
     def _opened(self, block: dict[str, Any]) -> dict[str, Any]:

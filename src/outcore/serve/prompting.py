@@ -201,15 +201,17 @@ class Prompter:
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
 
 
+def too_long(what: str, tokens: int, most: int) -> RequestError:
+    """That something has more tokens than the model's context."""
+    counts = {"n_prompt_tokens": tokens, "n_ctx": most}
+    why = f"{what}; this model's context is {most}: shorten it"
+    return RequestError(why, "context_length_exceeded", counts=counts)
+
+
 def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
     if most is not None and characters > most * CHARACTERS:
         tokens = characters // CHARACTERS
-        raise RequestError(
-            f"{what}: {characters} characters or more, which are at least {tokens} tokens; this model's context is "
-            f"{most}: shorten it",
-            "context_length_exceeded",
-            counts={"n_prompt_tokens": tokens, "n_ctx": most},
-        )
+        raise too_long(f"{what}: {characters} characters or more, at least {tokens} tokens", tokens, most)
 
 
 def _markers(own: TokenizerWrapper, tools: bool) -> Markers:
