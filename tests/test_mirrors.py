@@ -27,7 +27,7 @@ from outcore.checkpoint import mirror as mirror_files
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror
 from outcore.cli.main import main
-from outcore.disk.disk_calls import LinuxCalls, using
+from outcore.disk.disk_calls import DiskCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
 from outcore.disk.mirrored_reader import FolderPace, MirroredReader, quickest
@@ -44,7 +44,7 @@ SIZE = 2_100_001
 """Bytes of a file that is read in several chunks."""
 
 
-class Disks(LinuxCalls):
+class Disks(DiskCalls):
     """Folders on disks of their own: each gives so many bytes a second; one that ``dies`` fails after some reads."""
 
     def __init__(self) -> None:

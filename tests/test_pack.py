@@ -510,11 +510,7 @@ def test_manifest_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     assert not is_packed(tmp_path)
 
 
-def test_manifest_tells_units_and_source(tmp_path: Path) -> None:
+def test_manifest_tells_the_source(tmp_path: Path) -> None:
     folder, whole = packed(tmp_path)
     manifest = json.loads((whole.folder / "manifest.json").read_text())
     assert manifest["source"]["folder"] == folder.name and len(manifest["source"]["identity"]) == 32
-    assert [unit["file"] for unit in manifest["units"]] == sorted(manifest["files"])
-    assert manifest["units"][1]["path"] == "language_model.model.layers.1"
-    assert sum(unit["tensors"] for unit in manifest["units"]) == len(whole.tensors)
-    assert sum(unit["bytes"] for unit in manifest["units"]) == sum(info.nbytes for info in whole.tensors.values())

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outcore.checkpoint.checkpoint import ADAPTER_CONFIG
-from outcore.checkpoint.packed_store import coding_of
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
 
@@ -31,7 +30,7 @@ def owners_of_folders(profile: ModelProfile, cuts: Cuts, ranks: RankGroup) -> tu
         "host": ranks.host,
         "identity": name_in_hub(lazy.checkpoint.folder) or lazy.checkpoint.identity(),
         "share": None if lazy.share is None else lazy.share.model_dump(exclude={"absent"}),
-        "coding": coding_of(lazy),
+        "coding": lazy.coding,
         "prints": weight_prints(lazy),
     }
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]

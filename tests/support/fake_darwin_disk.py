@@ -146,13 +146,6 @@ class FakeDarwin(DarwinCalls):
                 dropped = set(range(offset // PAGE, -(-(offset + nbytes) // PAGE)))
                 self.pages.get(file, set()).difference_update(dropped - self.dirty.get(file, set()))
 
-    def mincore(self, address: int, nbytes: int) -> bytes:
-        file, offset = self._maps[address]
-        size = os.sysconf("SC_PAGESIZE")
-        with self._lock:
-            held = self.pages.get(file, set())
-            return bytes(int(at // PAGE in held) for at in range(offset, offset + nbytes, size))
-
     def munmap(self, address: int, nbytes: int) -> None:
         pass
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..machine.device import on_cpu
 from ..modules.code_planes import joined
-from ..modules.split_exponents import EXPONENTS, SplitDecoder, stored_shape
+from ..modules.split_exponents import EXPONENTS, SplitDecoder
 from ..plan.machine_profile import TOKENS
 from .random_model import PAST_CACHES, Rig, seconds_of
 
@@ -138,6 +138,6 @@ def decode_gbps() -> float:
     """GB/s of bfloat16 weights that are put together from their signs, mantissas and codes of exponents."""
     shape = PAST_CACHES // PARTS // 2 // 4096, 4096
     decoder = SplitDecoder.of(shape, np.zeros(EXPONENTS // 4 + shape[0] + 1, np.uint32))
-    rows = mx.full(stored_shape(shape), 0x31, dtype=mx.uint8)
+    rows = mx.full(decoder.stored_shape, 0x31, dtype=mx.uint8)
     mx.eval(rows, decoder.decode(rows))  # the first one compiles it
     return shape[0] * shape[1] * 2 / seconds_of(partial(decoder.decode, rows), time.perf_counter) / 1e9

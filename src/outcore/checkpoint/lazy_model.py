@@ -53,6 +53,7 @@ class LazyModel:
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
         arguments: of ``open_lazily``.
         again: opens the same model once more, with layers as they are on disk, whose codes are not cut.
+        coding: how its tensors are stored (``manifest``).
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
         planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
         decoders: of tensors that are stored in another form than they are used in, by their names.
@@ -69,6 +70,7 @@ class LazyModel:
     loaded: frozenset[str]
     arguments: dict[str, Any] = field(repr=False)
     again: Callable[[], LazyModel] = field(repr=False)
+    coding: str = "plain"
     high: int = 0
     planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)

@@ -4,8 +4,9 @@ lie there, else computed by MLX."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
     for name, dtype, shape in tensors:
         if name in header or name.startswith(PAD):
             raise StoreError(f"tensor {name!r}: a name that a packed file cannot have; this model cannot be packed")
-        begin, end = end, end + _nbytes(dtype, shape)
+        begin, end = end, end + dtype.size * prod(shape)
         starts.append(begin)
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         # The format allows no holes. Padding at the end too: then direct reads end where the file does.
@@ -76,27 +77,16 @@ def packed_tensors(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
     """
     offsets = packed_header(tensors)[1]
     return [
-        TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, _nbytes(dtype, shape))
+        TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, dtype.size * prod(shape))
         for (name, dtype, shape), offset in zip(tensors, offsets, strict=True)
     ]
 
 
-def _nbytes(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
-    nbytes = int(dtype.size)
-    for n in shape:
-        nbytes *= n
-    return nbytes
-
-
-def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
-    """The file that would hold these arrays, in their order."""
-    return file_of(name, unit, ((path, array.dtype, tuple(array.shape)) for path, array in arrays.items()))
-
-
-def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
+def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence[Spec]) -> PackedFile:
     """The file that would hold these tensors, in their order."""
-    tensors = tuple(specs)
-    return PackedFile(name, unit, tensors, packed_header(tensors)[2])
+    if isinstance(tensors, Mapping):
+        tensors = [(path, array.dtype, tuple(array.shape)) for path, array in tensors.items()]
+    return PackedFile(name, unit, tuple(tensors), packed_header(tensors)[2])
 
 
 Plain = TensorInfo | mx.array

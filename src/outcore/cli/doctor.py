@@ -27,7 +27,7 @@ from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk import disk_calls
-from ..disk.cold_ranges import forget, forget_before, scratch_file
+from ..disk.cold_ranges import forget_before, scratch_file
 from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
 from ..disk.layout import Extent
 from ..disk.reader import CHUNK, FileReader
@@ -67,9 +67,6 @@ DRIFTED = 2.0
 
 ASKING = 0.25
 """Share of a read's time that asking for it may take: reads run by themselves."""
-
-LEFT = 0.1
-"""Share of a range that the page cache may hold after a direct read: others may read the file, too."""
 
 
 @dataclass(frozen=True)
@@ -206,35 +203,15 @@ def offsets(patient: Patient) -> Finding:
 
 
 def direct(patient: Patient) -> Finding:
-    """Direct reads are direct: they leave nothing in the page cache, and the same range read again is no faster."""
+    """Direct reads are direct: the same range read again is no faster."""
     p = patient.probe
     rates = f"{p.nbytes / p.first_s / 1e9:.2f} GB/s, and {p.nbytes / p.second_s / 1e9:.2f} again"
     if not p.direct:
         return Finding("direct reads", None, f"refused here, so weights go through the page cache ({rates})")
-    held = _left_behind(patient.file, p.nbytes)
-    if held is not None and held > LEFT:
-        told = f"{100 * held:.0f} % of what was read stayed in the page cache ({rates})"
-        return Finding("direct reads", False, told, f"speeds measured here may be the cache's; {REPORT}")
     if p.second_s < FROM_MEMORY * p.first_s:
-        advice = "a hypervisor or a controller keeps what was read: speeds will vary"
+        advice = "a page cache, a hypervisor or a controller keeps what was read: speeds measured here may be its"
         return Finding("direct reads", None, f"faster the second time: {rates}", advice)
     return Finding("direct reads", True, f"around the page cache: {rates}")
-
-
-def _left_behind(file: Path, nbytes: int) -> float | None:
-    """Share of a range that a direct read adds to the page cache; None: the system does not tell what that holds."""
-    middle = (file.stat().st_size - nbytes) // 2 // BLOCK * BLOCK
-    extent, calls = Extent(file, middle, nbytes, 0, in_place=True), disk_calls.system()
-    fd = calls.open_cached(file)
-    try:
-        forget([extent])
-        before = calls.held(fd, middle, nbytes)
-        with contextlib.closing(FileReader([file])) as reader:
-            reader.submit("doctor", [extent], _slot(nbytes).payload).wait()
-        after = calls.held(fd, middle, nbytes)
-    finally:
-        calls.close(fd)
-    return None if before is None or after is None else after - before
 
 
 def rates(patient: Patient) -> Finding:

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..sizes import BLOCK
 
@@ -26,15 +25,13 @@ F_RDAHEAD, F_NOCACHE = 45, 48
 MAP_SHARED, PROT_NONE, MS_INVALIDATE = 1, 0, 2
 """<sys/mman.h>: the same numbers on macOS and on Linux."""
 
-MINCORE_INCORE = 1
-"""<sys/mman.h> of macOS; Linux's mincore(2) says the same by the same bit."""
-
 _MAP_BYTES = 1 << 34
 """Bytes that are mapped at a time at most, as fio does (os/mac/posix.c)."""
 
 
 class DiskCalls:
-    """What the reader, the calibration and the writers of files ask of the system.
+    """What the reader, the calibration and the writers of files ask of the system: Linux's, with ``O_DIRECT`` and
+    ``posix_fadvise``.
 
     Attributes:
         cache_first: direct reads bring what the page cache holds from there, so a measurement must forget it first.
@@ -55,7 +52,21 @@ class DiskCalls:
     def open_direct(self, path: Path) -> int | None:
         """A descriptor that reads around the page cache where offset, length and address are whole blocks
         (``layout.BLOCK``); None where the file system refuses."""
-        raise NotImplementedError
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return None
+        try:
+            fd = self.open(path, flag)
+        except OSError:
+            return None
+        # Some file systems accept the flag and refuse the read.
+        with mmap.mmap(-1, BLOCK) as probe, memoryview(probe) as view:
+            try:
+                self.preadv(fd, view, 0)
+            except OSError:
+                self.close(fd)
+                return None
+        return fd
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -78,91 +89,21 @@ class DiskCalls:
         os.fsync(fd)
 
     def around_cache(self, fd: int) -> bool:
-        """Ask that nothing read or written by this descriptor stays in the page cache; whether that is known here."""
-        raise NotImplementedError
+        """Ask that nothing read or written by this descriptor stays in the page cache; whether that is known here.
+        (Linux's flag is open(2)'s, and asks for whole blocks of those who write.)"""
+        return False
 
     def forget(self, fd: int, offset: int, nbytes: int) -> bool:
         """Ask that a range of the file is dropped from the page cache; whether that was taken. Never raises."""
-        raise NotImplementedError
+        try:
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            return False
+        return True
 
     def expect_random(self, fd: int) -> None:
         """Advise that nothing be read ahead."""
-        raise NotImplementedError
-
-    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
-        """Share of a range that the page cache holds; None where that is not told.
-
-        Args:
-            fd: from ``open_cached``.
-        """
-        # Of a file of somebody else's Linux says that all of it is there: mincore(2).
-        first = offset - offset % mmap.PAGESIZE
-        size = offset + nbytes - first
-        try:
-            address = self.mmap(fd, first, size)
-            try:
-                pages = self.mincore(address, size)
-            finally:
-                self.munmap(address, size)
-        except OSError:
-            return None
-        return sum(page & MINCORE_INCORE for page in pages) / len(pages) if pages else None
-
-    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
-        """The address of a shared mapping that nobody may touch. Python's ``mmap`` tells no address of one that cannot
-        be written to, and makes the disk write its own cache first (``F_FULLFSYNC``)."""
-        call = ctypes.CDLL(None, use_errno=True).mmap
-        call.restype = ctypes.c_void_p
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-        address = call(None, nbytes, PROT_NONE, MAP_SHARED, fd, offset)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise _last_error()
-        return int(address)
-
-    def mincore(self, address: int, nbytes: int) -> bytes:
-        """A byte of each page of a mapping, of which ``MINCORE_INCORE`` says that it is in memory."""
-        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-        _check(ctypes.CDLL(None, use_errno=True).mincore, address, nbytes, pages)
-        return pages.raw
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        _check(ctypes.CDLL(None, use_errno=True).munmap, address, nbytes)
-
-
-class LinuxCalls(DiskCalls):
-    """``O_DIRECT`` and ``posix_fadvise``."""
-
-    def open_direct(self, path: Path) -> int | None:
-        flag = getattr(os, "O_DIRECT", 0)
-        if not flag:
-            return None
-        try:
-            fd = self.open(path, flag)
-        except OSError:
-            return None
-        # Some file systems accept the flag and refuse the read.
-        with mmap.mmap(-1, BLOCK) as probe, memoryview(probe) as view:
-            try:
-                self.preadv(fd, view, 0)
-            except OSError:
-                self.close(fd)
-                return None
-        return fd
-
-    def around_cache(self, fd: int) -> bool:
-        return False  # the flag is open(2)'s, and asks for whole blocks of those who write
-
-    def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        if not hasattr(os, "posix_fadvise"):
-            return False
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-            return True
-        return False
-
-    def expect_random(self, fd: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class DarwinCalls(DiskCalls):
@@ -229,13 +170,23 @@ class DarwinCalls(DiskCalls):
     def fcntl(self, fd: int, command: int, argument: int) -> None:
         fcntl.fcntl(fd, command, argument)
 
+    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
+        """The address of a shared mapping that nobody may touch. Python's ``mmap`` tells no address of one that cannot
+        be written to, and makes the disk write its own cache first (``F_FULLFSYNC``)."""
+        call = ctypes.CDLL(None, use_errno=True).mmap
+        call.restype = ctypes.c_void_p
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        address = call(None, nbytes, PROT_NONE, MAP_SHARED, fd, offset)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            raise _last_error()
+        return int(address)
+
     def msync(self, address: int, nbytes: int, flags: int) -> None:
-        _check(ctypes.CDLL(None, use_errno=True).msync, address, nbytes, ctypes.c_int(flags))
+        if ctypes.CDLL(None, use_errno=True).msync(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags):
+            raise _last_error()
 
-
-def _check(call: ctypes._NamedFuncPointer, address: int, nbytes: int, *more: Any) -> None:
-    if call(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), *more):
-        raise _last_error()
+    def munmap(self, address: int, nbytes: int) -> None:
+        ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def _last_error() -> OSError:
@@ -243,7 +194,7 @@ def _last_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-_current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else LinuxCalls()
+_current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else DiskCalls()
 
 
 def system() -> DiskCalls:

@@ -37,16 +37,12 @@ class DiskProbe:
 
     Attributes:
         direct: the reader reads it around the page cache.
-        bounces: the system refused to read straight into MLX's memory, so a buffer stands between.
-        forgets: the system took the advice to drop a range from its page cache.
         nbytes: of the range that was read twice.
         first_s, second_s: seconds of each time. A second that took a small part of the first came from a cache.
         wrong: offset, alignment and way (``direct`` or ``cached``) of every read whose bytes were not the file's.
     """
 
     direct: bool
-    bounces: bool
-    forgets: bool
     nbytes: int
     first_s: float
     second_s: float
@@ -63,7 +59,7 @@ def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.p
     size = path.stat().st_size
     nbytes = min(TIMED_BYTES, size)
     whole = Extent(path, (size - nbytes) // 2 // BLOCK * BLOCK, nbytes, 0, in_place=True)
-    forgets = forget([whole])
+    forget([whole])
     slot = Slot(round_up(max(nbytes, 1), BLOCK), device_kind())
     seconds = []
     with contextlib.closing(FileReader([path], io=io, metrics=Metrics(clock=clock))) as reader:
@@ -74,7 +70,7 @@ def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.p
         wrong, direct = _wrong(path, size, reader), reader.direct
     if direct:
         wrong += wrong_reads(path, "cached")
-    return DiskProbe(direct, reader.bounces, forgets, nbytes, seconds[0], seconds[1], wrong)
+    return DiskProbe(direct, nbytes, seconds[0], seconds[1], wrong)
 
 
 def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,7 @@ class Metrics:
     def reset(self) -> None:
         """Count from zero again; a read under way counts from now on."""
         with self._lock:
-            self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
-            self.tokens = self.drafted = self.accepted = self.prompt_found = 0
-            self.experts_used = self.experts_read = self.experts_foreseen = self.experts_wasted = 0
-            self.read_s = self.stall_s = self.ranks_s = self.rows_s = 0.0
+            for counter in fields(self):
+                if counter.default == 0 and not counter.name.startswith("_"):
+                    setattr(self, counter.name, counter.default)
             self._since = self.clock()

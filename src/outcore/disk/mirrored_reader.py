@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..disk.layout import Extent, SlotCopy
@@ -88,48 +89,6 @@ def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int, now
     return min(who, key=lambda n: (paces[n].done_in(nbytes, now), n))
 
 
-class _Whole(Read):
-    """What is read of a unit, in parts by several readers."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.parts: list[Read] = []
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        for part in list(self.parts):
-            part.cancelled = True
-
-    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
-        last = super().finish(error, nbytes)
-        if last:
-            self.parts.clear()  # they hold the memory that was read into
-        return last
-
-
-class _Part(Read):
-    """Reading a part of a unit in one folder; ``told`` when that has ended, before anybody who waits for the unit.
-
-    Attributes:
-        extent: names the model's own file; None: what is in memory already. ``tried``: folders that could not read it.
-    """
-
-    def __init__(
-        self, whole: _Whole, extent: Extent | None, target: memoryview, tried: frozenset[int], told: Callable[..., None]
-    ) -> None:
-        super().__init__(whole.name)
-        self.whole, self.extent, self.target, self.tried = whole, extent, target, tried
-        self.cancelled = whole.cancelled
-        self.folder, self.asked = 0, 0.0
-        self._told = told
-
-    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
-        last = super().finish(error, nbytes)
-        if last:
-            self._told(self)
-        return last
-
-
 class MirroredReader:
     """A ``FileReader`` for each folder.
 
@@ -155,7 +114,7 @@ class MirroredReader:
     ) -> None:
         self._replicas, self._chunk, self._clock = replicas, chunk, clock
         self._paces = [FolderPace() for _ in replicas.all]
-        self._under_way: set[_Part] = set()
+        self._under_way: dict[Read, tuple[int, Path]] = {}
         self._lock = threading.RLock()
         self._closed = False
         self._holders: dict[Path, dict[int, OpenFile]] = {}
@@ -170,7 +129,7 @@ class MirroredReader:
         except BaseException:
             self.close()
             for unread in [file for opened in self._holders.values() for file in opened.values()]:
-                unread.close(calls)
+                unread.close()
             raise
 
     @property
@@ -189,58 +148,52 @@ class MirroredReader:
             reader.move = move
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        whole = _Whole(name)
+        whole = Read(name)
         part = max(LEAST_CHUNK, sum(e.nbytes for e in extents) // PARTS)
         most = min(self._chunk, part - part % BLOCK)
         if copies:
             whole.add()
-            self._readers[0].begin(_Part(whole, None, target, frozenset(), self._pass_on), (), target, copies)
+            self._readers[0].begin(Read(name, whole, partial(_pass_on, whole)), (), target, copies)
         for extent in extents:
             for offset, nbytes in pieces(extent, most):
                 whole.add()
                 piece = replace(extent, offset=offset, nbytes=nbytes, at=extent.at + offset - extent.offset)
-                if not self._ask(whole, piece, target):
+                if not self._ask(whole, piece, target, frozenset()):
                     whole.finish(ReadError(f"{name}: the reader was closed"))
         whole.finish()
         return whole
 
-    def _ask(self, whole: _Whole, extent: Extent, target: memoryview, tried: frozenset[int] = frozenset()) -> bool:
-        """Have somebody read a part; False: nobody is left."""
+    def _ask(self, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int]) -> bool:
+        """Have a folder read a part that those that were ``tried`` could not; False: none is left."""
         with self._lock:
             holders = self._holders[extent.file]
             left = [n for n in holders if n not in tried]
             alive = [n for n in left if self._replicas.all[n].lost is None] or left
             if self._closed or not alive:
                 return False
-            part = _Part(whole, extent, target, tried, self._ended)
-            part.asked = self._clock()
-            part.folder = n = quickest(self._paces, alive, extent.nbytes, part.asked)
-            self._paces[n].asked(extent.nbytes, part.asked)
-            whole.parts.append(part)
-            self._under_way.add(part)
+            now = self._clock()
+            n = quickest(self._paces, alive, extent.nbytes, now)
+            part = Read(whole.name, whole, lambda part: self._ended(part, whole, extent, target, tried | {n}, n, now))
+            self._paces[n].asked(extent.nbytes, now)
+            self._under_way[part] = n, extent.file
             self._readers[n].begin(part, [replace(extent, file=holders[n].path)], target)
             return True
 
-    def _ended(self, part: _Part) -> None:
-        extent, n = part.extent, part.folder
-        assert extent is not None
+    def _ended(
+        self, part: Read, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int], n: int, asked: float
+    ) -> None:
         with self._lock:
             now = self._clock()
-            self._under_way.discard(part)
-            self._paces[n].ended(extent.nbytes, part.error is None, now - part.asked, now)
+            del self._under_way[part]
+            self._paces[n].ended(extent.nbytes, part.error is None, now - asked, now)
         self._replicas.count(n, part.nbytes)
-        if part.error is not None and not part.whole.cancelled:
+        if part.error is not None and not whole.cancelled:
             # Before others are asked: whoever waits for the unit finds the note there.
             if not part.passing and self._elsewhere(extent.file, n):
                 self._lose(n, str(part.error))
-            if self._ask(part.whole, extent, part.target, part.tried | {n}):
+            if self._ask(whole, extent, target, tried):
                 return
-        self._pass_on(part)
-
-    @staticmethod
-    def _pass_on(part: _Part) -> None:
-        part.whole.began = part.whole.began or part.began
-        part.whole.finish(part.error, part.nbytes)
+        _pass_on(whole, part)
 
     def _elsewhere(self, file: Path, n: int) -> bool:
         """Whether another folder that is not lost has a file."""
@@ -249,9 +202,9 @@ class MirroredReader:
     def _lose(self, n: int, why: str) -> None:
         self._replicas.lose(n, why)
         with self._lock:
-            for part in self._under_way:
-                if part.folder == n and part.extent is not None and self._elsewhere(part.extent.file, n):
-                    part.cancelled = True  # and asked of another, as what fails
+            for part, (folder, file) in self._under_way.items():
+                if folder == n and self._elsewhere(file, n):
+                    part.cancel()  # and asked of another, as what fails
 
     def check(self) -> None:
         """As in ``Reader``, where no other folder has the file."""
@@ -263,3 +216,8 @@ class MirroredReader:
             self._closed = True
         for reader in self._readers:
             reader.close()
+
+
+def _pass_on(whole: Read, part: Read) -> None:
+    whole.began = whole.began or part.began
+    whole.finish(part.error, part.nbytes)

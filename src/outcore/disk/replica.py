@@ -69,7 +69,7 @@ class Replicas:
             try:
                 opened = open_file(copy, io, calls)
                 if replica.changed(copy):
-                    opened.close(calls)
+                    opened.close()
                     raise ReadError(f"{copy}: was written to")
                 found[n] = opened
             except ReadError as e:

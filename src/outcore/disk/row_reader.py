@@ -79,8 +79,8 @@ class RowReader:
             try:
                 fill(self._calls, file.cached, target, offset, len(target))
                 file.read = True
-                if len(holders) > 1 and file.stamp is not None:
-                    file.stamp.check()
+                if len(holders) > 1:
+                    file.look()
                 return
             except (OSError, ShortRead, ReadError) as e:
                 why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
@@ -99,5 +99,5 @@ class RowReader:
         self._pool.shutdown()
         for holders in self._holders.values():
             for file in holders.values():
-                file.close(self._calls)
+                file.close()
         self._holders.clear()

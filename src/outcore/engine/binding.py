@@ -114,7 +114,7 @@ def scratch_for(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
     scratch = Scratch(folder, reading.io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):
-        scratch.close(unread=True)
+        scratch.close()
         raise StoreError(
             f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
             f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "

@@ -45,11 +45,6 @@ def could_be_split(shape: tuple[int, ...]) -> bool:
     return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
 
 
-def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the bytes that a matrix of this shape is stored as."""
-    return shape[0], shape[1] // 2 * 3
-
-
 def beside_rows(weights: Words) -> Beside | None:
     """What stands beside the rows of these bfloat16 weights, given as their 16 bits; None: there is too much of it."""
     counts = np.zeros(256, np.int64)
@@ -73,26 +68,10 @@ def beside_rows(weights: Words) -> Beside | None:
     return np.concatenate([table.view("<u4"), starts, *found]).astype(np.uint32)
 
 
-def encoded(weights: Words, beside: Beside) -> NDArray[np.uint8]:
-    """Some rows as they are stored."""
-    code = np.zeros(256, np.uint8)
-    code[beside[: EXPONENTS // 4].view(np.uint8)] = np.arange(EXPONENTS)
-    pairs = np.take(code, _exponents(weights)).view("<u2")
-    columns = weights.shape[1]
-    out = np.empty(stored_shape(weights.shape), np.uint8)
-    out[:, :columns] = (weights >> 8 & 0x80) | (weights & 0x7F)
-    out[:, columns:] = pairs | pairs >> 4
-    return out
-
-
-def blocks_of_rows(rows: int, row_bytes: int) -> Iterator[slice]:
-    """All rows, some at a time."""
-    step = max(1, ROWS_BYTES // max(1, row_bytes))
-    return (slice(begin, min(rows, begin + step)) for begin in range(0, rows, step))
-
-
 def _blocks(weights: Words) -> Iterator[Words]:
-    return (weights[s] for s in blocks_of_rows(weights.shape[0], weights.shape[1] * 2))
+    """All rows, some at a time."""
+    step = max(1, ROWS_BYTES // (weights.shape[1] * 2))
+    return (weights[begin : begin + step] for begin in range(0, len(weights), step))
 
 
 def _exponents(weights: Words) -> NDArray[np.uint8]:
@@ -101,7 +80,7 @@ def _exponents(weights: Words) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class SplitDecoder:
-    """What puts a matrix's weights together; what it holds stays in memory.
+    """How a matrix is stored, and what puts its weights together; what it holds stays in memory.
 
     Attributes:
         shape: of the weights.
@@ -133,6 +112,25 @@ class SplitDecoder:
             mx.array(beside[words:]),
             mx.array(at[: len(at) if on_cpu() else 0]),
         )
+
+    @property
+    def stored(self) -> mx.array:
+        """What stands beside the rows, uint32."""
+        return mx.concatenate([self.table.view(mx.uint32), self.beside])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the bytes that the rows are stored as."""
+        return self.shape[0], self.shape[1] // 2 * 3
+
+    def encoded(self, weights: Words) -> Iterator[memoryview]:
+        """The rows of these weights, given as their 16 bits, as they are stored."""
+        code = np.zeros(256, np.uint8)
+        code[np.array(self.table)] = np.arange(EXPONENTS)
+        for rows in _blocks(weights):
+            pairs = np.take(code, _exponents(rows)).view("<u2")
+            signs = ((rows >> 8 & 0x80) | (rows & 0x7F)).astype(np.uint8)
+            yield np.concatenate([signs, (pairs | pairs >> 4).astype(np.uint8)], axis=1).reshape(-1).data
 
     @property
     def nbytes(self) -> int:
@@ -174,11 +172,8 @@ def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     return function
 
 
-Decode = Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
 @cache
-def splitting_kernel() -> Decode:
+def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """The same by a kernel of which each thread decodes four weights; they come as pairs in words of 32 bits."""
     metal = mx.metal.is_available()
     made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
