@@ -19,7 +19,7 @@ from outcore.calibration.disk import Bench, best_setting
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, using
-from outcore.disk.disk_probe import probe_disk
+from outcore.disk.disk_probe import wrong_reads
 from outcore.disk.layout import Extent, Source, place_unit
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
@@ -291,22 +291,6 @@ def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: 
 # For a look at a machine
 
 
-def test_a_probe_says_whether_a_file_is_read_directly_and_rightly(file: Path) -> None:
-    for calls, direct in (
-        (FakeDarwin(gbps=1e-3), True),
-        (FakeDarwin(gbps=1e-3, takes_nocache=False), False),
-    ):
-        calls.warm(file)
-        with using(calls):
-            found = probe_disk(file, clock=calls.clock)
-        assert (found.direct, found.wrong) == (direct, ())
-        assert found.nbytes == SIZE and found.first_s == pytest.approx(SIZE / 1e6, rel=0.02)
-        # The second time is the disk's too, or the memory's.
-        assert found.second_s == pytest.approx(found.first_s if direct else 0.0, abs=1e-9)
-    own = probe_disk(file)
-    assert own.wrong == () and own.first_s > 0 and own.second_s > 0
-
-
 class Shifted(FakeDarwin):
     """Reads that begin elsewhere than they should, where they are not of whole blocks."""
 
@@ -315,15 +299,18 @@ class Shifted(FakeDarwin):
 
 
 def test_a_probe_finds_wrong_bytes_and_refused_slots(file: Path) -> None:
+    assert wrong_reads(file) == wrong_reads(file, "cached") == ()
+    with using(FakeDarwin()):
+        assert wrong_reads(file) == ()
     with using(Shifted()):
-        found = probe_disk(file)
-    assert {(offset, way) for offset, _, way in found.wrong} == {(BLOCK, "direct"), (7936, "direct")}
+        found = wrong_reads(file)
+    assert {(offset, way) for offset, _, way in found} == {(BLOCK, "direct"), (7936, "direct")}
     refusing = FakeDarwin()
     refusing.refuses.append(range(1 << 62))
     with using(refusing), pytest.raises(ReadError, match="Bad address"):
-        probe_disk(file)
+        wrong_reads(file)
     with using(FakeDarwin(takes_nocache=False)), pytest.raises(UsageError, match="refuses direct reads"):
-        probe_disk(file, "direct")
+        wrong_reads(file, "direct")
     empty = file.with_name("empty")
     empty.touch()
-    assert probe_disk(empty).wrong == ()
+    assert wrong_reads(empty) == ()

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.modules.cache_growth import FEW
+from outcore.modules.cache_form import FEW
 from outcore.modules.call_values import flat
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer
@@ -88,9 +88,7 @@ def find_cuts(
         cast: as in ``rehearse``. ``evaluates``: the model evaluates arrays inside its forward pass.
     """
     units = [*layers, *tables]
-    before = [[p.array for p in unit.parameters] for unit in units]
-    computed = [[cast(f"{u.path}.{p.path}", p.array.dtype) or p.array.dtype for p in u.parameters] for u in units]
-    arrays = stand_ins(before, computed, foreign=not evaluates)
+    arrays = stand_ins(units, cast, foreign=not evaluates)
     passes: list[WatchedPass] = []
     with restored(model):
         for unit, mine in zip(units, arrays, strict=True):

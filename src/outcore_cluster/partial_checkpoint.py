@@ -133,7 +133,7 @@ def open_partial(folder: Path, share: RankLayers, **arguments: Any) -> LazyModel
     known = f"{name_in_hub(folder)}".encode() + code_print(folder, config)
     identity = hashlib.sha256(known).hexdigest()[:32]
     checkpoint = Checkpoint(folder, files, tensors, identity)
-    lazy = open_lazily(checkpoint, **arguments, weights=weights, places=tensors)
+    lazy = open_lazily(checkpoint, **arguments, weights=weights)
     return replace(lazy, share=share, again=partial(open_partial, folder, share, **arguments))
 
 

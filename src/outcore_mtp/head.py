@@ -167,8 +167,6 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
     layers = trunk(text).layers
-    if not hasattr(trunk(text), _embeddings(trunk(text))):
-        raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
     made = found.make_layer(text, layers, lazy.config)
     own, inside = _arrays(found)
     # Qwen's originals have norms less one, until mlx-lm converts them.
@@ -218,28 +216,20 @@ def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 
 def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer; of
-    several blocks, one after the other.
+    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
 
     Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
     want what makes logits.
     """
     text = text_model(model)
     prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
-    blocks: dict[str, dict[str, mx.array]] = defaultdict(dict)
-    for path, a in inside.items():
-        block = match[0] if (match := re.match(r"blocks\.\d+\.", path)) else ""
-        blocks[block][prefix + path.removeprefix(block)] = a
-    found = {}
-    for block, weights in blocks.items():
-        if shifted:
-            weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
-        if getattr(text.args, "norm_head", False):
-            weights["lm_head.weight"] = mx.ones((1, 1))
-        made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
-        made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
-        found.update({block + path: a for path, a in _stacked(made).items()})
-    return found
+    weights = {prefix + path: a for path, a in inside.items()}
+    if shifted:
+        weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
+    if getattr(text.args, "norm_head", False):
+        weights["lm_head.weight"] = mx.ones((1, 1))
+    made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+    return _stacked({name.partition(prefix)[2]: a for name, a in made.items() if prefix in name})
 
 
 def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from ..checkpoint.packed_store import cache_dir
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
 from ..disk.layout import Extent
-from ..disk.replica import Replica
+from ..disk.mirrored_reader import Replica
 from ..engine.model_profile import ModelProfile
 from ..errors import CalibrationError, OutcoreError
 from ..machine.allocator import clear_cache

@@ -178,7 +178,7 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
         weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
     checkpoint = Checkpoint(folder, store.files, store.tensors, manifest.source.identity)
     try:
-        lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
+        lazy = open_lazily(checkpoint, **arguments, weights=weights)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:

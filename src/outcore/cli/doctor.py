@@ -28,7 +28,7 @@ from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk import disk_calls
 from ..disk.cold_ranges import forget_before, scratch_file
-from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
+from ..disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
 from ..disk.layout import Extent
 from ..disk.reader import CHUNK, FileReader
 from ..disk.ring import Slot
@@ -58,9 +58,6 @@ LANES, LANE_BYTES = (1, 4, 8), 64 << 20
 """Reads in flight that are tried, and bytes for each of them."""
 
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
-
-FROM_MEMORY = 0.5
-"""A range that takes less than this share of the time when it is read again did not come from the disk."""
 
 DRIFTED = 2.0
 """Times that a calibration may differ from what is found: others use the disk too."""
@@ -99,9 +96,10 @@ class Patient:
     disk: Path | None = None
 
     @cached_property
-    def probe(self) -> DiskProbe:
-        """What the disk does."""
-        return probe_disk(self.file)
+    def direct(self) -> bool:
+        """Whether the file is read around the page cache."""
+        with contextlib.closing(FileReader([self.file], threads=1)) as reader:
+            return reader.direct
 
 
 def run(args: argparse.Namespace) -> int:
@@ -194,7 +192,7 @@ def slots(_: Patient) -> Finding:
 
 def offsets(patient: Patient) -> Finding:
     """Reads at odd offsets give the file's bytes."""
-    wrong = patient.probe.wrong
+    wrong = sorted({*wrong_reads(patient.file), *wrong_reads(patient.file, "cached")})
     if wrong:
         told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
@@ -203,20 +201,15 @@ def offsets(patient: Patient) -> Finding:
 
 
 def direct(patient: Patient) -> Finding:
-    """Direct reads are direct: the same range read again is no faster."""
-    p = patient.probe
-    rates = f"{p.nbytes / p.first_s / 1e9:.2f} GB/s, and {p.nbytes / p.second_s / 1e9:.2f} again"
-    if not p.direct:
-        return Finding("direct reads", None, f"refused here, so weights go through the page cache ({rates})")
-    if p.second_s < FROM_MEMORY * p.first_s:
-        advice = "a page cache, a hypervisor or a controller keeps what was read: speeds measured here may be its"
-        return Finding("direct reads", None, f"faster the second time: {rates}", advice)
-    return Finding("direct reads", True, f"around the page cache: {rates}")
+    """Weights are read around the page cache."""
+    if patient.direct:
+        return Finding("direct reads", True, "around the page cache")
+    return Finding("direct reads", None, "refused here, so weights go through the page cache")
 
 
 def rates(patient: Patient) -> Finding:
     """GB/s by the number of reads in flight, beside what was calibrated."""
-    size, direct = patient.file.stat().st_size, patient.probe.direct
+    size, direct = patient.file.stat().st_size, patient.direct
     lanes = sorted({*LANES, *disk_calls.system().lanes})
     nbytes = min(LANE_BYTES, size // len(lanes) // BLOCK * BLOCK)
     folder = patient.disk or patient.file.parent

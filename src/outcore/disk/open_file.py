@@ -115,8 +115,19 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
     except OSError as e:
         calls.close(fd)
         raise ReadError(f"{path}: cannot be read: {e.strerror}") from e
-    opened.direct = calls.open_direct(path) if io != "cached" else None
+    if io == "random":
+        calls.expect_random(fd)
+    opened.direct = calls.open_direct(path) if io in ("auto", "direct") else None
     if opened.direct is None and io == "direct":
         opened.close()
         raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
     return opened
+
+
+def state_of(file: Path) -> tuple[int, ...]:
+    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -129,7 +129,7 @@ class FileReader:
     Args:
         files: every file that extents will name; those that are open already are the reader's to close.
         io: ``direct`` bypasses the page cache and fails where the file system refuses; ``cached`` reads through
-            it; ``auto`` is direct where it works, else cached.
+            it; ``random`` does so and asks for nothing ahead; ``auto`` is direct where it works, else cached.
         threads: reads in flight at once.
         chunk: bytes of one read, a multiple of 4096.
         looks: look at a file after each chunk that was read from it, and not only in ``check``.
@@ -187,7 +187,7 @@ class FileReader:
 
     def begin(self, read: Read, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         """As ``submit``, and ``read`` is told what becomes of it."""
-        room, address = len(target), address_of(target)
+        room, address = len(target), address_of(target) if extents else 0
         ends = [e.at + e.nbytes for e in extents] + [c.at + len(c.source) for c in copies]
         if ends and max(ends) > room:
             raise ValueError(f"{read.name} does not fit in a buffer of {room} bytes")

@@ -13,9 +13,8 @@ import mlx.core as mx
 
 from ..checkpoint.nested import unsettle
 from ..disk.metrics import Metrics
-from ..disk.mirrored_reader import MirroredReader
+from ..disk.mirrored_reader import MirroredReader, Replicas
 from ..disk.reader import THREADS, FileReader
-from ..disk.replica import Replicas
 from ..disk.ring import Ring
 from ..disk.row_reader import RowReader
 from ..disk.scratch import Scratch

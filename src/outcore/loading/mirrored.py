@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..calibration.calibration_file import load_calibration
 from ..checkpoint.mirror import about, same_disk
-from ..disk.replica import Replica
+from ..disk.mirrored_reader import Replica
 from ..engine.model_profile import ModelProfile
 from ..options import LoadOptions
 from ..plan.machine_profile import Calibration
