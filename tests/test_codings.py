@@ -83,7 +83,7 @@ def test_the_kernel_for_gpus_decodes_as_the_processor_does(every_pattern: np.nda
     count = rows * columns // 4
     source = f"""#include <cstdio>
     static void thread(unsigned at, const unsigned *words, const unsigned short *halves, const unsigned char *exponents,
-                       const unsigned *beside, const unsigned *sizes, unsigned *pairs) {{ {SPLITTING_SOURCE} }}
+                       const unsigned *beside, const unsigned *sizes, unsigned *out) {{ {SPLITTING_SOURCE} }}
     static unsigned rows[{stored.size // 4}], beside[{beside.size}], pairs[{count * 2}];
     int main() {{
       const unsigned sizes[] = {{{count}, {columns // 4}}};

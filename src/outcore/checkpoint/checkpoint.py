@@ -164,33 +164,29 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
     """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
-    import any of them; empty where it has none.
+    import any of them, from linked folders too; empty where it has none.
 
     Raises:
         CheckpointError: one cannot be read.
     """
     if config.get("model_file") is None:
         return b""
-    digest = xxhash.xxh3_128()
-    for path in sorted(_code_files(folder)):
-        if path.is_dir() or not path.exists():  # or a link to nothing
+    digest, found, seen = xxhash.xxh3_128(), list[Path](), set[str]()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:  # a link to what was looked through
+            folders.clear()
             continue
+        seen.add(real)
+        folders.sort()
+        found += [path for name in files if name.endswith(".py") and (path := Path(here, name)).exists()]
+    for path in sorted(found):
         try:
             code = read_small(path, CONFIG_BYTES)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
     return digest.hexdigest().encode()
-
-
-def _code_files(folder: Path) -> Iterable[Path]:
-    """Those that end like Python's; linked folders are looked through once, as Python imports from them too."""
-    seen = {os.path.realpath(folder)}
-    for here, folders, files in os.walk(folder, followlinks=True):
-        real = {name: os.path.realpath(Path(here, name)) for name in sorted(folders)}
-        folders[:] = [name for name, place in real.items() if place not in seen]
-        seen.update(real.values())
-        yield from (Path(here, name) for name in files if name.endswith(".py"))
 
 
 def identity_of_adapter(folder: Path) -> str:

@@ -117,15 +117,10 @@ def _encoded(coding: Coding, plain: Plain) -> Iterator[memoryview]:
 
 def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
     """All of a tensor's elements, in memory."""
-    buffer = np.empty(prod(shape) * np.dtype(dtype).itemsize, np.uint8)
-    at = 0
-    for data in piece_bytes(path, plain):
-        part = np.frombuffer(data, np.uint8)
-        buffer[at : at + part.size] = part
-        at += part.size
-    if at < buffer.size:
+    parts = [np.frombuffer(data, np.uint8).copy() for data in piece_bytes(path, plain)]
+    if sum(part.size for part in parts) < prod(shape) * np.dtype(dtype).itemsize:
         raise StoreError(f"{path!a} is not as it was; the model changed while it was packed")
-    return buffer.view(dtype).reshape(tuple(shape))
+    return np.concatenate(parts).view(dtype).reshape(tuple(shape))
 
 
 def as_used(

@@ -79,24 +79,24 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
     # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.
     known: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
     known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
+    away = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached;"
+    offline = f"{away} unset HF_HUB_OFFLINE, or give a folder"
+    told: dict[type[Exception], str] = {
+        hub.GatedRepoError: f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
+        hub.RepositoryNotFoundError: "is neither a folder here nor a model on the Hugging Face Hub; check the name or "
+        "`hf auth login`",
+        hub.RevisionNotFoundError: f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision",
+        hub.HFValidationError: "is neither a folder here nor a name that the Hugging Face Hub could have; check it",
+        hub.OfflineModeIsEnabled: offline,
+        hub.LocalEntryNotFoundError: offline
+        if HF_HUB_OFFLINE
+        else f"{away} check the network and HF_ENDPOINT, or give a folder",
+    }
     try:
         return by_mlx_lm(repo, revision, patterns)
     except known as error:
-        if isinstance(error, hub.GatedRepoError):
-            what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
-        elif isinstance(error, hub.RepositoryNotFoundError):
-            what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"
-        elif isinstance(error, hub.RevisionNotFoundError):
-            what = f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision"
-        elif isinstance(error, hub.HFValidationError):
-            what = "is neither a folder here nor a name that the Hugging Face Hub could have; check it"
-        elif isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
-            offline = HF_HUB_OFFLINE or isinstance(error, hub.OfflineModeIsEnabled)
-            what = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached; "
-            what += "unset HF_HUB_OFFLINE" if offline else "check the network and HF_ENDPOINT"
-            what += ", or give a folder"
-        else:
-            what = f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"
+        what = next((text for kind, text in told.items() if isinstance(error, kind)), None)
+        what = what or f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"
         raise MissingFileError(f"{quoted(repo)}: {what}") from error
 
 

@@ -6,14 +6,10 @@ at a time, in the thread that calls. A file gets its name only when all its byte
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
-
-import mlx_lm
-import mlx_lm.utils
 
 from ..errors import StoreError
 from ..machine.cache_use import keep, kept, remove_empty
@@ -21,8 +17,9 @@ from ..modules.layers import Layer, find_layers
 from ..modules.module_tree import named_parameters
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from .codings import Coding, as_used, choose, digest_of, with_codings
+from .config import CONFIG, files_beside
 from .lazy_model import LazyModel, open_lazily
-from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PARTIAL_MANIFEST, PLAIN, PLANES, Manifest, is_packed
+from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PLAIN, PLANES, Manifest, is_packed
 from .pack_writer import OTHER, PackWriter, Progress, write_small
 from .packed_bytes import PackedFile, Pieces, Plain, Spec, packed_file, packed_tensors, same_bytes
 from .packed_store import (
@@ -39,12 +36,6 @@ from .packed_store import (
 )
 
 __all__ = ["Progress", "pack_model", "pack_overlay"]
-
-
-# What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
-_COPIED = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
-_COPIED += ["*.model"]
-_NOT_COPIED = ["config.json", "*.safetensors.index.json", MANIFEST, PARTIAL_MANIFEST, ".*"]
 
 
 def pack_overlay(
@@ -146,7 +137,8 @@ def _packed(
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
         raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
-    copied = _files_beside_weights(folder)
+    written = (CONFIG, ".index.json", MANIFEST)
+    copied = [path for path in files_beside(folder) if path.is_file() and not path.name.endswith(written)]
     codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
     files = _full_files(lazy, codings)
     coded = {path: found.coded for path, found in codings.items()}
@@ -157,7 +149,7 @@ def _packed(
     def finish() -> None:
         for path in copied:
             write_small(output / path.name, path.read_bytes())
-        write_small(output / "config.json", json.dumps(lazy.config, indent=4).encode())
+        write_small(output / CONFIG, json.dumps(lazy.config, indent=4).encode())
         try:
             _check_round_trip(pack, trust_remote_code)
         except StoreError:
@@ -218,14 +210,6 @@ def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFi
     # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
     beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})
     return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside.tensors])]
-
-
-def _files_beside_weights(folder: Path) -> list[Path]:
-    def matches(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-    found = [path for path in folder.iterdir() if matches(path.name, _COPIED) and not matches(path.name, _NOT_COPIED)]
-    return sorted(path for path in found if path.is_file())
 
 
 def _pieces(lazy: LazyModel) -> dict[str, Plain]:

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from ..machine.device import on_cpu
-from .code_planes import CUDA_INDEX, METAL_INDEX
+from .code_planes import gpu_kernel
 
 EXPONENTS = 16
 COLUMNS = 8
@@ -175,27 +174,13 @@ def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
 @cache
 def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """The same by a kernel of which each thread decodes four weights; they come as pairs in words of 32 bits."""
-    metal = mx.metal.is_available()
-    made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
-    kernel = made(
-        name="outcore_split16",
-        input_names=["words", "halves", "exponents", "beside", "sizes"],
-        output_names=["pairs"],
-        source=(METAL_INDEX if metal else CUDA_INDEX) + SPLITTING_SOURCE,
-    )
+    kernel = gpu_kernel("split16", ("words", "halves", "exponents", "beside", "sizes"), SPLITTING_SOURCE)
 
     def decode(rows: mx.array, table: mx.array, beside: mx.array) -> mx.array:
         fours = rows.shape[1] // 6
         count = rows.shape[0] * fours
-        (pairs,) = kernel(
-            inputs=[rows.view(mx.uint32), rows.view(mx.uint16), table, beside, mx.array([count, fours], mx.uint32)],
-            output_shapes=[(rows.shape[0], 2 * fours)],
-            output_dtypes=[mx.uint32],
-            grid=(count, 1, 1),
-            threadgroup=(min(count, 256), 1, 1),
-        )
-        result: mx.array = pairs
-        return result
+        arrays = [rows.view(mx.uint32), rows.view(mx.uint16), table, beside, mx.array([count, fours], mx.uint32)]
+        return kernel(arrays, count, (rows.shape[0], 2 * fours))
 
     return decode
 
@@ -221,9 +206,9 @@ for (; low < end; low++) {
   else if ((column & 3u) == 2u) e2 = exponent;
   else e3 = exponent;
 }
-pairs[2 * at] = (bytes & 127u) | (e0 << 7) | ((bytes & 128u) << 8)
+out[2 * at] = (bytes & 127u) | (e0 << 7) | ((bytes & 128u) << 8)
   | (((bytes >> 8) & 127u) << 16) | (e1 << 23) | ((bytes & 32768u) << 16);
-pairs[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
+out[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
   | (((bytes >> 24) & 127u) << 16) | (e3 << 23) | (bytes & 2147483648u);
 """
 """The kernel behind the line that says which thread this is: C that CUDA and Metal both take. A thread's reads lie next

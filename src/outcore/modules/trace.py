@@ -136,12 +136,12 @@ def rehearse(
             failure = f"{type(e).__name__}: {e}"
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
             continue
-        found.evaluates = evaluates
+        found.evaluates, several = evaluates, run.shared
         grown = [known_growth(c, n) for c, n in zip(caches, held[-2:][0], strict=True)]
         found.known = None not in grown
         unknown = [Growth()] * len(grown) if found.known else run.probed(held[-1], sum(passes))
         found.caches = tuple(known or probed for known, probed in zip(grown, unknown, strict=True))
-        found.versions += sum(found.growing_of(n) for n in run.shared)
+        found.versions += sum(found.growing_of(n) for n in several)
         if found.expanded <= max((each for each, _ in found.growing), default=0):
             found.expanded = 0
         return found
