@@ -55,7 +55,8 @@ def test_a_window_writes_where_its_index_says() -> None:
 
 def test_requests_become_tokens_where_an_error_is_their_answer() -> None:
     server = importlib.import_module("mlx_lm.server")
-    assert list(inspect.signature(server.ResponseGenerator._tokenize).parameters) == ["self", "tokenizer", "request", "args"]
+    given = list(inspect.signature(server.ResponseGenerator._tokenize).parameters)
+    assert given == ["self", "tokenizer", "request", "args"]
     code = inspect.getsource(server.ResponseGenerator._generate) + inspect.getsource(
         server.ResponseGenerator._serve_single
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -105,14 +105,10 @@ def is_packed(folder: Path, manifest: str = MANIFEST) -> bool:
     """Whether the folder has a manifest of ours, or a partial one, as a pack that was cut off, or still runs, leaves.
     That it fits, and that the files are whole, is not checked."""
     try:
-        found = _read_json(folder / manifest)
+        found = parse_json(read_small(folder / manifest, INDEX_BYTES), twins=False)
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def _read_json(path: Path) -> Any:
-    return parse_json(read_small(path, INDEX_BYTES), twins=False)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -122,7 +118,7 @@ def read_manifest(path: Path) -> Manifest:
         StoreError: it is not there, not ours, of another schema, or garbled.
     """
     try:
-        found = _read_json(path)
+        found = parse_json(read_small(path, INDEX_BYTES), twins=False)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from error
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,14 +92,3 @@ def unsettle(parameters: Iterable[Parameter]) -> None:
     for p in parameters:
         if isinstance(p.module, NestedLinear):
             p.module.unsettle()
-
-
-@dataclass(frozen=True)
-class JoinedCodes:
-    """A decoder (``decoders``) of a nested layer's low bits."""
-
-    module: NestedLinear
-    nbytes: int = 0
-
-    def decode(self, stored: mx.array) -> mx.array:
-        return self.module.joined_once(stored)

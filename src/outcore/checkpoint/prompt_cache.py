@@ -15,7 +15,6 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
-from ..machine.small_files import INDEX_BYTES
 from ..modules.cache_form import impossible
 from ..modules.call_values import flat
 from ..modules.mlx_lm_compat import BaseCache
@@ -97,19 +96,6 @@ def _check_numbers(file: Path) -> None:
 _SUFFIX = ".safetensors"
 
 
-def _is_prompt_cache(path: Path) -> bool:
-    """Whether a file is one that this or mlx-lm saved, by what it says of itself."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            said = json.loads(file.read(length)) if length <= INDEX_BYTES else {}
-    except (OSError, ValueError, RecursionError):
-        return False
-    about = said.get("__metadata__") if isinstance(said, dict) else None
-    # The list of classes of the caches (mlx_lm.models.cache.save_prompt_cache).
-    return isinstance(about, dict) and any(str(key).split(".")[0] == "2" for key in about)
-
-
 class PromptCacheFile:
     """A prompt cache that is going to be saved. Until it is whole it has another name beside its own, and what was
     there under its own is there until then.
@@ -134,9 +120,12 @@ class PromptCacheFile:
 
     def __enter__(self) -> PromptCacheFile:
         try:
-            if self._target.exists() and not (self._target.is_file() and _is_prompt_cache(self._target)):
-                raise UsageError(f"--prompt-cache-file {self.path}: is there, and no prompt cache; give another name")
+            if self._target.exists():
+                open_prompt_cache(self._target, None)
             self._partial.open("xb").close()
+        except UsageError as e:
+            what = "is there, and no prompt cache; give another name"
+            raise UsageError(f"--prompt-cache-file {self.path}: {what}") from e
         except OSError as e:
             raise self._cannot(e) from e
         return self

@@ -253,7 +253,7 @@ class MirroredReader:
         most = min(self._chunk, part - part % BLOCK)
         if copies:
             whole.add()
-            self._readers[0].begin(Read(name, whole, partial(_pass_on, whole)), (), target, copies)
+            self._readers[0].submit(name, (), target, copies, Read(name, whole, partial(_pass_on, whole)))
         for extent in extents:
             for offset, nbytes in pieces(extent, most):
                 whole.add()
@@ -276,7 +276,7 @@ class MirroredReader:
             part = Read(whole.name, whole, lambda part: self._ended(part, whole, extent, target, tried | {n}, n, now))
             self._paces[n].asked(extent.nbytes, now)
             self._under_way[part] = n, extent.file
-            self._readers[n].begin(part, [replace(extent, file=holders[n].path)], target)
+            self._readers[n].submit(whole.name, [replace(extent, file=holders[n].path)], target, (), part)
             return True
 
     def _ended(

@@ -182,15 +182,20 @@ class FileReader:
         """Whether every file is read around the page cache."""
         return all(f.direct is not None for f in self._files.values())
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        return self.begin(Read(name), extents, target, copies)
-
-    def begin(self, read: Read, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        """As ``submit``, and ``read`` is told what becomes of it."""
+    def submit(
+        self,
+        name: str,
+        extents: Sequence[Extent],
+        target: memoryview,
+        copies: Sequence[SlotCopy] = (),
+        read: Read | None = None,
+    ) -> Read:
+        """As in ``Reader``; ``read`` is told what becomes of it."""
+        read = Read(name) if read is None else read
         room, address = len(target), address_of(target) if extents else 0
         ends = [e.at + e.nbytes for e in extents] + [c.at + len(c.source) for c in copies]
         if ends and max(ends) > room:
-            raise ValueError(f"{read.name} does not fit in a buffer of {room} bytes")
+            raise ValueError(f"{name} does not fit in a buffer of {room} bytes")
         for extent in extents:
             file = self._files[extent.file]
             # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.

@@ -19,6 +19,7 @@ from pathlib import Path
 from ..errors import ClosedError, StoreError
 from ..sizes import BLOCK, format_size, round_up
 from . import disk_calls
+from .chunk import ShortRead, fill
 from .open_file import OpenFile
 
 PUNCH_HOLE = 3
@@ -81,11 +82,9 @@ class Scratch:
             path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            why = e.strerror
-            if e.errno == errno.EEXIST:
-                why = "it is no folder"
-            elif e.errno == errno.ENOENT and not folder.parent.is_dir():
-                why = f"there is no folder {folder.parent} to make it in; make that, or name another"
+            why = "it is no folder" if e.errno == errno.EEXIST else e.strerror
+            if not folder.parent.is_dir():
+                why = f"there is no folder {folder.parent} to make it in; make that"
             raise StoreError(
                 f"{folder}: keys and values cannot be kept there: {why}; name another folder (OUTCORE_CACHE, or kv_dir)"
             ) from e
@@ -163,16 +162,12 @@ class Scratch:
         Raises:
             StoreError: the disk failed.
         """
-        done = 0
         self._check_open()
         try:
-            while done < len(target):
-                n = os.preadv(self._fd, [target[done:]], offset + done)
-                if n <= 0:
-                    raise OSError(errno.EIO, "it ended early")
-                done += n
-        except OSError as e:
-            raise StoreError(f"{self.folder}: keys and values could not be read: {e.strerror}") from e
+            fill(self._calls, self._fd, target, offset, len(target))
+        except (OSError, ShortRead) as e:
+            why = e.strerror if isinstance(e, OSError) else "it ended early"
+            raise StoreError(f"{self.folder}: keys and values could not be read: {why}") from e
 
     def close(self) -> None:
         """Give the file up, when nobody reads from it any more; safe to call twice."""

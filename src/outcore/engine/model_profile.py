@@ -11,7 +11,6 @@ import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
-from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
@@ -216,7 +215,7 @@ def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | No
 
 def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
     if isinstance(parameter.module, NestedLinear):
-        return JoinedCodes(parameter.module)
+        return parameter.module
     return None if where.stored is None else lazy.decoders[where.name]
 
 

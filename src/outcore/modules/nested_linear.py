@@ -60,10 +60,12 @@ class NestedLinear(CoarseLinear):
 
     Attributes:
         high: bits of each code that are in memory.
+        nbytes: as in ``Decoder``, which it is of its low bits.
     """
 
     outcore_streamed = (LOW,)
     high: int
+    nbytes = 0
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Words, scales and biases as the ``QuantizedLinear`` has them."""
@@ -76,14 +78,14 @@ class NestedLinear(CoarseLinear):
         words, scales, _ = coarse._own(rows)
         if self.settled:
             return words, scales, biases
-        # In the place of ``low`` there may be all bits already (``joined_once``).
+        # In the place of ``low`` there may be all bits already (``decode``).
         if low.shape[-1] * 32 != biases.shape[-1] * self.group_size * self.bits:
             low = joined(words, low, self.bits, self.high)
         # A power of two: what the draft multiplied with goes without a trace.
         return low, scales * 2 ** (self.high - self.bits), biases
 
-    def joined_once(self, low: mx.array) -> mx.array:
-        """The codes of which ``low`` are the low bits, for all calls that they are there for; not evaluated."""
+    def decode(self, low: mx.array) -> mx.array:
+        """As in ``Decoder``: the codes of which these are the low bits, for all calls that they are there for."""
         coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
         if coarse is None or self.settled:
             return low
