@@ -17,7 +17,7 @@ from fake_darwin_disk import PAGE, FakeDarwin
 from outcore.calibration import disk as calibrate_disk
 from outcore.calibration.disk import Bench, best_setting
 from outcore.disk import disk_calls
-from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
+from outcore.disk.cold_ranges import UnreadRanges, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, using
 from outcore.disk.disk_probe import wrong_reads
 from outcore.disk.layout import Extent, Source, place_unit
@@ -26,7 +26,6 @@ from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
 from outcore.sizes import BLOCK
-from outcore_bench.page_cache import drop_page_cache
 
 NBYTES, SIZE = 150_001, 400_003
 
@@ -110,16 +109,15 @@ def test_reads_around_the_cache_leave_nothing_there_and_others_do(file: Path) ->
         assert read_whole(reader, file) == file.read_bytes()
         assert (calls.direct, calls.misaligned, calls.hit) == (SIZE - SIZE % PAGE, 0, 0)
         assert calls.copied == SIZE % PAGE  # the end of the file, off every block
-        assert calls.forgotten(file)  # of what was sampled at opening, too
         # What somebody else had read is taken from the cache.
         calls.warm(file)
         assert read_whole(reader, file) == file.read_bytes()
         assert calls.hit == SIZE
     with reading(file, calls, io="cached") as reader:
-        forget([Extent(file, 0, SIZE, 0)])
-        assert not reader.direct and calls.forgotten(file)
+        assert not reader.direct
+        calls.pages.clear()
         read_whole(reader, file)
-        assert not calls.forgotten(file)
+        assert calls.pages
 
 
 def test_a_descriptor_that_reads_cached_stays_one_beside_a_direct_one(file: Path) -> None:
@@ -209,50 +207,6 @@ def test_a_disk_that_fails_is_no_refusal_of_the_slot(file: Path, error: int, tim
         assert not reader.bounces
 
 
-# Forgetting
-
-
-def test_what_is_forgotten_was_written_before_and_is_all_that_was_asked_for(tmp_path: Path) -> None:
-    calls = FakeDarwin()
-    path = tmp_path / "f"
-    path.touch()
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        calls.write(fd, memoryview(bytes(10 * PAGE)))
-    finally:
-        os.close(fd)
-    (held,) = calls.pages.values()
-    assert held == set(range(10)) and calls.dirty
-    with using(calls):
-        forget([Extent(path, 3 * PAGE + 5, PAGE, 0)])
-        assert held == {0, 1, 2, 5, 6, 7, 8, 9} and not calls.dirty
-        drop_page_cache([path])
-    assert calls.forgotten(path)
-
-
-def test_the_calls_that_forget_are_taken_by_a_real_system(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = DarwinCalls()
-    with file.open("rb") as opened:
-        for offset, nbytes in ((0, SIZE), (1288, 7), (SIZE - 1, 1), (0, 10 * SIZE), (0, 0)):
-            assert calls.forget(opened.fileno(), offset, nbytes)
-        monkeypatch.setattr(disk_calls, "_MAP_BYTES", 4 * mmap.PAGESIZE)
-        asked: list[tuple[int, int]] = []
-        own = calls.mmap
-        monkeypatch.setattr(calls, "mmap", lambda fd, at, n: asked.append((at, n)) or own(fd, at, n))
-        assert calls.forget(opened.fileno(), mmap.PAGESIZE + 1, 5 * mmap.PAGESIZE)
-        page = mmap.PAGESIZE
-        assert asked == [(page, 4 * page), (5 * page, page + 1)]
-        read_only = opened.fileno()
-    assert not calls.forget(read_only, 0, SIZE)  # closed: advice only
-    with file.open("rb") as opened, pytest.raises(OSError, match="Invalid argument"):
-        calls.mmap(opened.fileno(), 1, SIZE)
-    with pytest.raises(OSError, match="Invalid argument"):
-        calls.msync(1, SIZE, disk_calls.MS_INVALIDATE)
-
-
-# Writing
-
-
 # Measuring
 
 
@@ -271,21 +225,13 @@ def bench_of(path: Path, calls: FakeDarwin) -> Bench:
     return Bench(UnreadRanges([Extent(path, 0, path.stat().st_size, 0, in_place=True)]), calls.clock)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["a model's file", "a scratch file"])
-def test_a_disk_is_measured_and_not_the_memory_before_it(tmp_path: Path, calls: FakeDarwin, named: bool) -> None:
-    """A cache that holds all of the file gives it in no time."""
-    with contextlib.ExitStack() as stack:
-        if named:
-            path = tmp_path / "f"
-            path.write_bytes(random.Random(0).randbytes(1 << 20) * 96)
-        else:
-            path = stack.enter_context(scratch_file(tmp_path, nbytes=96 << 20))
-        calls.warm(path)
+def test_a_disk_is_measured_by_a_file_that_was_written_around_the_cache(tmp_path: Path, calls: FakeDarwin) -> None:
+    with scratch_file(tmp_path, nbytes=96 << 20) as path:
         bench = bench_of(path, calls)
         best = best_setting(bench)
         assert best.read_gbps == pytest.approx(RATE, rel=0.02)
         assert best.io == "auto" and best.read_latency_s == pytest.approx(BLOCK / RATE / 1e9)
-        assert calls.hit == calls.misaligned == 0
+        assert calls.misaligned == 0
 
 
 # For a look at a machine

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..checkpoint.packed_store import cache_dir
+from ..disk import disk_calls
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
 from ..disk.layout import Extent
 from ..disk.mirrored_reader import Replica
@@ -175,7 +176,7 @@ def _ranges(prepared: Prepared | None, folder: Path | None, progress: Progress, 
     """Ranges to read: the model's files, or a scratch file where they are small."""
     files = tuple(prepared.profile.lazy.checkpoint.files) if prepared is not None else ()
     own, times = own_files(files)
-    if own.nbytes >= ENOUGH_BYTES:
+    if own.nbytes >= ENOUGH_BYTES and not disk_calls.system().cache_first:
         yield own
         return
     progress("writing a scratch file", 0, 1)

@@ -27,7 +27,7 @@ from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..disk import disk_calls
-from ..disk.cold_ranges import forget_before, scratch_file
+from ..disk.cold_ranges import forget, scratch_file
 from ..disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
 from ..disk.layout import Extent
 from ..disk.reader import CHUNK, FileReader
@@ -221,7 +221,7 @@ def rates(patient: Patient) -> Finding:
     for i, n in enumerate(lanes):
         extent = Extent(patient.file, i * nbytes, nbytes, 0, in_place=True)
         with contextlib.closing(ReadSetting(CHUNK, n, direct).open([patient.file])) as reader:
-            forget_before(reader.direct, [extent])
+            forget([extent])
             began = time.perf_counter()
             reader.submit("doctor", [extent], slot.payload).wait()
             found[n] = nbytes / (time.perf_counter() - began) / 1e9
@@ -273,11 +273,11 @@ def overlap(patient: Patient) -> Finding:
     extent, slot, text = Extent(patient.file, 0, size, 0, in_place=True), _slot(size), ""
     with contextlib.closing(FileReader([patient.file])) as reader:
         for _ in range(OVERLAP_ROUNDS):
-            forget_before(reader.direct, [extent])
+            forget([extent])
             began = time.perf_counter()
             reader.submit("doctor", [extent], slot.payload).wait()
             reading_s = time.perf_counter() - began
-            forget_before(reader.direct, [extent])
+            forget([extent])
             began = time.perf_counter()
             read = reader.submit("doctor", [extent], slot.payload)
             asking_s = time.perf_counter() - began

@@ -152,9 +152,3 @@ def forget(extents: Iterable[Extent]) -> None:
             calls.forget(fd, e.offset, e.nbytes)
         finally:
             calls.close(fd)
-
-
-def forget_before(direct: bool, extents: Iterable[Extent]) -> None:
-    """The same before they are measured, if such reads would bring from the page cache what it holds."""
-    if not direct or disk_calls.system().cache_first:
-        forget(extents)

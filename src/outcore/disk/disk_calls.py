@@ -9,7 +9,6 @@ What is said of macOS was read in xnu's source (11417.101.15, bsd/ and osfmk/) a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -22,19 +21,13 @@ from ..sizes import BLOCK
 F_RDAHEAD, F_NOCACHE = 45, 48
 """macOS <sys/fcntl.h>; Python's module has the second there only, and the first nowhere."""
 
-MAP_SHARED, PROT_NONE, MS_INVALIDATE = 1, 0, 2
-"""<sys/mman.h>: the same numbers on macOS and on Linux."""
-
-_MAP_BYTES = 1 << 34
-"""Bytes that are mapped at a time at most, as fio does (os/mac/posix.c)."""
-
 
 class DiskCalls:
     """What the reader, the calibration and the writers of files ask of the system: Linux's, with ``O_DIRECT`` and
     ``posix_fadvise``.
 
     Attributes:
-        cache_first: direct reads bring what the page cache holds from there, so a measurement must forget it first.
+        cache_first: direct reads bring what the page cache holds from there, so a disk is measured by a new file.
         lanes: reads in flight that a calibration tries beside its usual ones.
     """
 
@@ -93,13 +86,10 @@ class DiskCalls:
         (Linux's flag is open(2)'s, and asks for whole blocks of those who write.)"""
         return False
 
-    def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        """Ask that a range of the file is dropped from the page cache; whether that was taken. Never raises."""
-        try:
+    def forget(self, fd: int, offset: int, nbytes: int) -> None:
+        """Ask that a range of the file is dropped from the page cache. Advice only."""
+        with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-        except OSError:
-            return False
-        return True
 
     def expect_random(self, fd: int) -> None:
         """Advise that nothing be read ahead."""
@@ -107,7 +97,7 @@ class DiskCalls:
 
 
 class DarwinCalls(DiskCalls):
-    """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c), and ``msync``.
+    """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c).
 
     It is direct for whole blocks only. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
     address is off the device's block size through the page cache as a whole (``cluster_read_copy``, which reads
@@ -144,54 +134,15 @@ class DarwinCalls(DiskCalls):
             return False
         return True
 
-    def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        # As fio does it (os/mac/posix.c, discard_pages). Unwritten pages are written by msync too (vm_map_msync in
-        # vm_map.c), but a disk that is being written to is not measured.
-        first, end = offset - offset % mmap.PAGESIZE, offset + nbytes
-        try:
-            self.fsync(fd)
-            for at in range(first, end, _MAP_BYTES):
-                size = min(_MAP_BYTES, end - at)
-                address = self.mmap(fd, at, size)
-                try:
-                    self.msync(address, size, MS_INVALIDATE)
-                finally:
-                    self.munmap(address, size)
-        except OSError:
-            return False
-        return True
+    def forget(self, fd: int, offset: int, nbytes: int) -> None:
+        """There is no such call: what must be read from the disk is to be written around the cache first."""
 
     def expect_random(self, fd: int) -> None:
         with contextlib.suppress(OSError):
             self.fcntl(fd, F_RDAHEAD, 0)
 
-    # What Linux has under other numbers, or Python's own modules do in another way
-
     def fcntl(self, fd: int, command: int, argument: int) -> None:
         fcntl.fcntl(fd, command, argument)
-
-    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
-        """The address of a shared mapping that nobody may touch. Python's ``mmap`` tells no address of one that cannot
-        be written to, and makes the disk write its own cache first (``F_FULLFSYNC``)."""
-        call = ctypes.CDLL(None, use_errno=True).mmap
-        call.restype = ctypes.c_void_p
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-        address = call(None, nbytes, PROT_NONE, MAP_SHARED, fd, offset)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise _last_error()
-        return int(address)
-
-    def msync(self, address: int, nbytes: int, flags: int) -> None:
-        if ctypes.CDLL(None, use_errno=True).msync(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags):
-            raise _last_error()
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
 
 
 _current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else DiskCalls()
