@@ -26,7 +26,7 @@ from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel
 from outcore.checkpoint.manifest import is_packed
 from outcore.checkpoint.pack import pack_model, pack_overlay
-from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_tensors
+from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_file
 from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.machine.cache_use import USERS
@@ -121,7 +121,7 @@ def test_files_are_as_predicted_and_every_tensor_begins_at_a_block(tmp_path: Pat
     for file in store_.files:
         found = {name: info for name, info in read_header(file).items() if not name.startswith("__pad_")}
         specs = [(name, DTYPES[info.dtype], info.shape) for name, info in found.items()]
-        assert packed_tensors(file, specs) == list(found.values())
+        assert packed_file(file.name, "", specs).places(file.parent) == list(found.values())
         assert all(info.offset % 4096 == 0 for info in found.values())
         assert file.stat().st_size % 4096 == 0
     assert [file.name for file in store_.files] == [f"layer_000{i}.safetensors" for i in range(4)] + [
@@ -158,7 +158,7 @@ def test_views_of_larger_arrays_are_written_in_parts(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tensor_named_like_padding_is_refused() -> None:
-    refusal(StoreError, packed_tensors, Path("f"), [("__pad_0", mx.float32, (1,))])
+    refusal(StoreError, packed_file, "f", "", [("__pad_0", mx.float32, (1,))])
 
 
 def test_every_file_opens_with_other_tools(tmp_path: Path) -> None:

@@ -84,20 +84,18 @@ class SharedParts:
 
     def __init__(self, model: nn.Module) -> None:
         self.text = text_model(model)
-        self.inner = trunk(self.text)
-        self.tap = HiddenTap(getattr(self.inner, _name_of(self.inner, "norm", "norm_f")))
+        inner = trunk(self.text)
+        self._table = _named(inner, "embed_tokens", "word_embeddings", "embeddings")
+        self.tap = HiddenTap(_named(inner, "norm", "norm_f"))
 
     def embedded(self, ids: mx.array) -> mx.array:
         """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
-        found: mx.array = getattr(self.inner, _embeddings(self.inner))(ids[None])
+        found: mx.array = self._table(ids[None])
         return found
 
     def logits(self, states: mx.array) -> mx.array:
         """By the model's own head."""
-        own = "lm_head" in self.text
-        made: mx.array = (
-            self.text.lm_head(states) if own else getattr(self.inner, _embeddings(self.inner)).as_linear(states)
-        )
+        made: mx.array = self.text.lm_head(states) if "lm_head" in self.text else self._table.as_linear(states)
         return made
 
 
@@ -108,16 +106,12 @@ def text_model(model: Any) -> Any:
 
 def trunk(text: Any) -> Any:
     """Embeddings, layers and the last norm: all of a model but what makes logits."""
-    return getattr(text, _name_of(text, "model", "backbone"))
+    return _named(text, "model", "backbone")
 
 
-def _embeddings(inner: Any) -> str:
-    return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
-
-
-def _name_of(module: Any, *names: str) -> str:
-    """By which of these names a module has what it has under one of them."""
-    return next((name for name in names if hasattr(module, name)), names[0])
+def _named(module: Any, *names: str) -> Any:
+    """What a module has under one of these names."""
+    return getattr(module, next((name for name in names if hasattr(module, name)), names[0]))
 
 
 def has_mtp(lazy: LazyModel) -> bool:
@@ -174,7 +168,7 @@ def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpH
     if shifted:
         own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
     weights = {**own, **{f"layer.{path}": a for path, a in _sanitized(lazy.model, inside, shifted).items()}}
-    eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
+    eps = _named(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
     head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
     how, asked = lazy.config.get("quantization"), getattr(lazy.model, "quant_predicate", None)
 
@@ -222,7 +216,7 @@ def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dic
     want what makes logits.
     """
     text = text_model(model)
-    prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
+    prefix = f"{'model' if hasattr(text, 'model') else 'backbone'}.layers.{attending(trunk(text).layers)}."
     weights = {prefix + path: a for path, a in inside.items()}
     if shifted:
         weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))

@@ -21,7 +21,7 @@ from .config import CONFIG, files_beside
 from .lazy_model import LazyModel, open_lazily
 from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PLAIN, PLANES, Manifest, is_packed
 from .pack_writer import OTHER, PackWriter, Progress, write_small
-from .packed_bytes import PackedFile, Pieces, Plain, Spec, packed_file, packed_tensors, same_bytes
+from .packed_bytes import PackedFile, Pieces, Plain, Spec, packed_file, same_bytes
 from .packed_store import (
     NON_LAYER,
     Overlay,
@@ -226,7 +226,7 @@ def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
         StoreError: names the first parameter that would differ.
     """
     output, codings = pack.folder, pack.manifest.codings
-    tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
+    tensors = {info.name: info for file in pack.files for info in file.places(output)}
     files = tuple(sorted(output / file.name for file in pack.files))
     store = PackedStore(output, pack.manifest, files, *as_used(output, tensors, codings))
     again = open_full(store, trust_remote_code=trust_remote_code)

@@ -32,7 +32,7 @@ from .codings import as_used
 from .lazy_model import Decoder, LazyModel, open_lazily
 from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PLAIN, Manifest, PackedFrom, Record, is_packed, read_manifest
 from .nested import with_nested_layers
-from .packed_bytes import CHUNK, PAD, PackedFile, packed_file, packed_tensors
+from .packed_bytes import CHUNK, PAD, PackedFile, packed_file
 
 NON_LAYER = "non_layer"
 
@@ -255,7 +255,7 @@ def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = N
         Full parameter path → place; without parameters that did not come from the checkpoint (an adapter's).
     """
     folder, files = planned or overlay(lazy)
-    found = {info.name: info for file in files for info in packed_tensors(folder / file.name, file.tensors)}
+    found = {info.name: info for file in files for info in file.places(folder)}
     found.update(lazy.origins)
     paths = [f"{layer.path}.{p.path}" for layer in layers for p in layer.parameters]
     return {path: found[path] for path in paths if path in found}
@@ -285,6 +285,6 @@ def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source
             tensors = check_file(folder / file.name, records[file.name])
         except StoreError:
             continue
-        if tensors == {info.name: info for info in packed_tensors(folder / file.name, file.tensors)}:
+        if tensors == {info.name: info for info in file.places(folder)}:
             whole[file.name] = records[file.name]
     return whole
