@@ -99,7 +99,7 @@ def test_a_closed_model_has_closed_its_rows(tmp_path: Path) -> None:
     (table,) = (t for t in model.outcore.streaming.tables if t.lookup is not None)
     mx.eval(model(mx.array([[1, 2]])))
     model.outcore.close()
-    assert table.lookup is not None and not table.lookup.reader._holders
+    assert table.lookup is not None and not table.lookup.reader._reader._files
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count open files")
