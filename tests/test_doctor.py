@@ -15,11 +15,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from outcore.checkpoint.demo_model import PACKAGE
 
 import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
-from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli import doctor
 from outcore.cli.doctor import CHECKS, Finding, Patient, examine
@@ -94,9 +94,6 @@ class Broken:
     def offsets(self) -> None:
         self.patch.setattr(reader_module, "read_chunk", shifted(reader_module.read_chunk))
 
-    def disk_calibrated(self) -> None:
-        self.patch.setattr(doctor, "load_calibration", lambda *_: (Calibration(read_gbps=500.0, measured=True), None))
-
     def overlap(self) -> None:
         """A reader that reads before it returns; as slowly as it ever did, whatever others do to the disk."""
         original, longest = reader_module.FileReader.submit, [0.0]
@@ -125,7 +122,6 @@ class Broken:
     [
         ("slots", "slots", "100 of 100 rewrites were not seen"),
         ("offsets", "offsets", "wrong bytes from offset 1"),
-        ("disk_calibrated", "disk", "calibrated: 500.00"),
         ("overlap", "overlap", "to ask for"),
         ("answers", "answers", "streamed logits are not the resident ones"),
     ],
@@ -221,13 +217,12 @@ def test_a_mac_that_is_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     calls = FakeDarwinMemory()
     monkeypatch.setattr(memory_calls, "SYSTEM", calls)
     fake = FakeDarwinDisk()
-    names = ("offsets", "direct reads", "disk", "limits")
+    names = ("offsets", "direct reads", "limits")
     with disk_calls.using(fake):
         patient = Patient(file)
         found = {name: CHECKS[name](patient) for name in names}
     assert found["offsets"].ok and found["limits"].ok, found
     assert fake.direct > 0, "it was read around the cache that is not there"
-    assert "12: " in found["disk"].found, "12 reads in flight are tried on Apple silicon"
     assert "recommended working set" in found["limits"].found
     with disk_calls.using(FakeDarwinDisk(takes_nocache=False)):
         assert CHECKS["direct reads"](Patient(file)).ok is None
