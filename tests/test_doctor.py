@@ -15,11 +15,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from outcore.checkpoint.demo_model import PACKAGE
 
 import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
+from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli import doctor
 from outcore.cli.doctor import CHECKS, Finding, Patient, examine
