@@ -20,7 +20,7 @@ from ..checks import COUNT, real, whole
 from ..decode import request_values
 from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
-from ..machine.heap import share_one_heap
+from ..machine.memory import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
 from ..options import AUTO, LoadOptions

@@ -314,9 +314,3 @@ class Solo(_SoloStage):
     def merging(self, caches: Sequence[Sequence[Any]]) -> None: ...
 
     def sweeps(self) -> None: ...
-
-
-def transport_of(model: Any) -> Transport:
-    """That of a model, loaded by Outcore or not."""
-    found: Transport | None = getattr(getattr(model, "outcore", None), "transport", None)
-    return found or Solo()

@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from ..machine.heap import give_back
+from ..machine.memory import free_heap
 from ..monitoring.publisher import board
 from . import page
 from .access import Access, Cors, Guard
@@ -150,7 +150,7 @@ class Address:
             self.site.under_way -= 1
             self.site.answered += 1
         if body.received > RETURNED:
-            await body.work(give_back)
+            await body.work(free_heap)
 
     def _chosen(self, request: StarletteRequest) -> tuple[Api, Route]:
         there = self.methods["GET" if request.method == "HEAD" else request.method]
