@@ -10,6 +10,7 @@ from typing import Any
 
 import outcore
 from outcore.checkpoint.find_model import DEMO_PACKAGE
+from outcore.checkpoint.find_model import demo_model as opened_demo_model
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo-model"
@@ -35,7 +36,7 @@ def test_the_demo_models_package_is_what_outcore_looks_for(demo_model: Path) -> 
     patterns = theirs["tool"]["setuptools"]["package-data"][DEMO_PACKAGE]
     inside = {f for pattern in patterns for f in (DEMO / DEMO_PACKAGE).glob(pattern)}
     assert {f.name for f in inside} == {f.name for f in demo_model.iterdir()} - {"__init__.py", "__pycache__"}
-    with where.demo_model() as folder:
+    with opened_demo_model() as folder:
         assert folder == demo_model and (folder / "model.safetensors").is_file()
 
 

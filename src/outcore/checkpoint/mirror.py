@@ -134,13 +134,6 @@ def about(mirror: Replica, checkpoint: Checkpoint) -> tuple[str, ...]:
     notes, own = [], checkpoint.folder
     if missing := len(checkpoint.files) - len(mirror.copies or {}):
         notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own} alone")
-    if same_disk(mirror):
+    if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in (mirror.copies or {}).items()):
         notes.append(f"{mirror.folder}: on the same disk as {own}, so nothing is read faster")
     return tuple(notes)
-
-
-def same_disk(mirror: Replica) -> bool:
-    """Whether it lies on a file system that the model's own files lie on."""
-    copies = mirror.copies or {}
-    disks = [(state_of(file)[:1], state_of(copy)[:1]) for file, copy in copies.items()]
-    return any(own == other for own, other in disks)
