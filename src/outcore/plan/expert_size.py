@@ -6,9 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Curve = tuple[tuple[float, float], ...]
-"""Share of a layer's experts that have slots, and of uses that find theirs there; from (0, 0) to (1, 1)."""
-
 
 @dataclass(frozen=True)
 class ExpertSize:
@@ -21,7 +18,6 @@ class ExpertSize:
         tensors: that it is made of.
         cast: they are held in another dtype than on disk.
         copied: of what is in memory by expert in any case (an adapter's): a call copies it for each slot.
-        hits: how many uses pools find, by their share of the layer's experts.
     """
 
     count: int
@@ -32,21 +28,20 @@ class ExpertSize:
     tensors: int = 1
     cast: bool = False
     copied: int = 0
-    hits: Curve | None = None
 
     def missing(self, slots: int, tokens: int = 1) -> float:
         """As the function, of this layer."""
-        return missing(self.count, self.used, slots, tokens, self.hits or HITS)
+        return missing(self.count, self.used, slots, tokens)
 
 
 HITS = ((0.0, 0.0), (0.0625, 0.18), (0.1, 0.25), (0.25, 0.53), (0.5, 0.78), (0.75, 0.93), (1.0, 1.0))
-"""Share of a layer's experts that have slots, and of uses that find theirs there: what is expected of a model that was
-not measured. Means of 2,500 tokens of code and of prose (py-qwen35moe-30m, ``ExpertPolicy``)."""
+"""Share of a layer's experts that have slots, and of uses that find theirs there: means of 2,500 tokens of code and of
+prose (py-qwen35moe-30m, ``ExpertPolicy``)."""
 
 
-def hit_rate(share: float, curve: Curve = HITS) -> float:
+def hit_rate(share: float) -> float:
     """Uses that find their expert in memory, as a share of all, where so large a share of them has slots."""
-    for (a, low), (b, high) in itertools.pairwise(curve):
+    for (a, low), (b, high) in itertools.pairwise(HITS):
         if share <= b:
             return low + (high - low) * (share - a) / (b - a)
     return 1.0
@@ -57,17 +52,17 @@ def distinct(count: int, used: int, tokens: int) -> float:
     return count * (1 - (1 - min(1.0, used / count)) ** tokens)
 
 
+def missing(count: int, used: int, slots: int, tokens: int) -> float:
+    """Experts that a call for so many tokens has to read, on average, with so many slots for those of its layer."""
+    wanted = distinct(count, used, tokens)
+    return max(wanted * (1 - hit_rate(slots / count)), wanted - slots)
+
+
 MOST_GROUPS = 3
 """Times that experts may be computed with for one call, a pool full at a time, rather than let all of them pass by."""
 
 WORTH = 0.8
 """Reading what is missing is worth its waits where that is less than this share of what would pass by."""
-
-
-def missing(count: int, used: int, slots: int, tokens: int, curve: Curve = HITS) -> float:
-    """Experts that a call for so many tokens has to read, on average, with so many slots for those of its layer."""
-    wanted = distinct(count, used, tokens)
-    return max(wanted * (1 - hit_rate(slots / count, curve)), wanted - slots)
 
 
 def pooled_sweep(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:

@@ -74,7 +74,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
+            calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
     try:
         return prepare(folder, **options)
     except BudgetError as e:
