@@ -28,8 +28,11 @@ from .no_tokenizers import leave_out
 from .output import Result, failed, log_from, open_streams, streams, tell, told
 from .parser import ArgumentParser
 
-RANK = "MLX_RANK"
+RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
 """Set by ``outcore launch`` and ``mlx.launch`` where a command is one rank of several."""
+
+ALONE: set[str] = set()
+"""Commands that load no tokenizer, in a process that does nothing else."""
 
 WIDEST = 110
 """Characters of a line of help at most."""
@@ -113,9 +116,7 @@ def _run(name: str, words: list[str], result: Result) -> int:
     args.command = name
     if not command.launcher and "mlx.core" not in sys.modules:
         leave_one(os.environ)
-    ranks = rank_module() if RANK in os.environ else None
-    if ranks is not None:
-        ranks.find_own_model(args)
+    ranks = rank_module() if any(name in os.environ for name in RANKS) else None
     log_from(getattr(args, "log_level", None))
     filled = parser.fill(parser, args) if parser.fill is not None else {}
     filled |= _settle(parser, args)
@@ -124,6 +125,8 @@ def _run(name: str, words: list[str], result: Result) -> int:
     with rank as speaks, streams(as_json, (quiet and not command.launcher) or not speaks, sys.stderr):
         # MLX takes a second to import or, for the first time, many. Threads that begin meanwhile leave Ctrl-C alone.
         with uninterrupted(), _spinner() if speaks and not quiet else nullcontext():
+            if parser.prog in ALONE:
+                leave_out()
             run = _work(command, parser.run)
         # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
         if "mlx.core" in sys.modules:
@@ -219,8 +222,7 @@ def _look_for_compiler() -> None:
 
 def entry() -> None:
     """The console script."""
-    if sys.argv[1:2] in (["info"], ["list"]):
-        leave_out()
+    ALONE.update(("outcore info", "outcore list"))
     status = main()
     if sys.argv[1:2] == ["serve"] and status in (0, 130):
         # All is closed; Python would look at every object once more, for seconds on a busy machine.

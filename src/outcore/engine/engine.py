@@ -249,8 +249,6 @@ class Engine:
         to call twice, and from another thread than the one that generates: then between two of its tokens."""
         self.closing()
         with self.exclusive:
-            if self.watch is not None:
-                self.watch.close()
             if self.streaming is not None:
                 self.streaming.close()
             self.transport.close()

@@ -27,17 +27,13 @@ from ..machine.device import on_cuda, on_metal
 from ..machine.device_memory import DeviceMemory
 from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
-from ..plan.expert_curve import Ghosts
-from ..plan.expert_size import pooled_sweep
+from ..plan.partition import pooled_sweep
 from ..sizes import round_up
 from .expert_reads import ExpertReads
 from .expert_windows import Windows
 from .look_ahead import LookAhead, Routed
 from .pooled_switch import PooledSwitch, SwitchUnit
 from .slot_views import StreamedUnit
-
-COUNTED = 2
-"""Switches of which it is counted what pools of other sizes would find: 180 microseconds a call."""
 
 
 class Experts:
@@ -78,8 +74,6 @@ class Experts:
         ]
         self._reads = ExpertReads(metrics, device)
         self.look_ahead = None if eager else LookAhead(self._switches, self._reads, metrics)
-        for each in self._switches[:: max(1, len(units) // COUNTED)][:COUNTED]:
-            each.ghosts = Ghosts(each.unit.switch.experts)
         for each in self._switches:
             swap(each.unit.switch.module, "Pooled", self._call(each))
 
@@ -94,13 +88,6 @@ class Experts:
     def slots(self) -> list[int]:
         """Of each switch's pool."""
         return [each.policy.slots for each in self._switches]
-
-    def seen(self) -> tuple[int, list[int]] | None:
-        """Uses that were counted, and those that pools of each of ``expert_curve.SHARES`` would have found."""
-        ghosts = [each.ghosts for each in self._switches if each.ghosts is not None]
-        if not ghosts:
-            return None
-        return sum(g.uses for g in ghosts), np.sum([g.hits for g in ghosts], axis=0).tolist()
 
     # Sweeps
 

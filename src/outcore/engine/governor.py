@@ -4,10 +4,9 @@ The caller gives the time and what was read, gives memory up or takes it back be
 bytes, and comes back. Nothing is read or slept here, and no layer is touched.
 
     room is short        what is missing goes at once, with what others took of late, which they may take again
-    memory is paged,     a quarter of what can go goes, and more once a pass has shown what that did
-    or asked for
+    memory is paged      a quarter of what can go goes, and more once a pass has shown what that did
     macOS warns          the same, once: the warning is a ratio that resident weights move themselves, and lasts long
-                         after (``mac_memory``). While it lasts nothing comes back, and more goes only with paging
+                         after (``warning_room``). While it lasts nothing comes back
     out of memory, or    everything that can go goes
     everything waits
     calm for a while     a quarter comes back at a time, as far as there is room twice over; the while doubles each time
@@ -20,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..machine import mac_memory
+from ..machine import mac
 from ..machine.memory import MemoryLimit
 from ..machine.pressure import Pressure
 from ..sizes import format_size
@@ -42,9 +41,6 @@ CALM_S, MOST_CALM_S = 10.0, 900.0
 
 STARVED = 1 / 12
 """Of the reserve: with less, and nothing left to give up, a run that once had more ends rather than being killed."""
-
-ASKED_S = 10.0
-"""Seconds for which the system may ask in vain, when nothing is left to give up, before the run ends."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ class Governor:
         self._answered = False  # macOS's warning
         self._had_room = False
         self._starved: tuple[float, int] | None = None  # since when, and what was free then
-        self._asked: tuple[float, float] | None = None  # in vain, first and last
 
     def growth(self, pressure: Pressure) -> int:
         """Bytes that may be taken for what was not there before: none while macOS warns."""
@@ -169,20 +164,18 @@ class Governor:
         signs, wanted, all_of_it = self._signs, reserve(limit), max(1, spare)
         if signs.gone_wrong:
             return all_of_it, signs.gone_wrong
-        if pressure.macos_level == mac_memory.CRITICAL:
+        if pressure.macos_level == mac.CRITICAL:
             return all_of_it, "macOS says that memory pressure is critical"
         if signs.drowning and not self._grown:  # else it goes with what came back
             return all_of_it, "memory is being paged, and all work waits for it"
         if free - again < wanted / 2:
             taken = f", and others have taken {format_size(again)} of late" if again > wanted / 8 else ""
             return wanted + again - free, f"{format_size(wanted)} should be free{taken}"
-        if signs.asked:
-            why = "the control group is to be smaller than what it holds"
-        elif signs.paging:
+        if signs.paging:
             why = "memory is being paged"
         elif _warns(pressure):
             why = "macOS warns of memory pressure"
-            if self._answered and not signs.squeezed:
+            if self._answered:
                 return 0, why
         else:
             return 0, ""
@@ -205,11 +198,6 @@ class Governor:
     def _hopeless(self, now: float, limit: MemoryLimit, again: int) -> bool:
         """Whether the run has to end. One that began with as little room as this goes on, for it may be enough."""
         free = limit.available
-        if self._signs.asked:
-            first, last = self._asked or (now, now)
-            self._asked = (first if now - last < ASKED_S / 2 else now, now)
-            if now - self._asked[0] >= ASKED_S:
-                return True
         low = free < STARVED * reserve(limit)
         if not self._had_room or not (low or free < again):
             self._starved = None
@@ -237,4 +225,4 @@ class Governor:
 
 def _warns(pressure: Pressure) -> bool:
     """Whether macOS says that memory is short, by however much."""
-    return pressure.macos_level in (mac_memory.WARNING, mac_memory.CRITICAL)
+    return pressure.macos_level in (mac.WARNING, mac.CRITICAL)

@@ -16,7 +16,6 @@ from ..machine.device_memory import DeviceMemory
 from ..modules.hooks import absent, put
 from ..modules.layers import Parameter
 from ..modules.switches import Switch
-from ..plan.expert_curve import Ghosts
 from ..plan.expert_policy import ExpertPolicy, Load
 from .expert_pool import Pool, Stacked
 
@@ -55,7 +54,6 @@ class PooledSwitch:
     Attributes:
         table: the slot of each expert; of one that is not in the pool, any.
         last: what was computed with the pool last, and may still be under way.
-        ghosts: what pools of other sizes would find; None: this switch does not count.
         filling: reads that copy experts out of the pool, and may still be under way.
         arriving: experts that were foreseen, and have slots, and may not be there yet.
         stays: all experts are in memory, and the pool's arrays are the switch's weights.
@@ -74,7 +72,6 @@ class PooledSwitch:
         self.last: list[mx.array] = []
         self.filling: list[Read] = []
         self.arriving: dict[int, Read] = {}
-        self.ghosts: Ghosts | None = None
         self._device, self._placed = device, placed
         self.policy = ExpertPolicy(unit.switch.experts, slots)
         self.pool = Pool(unit.tensors, slots, device, placed)
@@ -90,10 +87,7 @@ class PooledSwitch:
     def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
         """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
         self.policy.used(tokens)
-        wanted = set(tokens.ravel().tolist())
-        if self.ghosts is not None:
-            self.ghosts.used(np.fromiter(wanted, np.int64, len(wanted)), self.policy.scores)
-        return wanted
+        return set(tokens.ravel().tolist())
 
     def free(self) -> None:
         """Wait until nothing copies out of the pool."""

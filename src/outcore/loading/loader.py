@@ -35,7 +35,6 @@ from ..plan.planner import resident_budget
 from ..text import refuse_unknown
 from .draft_choices import to_write, what_it_gives
 from .draft_experience import begun, keep_drafts, seen_before
-from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
@@ -141,7 +140,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     if o.ranks is not None:
-        o, report = o.ranks.options(o), o.ranks.report(report)
+        o = o.ranks.options(o)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
@@ -193,8 +192,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     identity = profile.lazy.checkpoint.identity()
     if prepared.draft is not None:
         session.closing.join(partial(keep_drafts, weakref.ref(session), identity, prepared.draft, o.dtype))
-    if session.plan.pools:
-        session.closing.join(partial(keep_experience, weakref.ref(session), identity))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
 
@@ -216,7 +213,7 @@ def _tell_first(prepared: Preparation, report: Progress) -> None:
     draft, checkpoint, rates = prepared.draft, prepared.profile.lazy.checkpoint, prepared.calibration
     if draft is None or draft.bits is None or not (first := to_write(prepared.profile, prepared.plan, draft.bits)):
         return
-    rate = min(rates.read_gbps, rates.join_gbps or rates.weight_gbps) * 1e9
+    rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
     seconds = max(1, round((2 * checkpoint.nbytes + first) / rate))
     report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 

@@ -18,9 +18,8 @@ from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
-from ..errors import BudgetError, StoreError, UsageError
+from ..errors import BudgetError, UsageError
 from ..loading.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
@@ -40,7 +39,7 @@ from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
-from .mirrored import mirrored
+from .mirrored import about_mirrors
 from .opened import measured, with_draft
 
 
@@ -55,7 +54,7 @@ class Preparation:
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
-        calibration: of the machine with the disks of its mirrors, as far as they were measured.
+        calibration: of the machine and the disk that the model is on.
     """
 
     profile: ModelProfile
@@ -73,7 +72,7 @@ class Preparation:
 
 
 class SharedOut(Protocol):
-    """What one of several machines holds of a model, and what drafts for it; ``choices`` as in ``Preparation``."""
+    """What one of several machines holds of a model, and what drafts for it."""
 
     @property
     def profile(self) -> ModelProfile: ...
@@ -81,21 +80,12 @@ class SharedOut(Protocol):
     @property
     def draft(self) -> Draft | None: ...
 
-    @property
-    def choices(self) -> tuple[Choice, ...]: ...
-
-    @property
-    def choice(self) -> Choice | None: ...
-
 
 class Ranks(Protocol):
     """Other machines that a model is loaded with: the seam to ``outcore_cluster``. All of them ask at the same time."""
 
     def options(self, o: LoadOptions) -> LoadOptions:
         """The options without what is not done over several machines. Raises ``UsageError`` where it was asked for."""
-
-    def report(self, progress: Progress) -> Progress:
-        """The same, told to other machines, which wait."""
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
@@ -159,7 +149,6 @@ def prepare(
     notes += _about_kv(profile, plan, o) + opened.told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    found = one if opened.shared is None else opened.shared
     prepared = Preparation(
         profile,
         plan,
@@ -170,8 +159,8 @@ def prepare(
         planning,
         str(model_path),
         one.refused,
-        found.choices,
-        found.choice,
+        one.choices,
+        one.choice,
         opened.mirrors,
     )
     return prepared if ranks is None else ranks.predicted(prepared, o)
@@ -197,7 +186,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
     """Open a model and what drafts for it, of all copies that there are the one that is fastest within the budget."""
     lazy = _opened_lazily(folder, o)
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
-    known, _ = load_calibration(folder, streams)
+    known = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = draft_kind(o)
     profile = measured(lazy, o, known)
@@ -208,12 +197,11 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
     elif not mirrors:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
-    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
-    known = calibration if known is not None else None
+    told = about_mirrors(mirrors, profile)
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
-    return _Opened(profile, kind, draft, streams, known, calibration, mirrors, told, shared)
+    return _Opened(profile, kind, draft, streams, known, known or ASSUMED, mirrors, told, shared)
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
@@ -234,17 +222,11 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
 
 
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
-    """The model, of which this rank's part may be all that is there."""
     if o.kv_dir is not None and o.kv_disk != "off":
         try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
-    lazy = open_model(
+    return open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
-    if o.ranks is None and lazy.share is not None:
-        raise StoreError(
-            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
-        )
-    return lazy
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..sizes import ARRAY_BYTES
-from . import memory_calls
-from .mac_memory import wired_limit
-from .memory_calls import MemoryCalls
+from .mac import wired_limit
 
 COMPUTE_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in ("float32", "bfloat16", "float16")}
 """What can be computed in."""
@@ -45,7 +43,8 @@ class DeviceFacts:
         working_set: what Metal recommends to use at most; MLX knows what it was when the process began.
         wired_limit: what the user lets the GPU wire (``iogpu.wired_limit_mb``); None too where macOS decides.
         buffer: the largest one that Metal makes.
-        slot: the largest array of bytes, and with it the largest slot, alignment included.
+        slot: the largest array of bytes, and with it the largest slot, alignment included: one Metal buffer on a Mac,
+            on whichever device.
     """
 
     name: str
@@ -56,21 +55,21 @@ class DeviceFacts:
     slot: int
 
 
-def device_facts(calls: MemoryCalls | None = None) -> DeviceFacts:
+def device_facts() -> DeviceFacts:
     """What MLX and the system tell of the device."""
-    calls = calls or memory_calls.SYSTEM
-    info, metal = calls.device_info(), calls.metal_info()
+    info = mx.device_info()
+    metal = mx.device_info(mx.gpu) if mx.metal.is_available() else {}
     buffer = int(metal.get("max_buffer_length", 0)) or None
     return DeviceFacts(
         name=str(info.get("device_name", "unknown")),
         memory=int(info.get("total_memory", 0) or info.get("memory_size", 0)) or None,
         working_set=int(metal.get("max_recommended_working_set_size", 0)) or None,
-        wired_limit=wired_limit(calls),
+        wired_limit=wired_limit(),
         buffer=buffer,
         slot=min(ARRAY_BYTES, buffer or ARRAY_BYTES),
     )
 
 
-def most_slot_bytes(calls: MemoryCalls | None = None) -> int:
-    """Bytes of the largest slot that can be made: one array, and on a Mac one Metal buffer, on whichever device."""
-    return device_facts(calls).slot
+def most_slot_bytes() -> int:
+    """Bytes of the largest slot that can be made."""
+    return device_facts().slot

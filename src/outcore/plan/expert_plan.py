@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from ..sizes import BLOCK, slot_bytes
-from .candidate import Candidate, Cuts
+from .candidate import Candidate, Candidates
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import unit_sizes
@@ -59,10 +59,10 @@ def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterat
         (i, tuple(n for n in range(len(size.layers[i].pieces)) if n not in experts.pieces))
         for i, experts in pooled.items()
     )
-    cuts = Cuts(size)
+    candidates = Candidates(size)
     units = unit_sizes([size.layers[i] for i in pooled], size.most_unit) if pooled else []
     for step, ring, unit in product(steps, rings, units):
-        yield Candidate(size, stay, False, step, ring, unit, kept, cuts).bare
+        yield Candidate(candidates, stay, False, step, ring, unit, kept).bare
 
 
 def with_pools(size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration) -> Plan:
