@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -103,10 +103,6 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-openers: list[Callable[[Path, dict[str, Any]], LazyModel | None]] = []
-"""Further ways to open a folder that is no packed copy, of packages around the core: each opens it, or says None."""
-
-
 def open_model(
     folder: Path,
     *,
@@ -127,9 +123,6 @@ def open_model(
     }  # fmt: skip
     if is_packed(folder):
         return _open_kept(folder, arguments)
-    for opener in openers:
-        if (found := opener(folder, arguments)) is not None:
-            return found
     return open_copy(folder, PLAIN, **arguments) or open_lazily(open_checkpoint(folder), **arguments)
 
 

@@ -22,7 +22,6 @@ from ..modules.nested_linear import NestedLinear
 from ..modules.switches import Switch, find_switch
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
-from ..plan.context import planned_context
 from ..plan.model_size import (
     METAL_REUSE_BYTES,
     REST_BYTES,
@@ -32,6 +31,7 @@ from ..plan.model_size import (
     ModelSize,
 )
 from ..plan.partition import LayerSize, smallest_slot
+from ..plan.workload import planned_context
 from ..sizes import format_size, most_unit
 from .layer_sizes import (
     CUDA_OPERATION,
