@@ -8,7 +8,7 @@ ask their ``Transport``. A model that is all here has ``Solo``, which asks nobod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,9 +24,6 @@ HasRoom = Callable[[], tuple[int, int]]
 
 Fit = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 """Makes room for sequences on this rank, as ``SequenceRoom.fit``; returns the tokens that the longest has room for."""
-
-Decoder = Callable[..., Generator[tuple[int, mx.array, bool], None, int]]
-"""Yields tokens as ``decode.lookahead.look_ahead``, and takes what that takes."""
 
 
 class Forecast(Protocol):
@@ -195,14 +192,10 @@ class Transport(Agreement, Stage, Protocol):
 
     Attributes:
         forecast: what all ranks together are predicted to take; None where that is not known.
-        look_ahead: decodes a model that is all in memory here; None: as one machine does.
     """
 
     @property
     def forecast(self) -> Forecast | None: ...
-
-    @property
-    def look_ahead(self) -> Decoder | None: ...
 
     # Room
 
@@ -281,7 +274,7 @@ class Solo(_SoloStage):
     """The transport of a model that is all here: nobody has to agree, and nothing is sent."""
 
     chooses = True
-    forecast = look_ahead = None
+    forecast = None
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
         return list(choose())

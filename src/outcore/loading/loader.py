@@ -22,7 +22,7 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
 from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
-from ..disk.replica import Replicas
+from ..disk.mirrored_reader import Replicas
 from ..engine.binding import Progress, ReadSettings
 from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Session
@@ -140,7 +140,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     if o.ranks is not None:
-        o, report = o.ranks.options(o), o.ranks.report(report)
+        o = o.ranks.options(o)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
