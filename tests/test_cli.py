@@ -19,7 +19,7 @@ import pytest
 
 import zoo
 from interrupts import heard
-from outcore.checkpoint.demo_model import PACKAGE
+from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.cli.main import main
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
