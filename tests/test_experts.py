@@ -35,7 +35,7 @@ from outcore.errors import ReadError, UsageError
 from outcore.machine.device_memory import CudaDriver, DeviceMemory, move
 from outcore.modules.switches import is_stacked
 from outcore.plan.expert_policy import ExpertPolicy
-from outcore.plan.expert_size import hit_rate, pooled_sweep
+from outcore.plan.partition import hit_rate, pooled_sweep
 from outcore.sizes import BLOCK
 
 EXPERTS, USED = 16, 4

@@ -27,7 +27,7 @@ from ..machine.device import on_cuda, on_metal
 from ..machine.device_memory import DeviceMemory
 from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
-from ..plan.expert_size import pooled_sweep
+from ..plan.partition import pooled_sweep
 from ..sizes import round_up
 from .expert_reads import ExpertReads
 from .expert_windows import Windows

@@ -20,9 +20,8 @@ from ..modules.layers import Layer, Projection
 from ..modules.module_tree import modules, named_parameters
 from ..modules.nested_linear import LOW, NestedLinear
 from ..modules.switches import Switch
-from ..plan.expert_size import ExpertSize
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
-from ..plan.partition import LayerSize, PieceSize
+from ..plan.partition import ExpertSize, LayerSize, PieceSize
 from .expert_pool import Stacked
 from .vocabulary import Table, in_order, smallest_slice
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,9 +11,12 @@ from ..sizes import BLOCK, slot_bytes
 from .candidate import Candidate, Candidates
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import unit_sizes
+from .partition import ExpertSize, unit_sizes
 from .plan import Plan
 from .prediction import predict
+
+Counts = Sequence[tuple[int, int]]
+"""Layers with pools, and their slots."""
 
 
 def expert_plan(
@@ -46,70 +50,59 @@ def expert_plan(
 
 def smallest_pooled(size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
     """The smallest budget in bytes with pools of so many slots; None: there are no experts to be read one by one."""
-    layers = [(i, layer.experts) for i, layer in enumerate(size.layers) if layer.experts is not None]
-    pools = _pools(size, [(i, min(slots, e.count)) for i, e in layers])
+    pools = _pools(size, [(i, min(slots, e.count)) for i, e in _experts(size).items()])
     return min((bare.peak_bytes + pools for bare in _bare(size, rings, [step])), default=None)
+
+
+def with_pools(size: ModelSize, plan: Plan, counts: Counts, calibration: Calibration) -> Plan:
+    """The plan with other pools: of each layer the slots."""
+    experts = _experts(size)
+    read = sum(experts[i].missing(n, size.sequences) * experts[i].read for i, n in counts)
+    every = sum(experts[i].count for i, _ in counts)
+    pooled = replace(
+        plan, pools=tuple(counts), pool_bytes=_pools(size, counts), experts=every, bytes_per_token=int(read)
+    )
+    return predict(size, pooled, calibration)
+
+
+def _experts(size: ModelSize) -> dict[int, ExpertSize]:
+    """The experts of each layer that has some."""
+    return {i: layer.experts for i, layer in enumerate(size.layers) if layer.experts is not None}
 
 
 def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterator[Plan]:
     """Plans with all but experts in memory, without pools yet."""
-    pooled = {i: layer.experts for i, layer in enumerate(size.layers) if layer.experts is not None}
+    pooled, candidates = _experts(size), Candidates(size)
     stay = frozenset(i for i in range(len(size.layers)) if i not in pooled)
     kept = tuple(
         (i, tuple(n for n in range(len(size.layers[i].pieces)) if n not in experts.pieces))
         for i, experts in pooled.items()
     )
-    candidates = Candidates(size)
     units = unit_sizes([size.layers[i] for i in pooled], size.most_unit) if pooled else []
     for step, ring, unit in product(steps, rings, units):
         yield Candidate(candidates, stay, False, step, ring, unit, kept).bare
 
 
-def with_pools(size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration) -> Plan:
-    """The plan with other pools: of each layer the slots."""
-    nbytes = _pools(size, counts)
-    read, every = 0.0, 0
-    for i, n in counts:
-        experts = size.layers[i].experts
-        assert experts is not None
-        every += experts.count
-        read += experts.missing(n, size.sequences) * experts.read
-    return predict(
-        size,
-        replace(plan, pools=tuple(counts), pool_bytes=nbytes, experts=every, bytes_per_token=int(read)),
-        calibration,
-    )
-
-
-def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, int]] | None:
+def _counts(size: ModelSize, room: int, slots: int | None) -> Counts | None:
     """Slots for each layer's pool in so many bytes, the same share of each layer's experts; None: not one for each."""
-    layers = [(i, layer.experts) for i, layer in enumerate(size.layers) if layer.experts is not None]
-
-    def nbytes(share: float) -> int:
-        return _pools(size, [(i, _slots(share, e.count)) for i, e in layers])
-
+    experts = _experts(size)
     if slots is not None:
-        counts = [(i, min(slots, e.count)) for i, e in layers]
+        counts = [(i, min(slots, e.count)) for i, e in experts.items()]
         return counts if _pools(size, counts) <= room else None
-    if nbytes(0.0) > room:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (middle, high) if nbytes(middle) <= room else (low, middle)
-    return [(i, _slots(low, e.count)) for i, e in layers]
+    most = max(e.count for e in experts.values())
+
+    def shared(n: int) -> Counts:
+        return [(i, max(1, n * e.count // most)) for i, e in experts.items()]
+
+    fitting = bisect_right(range(1, most + 1), room, key=lambda n: _pools(size, shared(n)))
+    return shared(fitting) if fitting else None
 
 
-def _slots(share: float, experts: int) -> int:
-    return max(1, int(share * experts))
-
-
-def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
+def _pools(size: ModelSize, counts: Counts) -> int:
     """Bytes of pools of so many slots, each of whose tensors begins at a block, and of what one layer's call copies."""
-    pools, copied = 0, 0
+    pools, copied, experts = 0, 0, _experts(size)
     for layer, slots in counts:
-        experts = size.layers[layer].experts
-        assert experts is not None
-        pools += slot_bytes(slots * experts.resident + BLOCK * experts.tensors)
-        copied = max(copied, slots * experts.copied)
+        of = experts[layer]
+        pools += slot_bytes(slots * of.resident + BLOCK * of.tensors)
+        copied = max(copied, slots * of.copied)
     return pools + copied

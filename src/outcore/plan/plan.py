@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..sizes import format_size, slot_bytes
-from .expert_size import pooled_sweep
 from .model_size import ModelSize
-from .partition import StreamedPart
+from .partition import StreamedPart, pooled_sweep
 
 ANSWER = 256
 """Tokens of an answer, as long as they usually are."""
