@@ -291,7 +291,7 @@ def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
-    told = first is head or _named(head, ranks) is first or "error" in args.result.record
+    told = _named(first, ranks) is head or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has told why, where this would
     # Who has heard of it may have ended before whose fault it is.
