@@ -40,8 +40,8 @@ from outcore.machine.cache_folder import cache_dir
 from outcore.machine.device_memory import CudaDriver, DeviceMemory, move
 from outcore.modules.switches import is_stacked
 from outcore.plan.expert_curve import SHARES, Ghosts, curve_of
+from outcore.plan.expert_plan import hit_rate, pooled_sweep
 from outcore.plan.expert_policy import ExpertPolicy
-from outcore.plan.expert_size import hit_rate, pooled_sweep
 from outcore.sizes import BLOCK
 
 EXPERTS, USED = 16, 4

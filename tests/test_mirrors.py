@@ -30,9 +30,8 @@ from outcore.cli.main import main
 from outcore.disk.disk_calls import LinuxCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
-from outcore.disk.mirrored_reader import FolderPace, MirroredReader, quickest
+from outcore.disk.mirrored_reader import FolderPace, MirroredReader, MirroredRowReader, quickest
 from outcore.disk.replica import Replica, Replicas, state_of
-from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
@@ -292,7 +291,7 @@ def test_rows_are_read_elsewhere_where_a_disk_fails(three: Three) -> None:
     expected = [three.files[file][100 + r * 1000 : 1100 + r * 1000] for r in rows]
     for dead in (three.own, three.first):
         replicas = three.replicas(three.first)
-        reader = RowReader([file], replicas=replicas)
+        reader = MirroredRowReader(replicas, [file])
         try:
             for after in (1 << 60, 0):
                 three.calls.dies[dead] = after

@@ -22,10 +22,9 @@ from outcore.loading.draft_experience import seen_before
 from outcore.loading.opened import draft_named
 from outcore.options import LoadOptions
 from outcore.plan.draft_choice import Choice, expected_of, fastest
-from outcore.plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft
+from outcore.plan.draft_cost import AUTO, MTP, NGRAM, NONE, SELF, Draft, guess_s
 from outcore.plan.joint_plan import Planning
 from outcore.plan.machine_profile import Calibration
-from outcore.plan.prediction import guess_s
 from outcore.sizes import format_size
 
 from .cuts import Cuts

@@ -13,7 +13,7 @@ from typing import Any
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
-from outcore.plan.prediction import Turn, pooled_turns, turns_of
+from outcore.plan.prediction import Turn, turns_of
 
 from .timing import LinkTimes, RankStage, RankTiming, rank_timing
 
@@ -156,8 +156,8 @@ class RanksPlan:
 
 def token_turns(size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
     """What a rank's sweep for a token of every sequence is made of, in order, and what lies behind all layers."""
-    if plan.goes_to_pools(size, size.sequences):
-        return pooled_turns(size, plan, calibration)
+    if size.on_demand is not None and size.on_demand.reads(plan, size, size.sequences):
+        return size.on_demand.turns(size, plan, calibration)
     return turns_of(size, plan, calibration, [(size.sequences, 1)], size.context)
 
 

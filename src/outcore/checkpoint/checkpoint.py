@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from ..disk.replica import state_of
+from ..disk.open_file import state_of
 from ..errors import CheckpointError, HeaderError, MissingFileError
 from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 from ..sizes import format_size

@@ -16,8 +16,9 @@ import numpy as np
 import xxhash
 
 from ..disk.layout import Extent
+from ..disk.open_file import state_of
 from ..disk.reader import FileReader
-from ..disk.replica import Replica, state_of
+from ..disk.replica import Replica
 from ..errors import StoreError
 from ..machine.cache_folder import cache_dir, make_cache
 from ..text import counted

@@ -23,6 +23,7 @@ from .metrics import Metrics
 from .open_file import OpenFile
 from .reader import CHUNK, THREADS, FileReader, Read, pieces
 from .replica import Replicas
+from .row_reader import RowReader
 
 LEAST_CHUNK, PARTS = 256 << 10, 16
 """Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""
@@ -263,3 +264,45 @@ class MirroredReader:
             self._closed = True
         for reader in self._readers:
             reader.close()
+
+
+class MirroredRowReader(RowReader):
+    """Reads rows from the first of several folders that can: so few bytes take no longer from one disk."""
+
+    def __init__(self, replicas: Replicas, files: Sequence[Path], metrics: Metrics | None = None) -> None:
+        self._replicas = replicas
+        self._holders: dict[Path, dict[int, OpenFile]] = {}
+        super().__init__(files, metrics)
+
+    def _open(self, path: Path) -> None:
+        self._holders[path] = self._replicas.open(path, "cached", self._calls)
+        for opened in self._holders[path].values():
+            self._calls.expect_random(opened.cached)
+
+    def _read(self, path: Path, offset: int, target: memoryview, what: str) -> None:
+        holders = self._holders[path]
+        left = sorted(holders, key=lambda n: self._replicas.all[n].lost is not None)  # lost ones last
+        while left:
+            n = left.pop(0)
+            file = holders[n]
+            try:
+                self._fill(file, offset, target, what)
+                if len(holders) > 1 and file.stamp is not None:
+                    file.stamp.check()
+                return
+            except (OSError, ReadError) as e:
+                failed = e if isinstance(e, ReadError) else ReadError(f"{file.path}: reading {what} failed: {e}")
+                if not left:
+                    raise failed from e
+                self._replicas.lose(n, str(failed))
+
+    def check(self) -> None:
+        for holders in self._holders.values():
+            self._replicas.check(holders)
+
+    def close(self) -> None:
+        super().close()
+        for holders in self._holders.values():
+            for file in holders.values():
+                file.close(self._calls)
+        self._holders.clear()

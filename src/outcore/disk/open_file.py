@@ -129,3 +129,12 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
         calls.close(fd)
         raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
     return OpenFile(path, stamp, fd, direct)
+
+
+def state_of(file: Path) -> tuple[int, ...]:
+    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

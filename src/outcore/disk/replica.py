@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import ReadError
 from .disk_calls import DiskCalls
-from .open_file import OpenFile, open_file
+from .open_file import OpenFile, open_file, state_of
 
 
 @dataclass(eq=False)
@@ -110,12 +110,3 @@ class Replicas:
         """Count what was read from one."""
         with self._lock:
             self.all[n].nbytes += nbytes
-
-
-def state_of(file: Path) -> tuple[int, ...]:
-    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
-    try:
-        found = file.stat()
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

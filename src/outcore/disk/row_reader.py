@@ -12,8 +12,7 @@ from ..errors import ReadError
 from . import disk_calls
 from .chunk import ShortRead, fill
 from .metrics import Metrics
-from .open_file import OpenFile
-from .replica import Replicas
+from .open_file import OpenFile, open_file
 
 ROW_THREADS = 8
 """Rows read at once, where a prompt asks for many."""
@@ -22,25 +21,18 @@ ROW_THREADS = 8
 class RowReader:
     """Reads single rows of tensors, wherever they lie, through the page cache: rows that come often stay in it.
 
-    Args:
-        replicas: folders that have some of these files as well, where rows are read that the first cannot read: so few
-            bytes take no longer from one disk than from several.
-
     Raises:
         ReadError: a file cannot be opened.
     """
 
-    def __init__(self, files: Sequence[Path], metrics: Metrics | None = None, replicas: Replicas | None = None) -> None:
+    def __init__(self, files: Sequence[Path], metrics: Metrics | None = None) -> None:
         self.metrics = metrics or Metrics()
         self._calls = disk_calls.system()
-        self._replicas = replicas or Replicas(Path())
-        self._holders: dict[Path, dict[int, OpenFile]] = {}
+        self._opened: dict[Path, OpenFile] = {}
         self._pool = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="outcore-rows")
         try:
             for path in dict.fromkeys(files):
-                self._holders[path] = self._replicas.open(path, "cached", self._calls)
-                for opened in self._holders[path].values():
-                    self._calls.expect_random(opened.cached)
+                self._open(path)
         except BaseException:
             self.close()
             raise
@@ -70,34 +62,29 @@ class RowReader:
         self.metrics.rows_s += self.metrics.clock() - began
         return out
 
+    def _open(self, path: Path) -> None:
+        opened = self._opened[path] = open_file(path, "cached", self._calls)
+        self._calls.expect_random(opened.cached)
+
     def _read(self, path: Path, offset: int, target: memoryview, what: str) -> None:
-        holders = self._holders[path]
-        left = sorted(holders, key=lambda n: self._replicas.all[n].lost is not None)  # lost ones last
-        while left:
-            n = left.pop(0)
-            file = holders[n]
-            try:
-                fill(self._calls, file.cached, target, offset, len(target))
-                file.read = True
-                if len(holders) > 1 and file.stamp is not None:
-                    file.stamp.check()
-                return
-            except (OSError, ShortRead, ReadError) as e:
-                why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
-                failed = e if isinstance(e, ReadError) else ReadError(f"{file.path}: reading {what} failed: {why}")
-                if not left:
-                    raise failed from e
-                self._replicas.lose(n, str(failed))
+        self._fill(self._opened[path], offset, target, what)
+
+    def _fill(self, file: OpenFile, offset: int, target: memoryview, what: str) -> None:
+        try:
+            fill(self._calls, file.cached, target, offset, len(target))
+        except (OSError, ShortRead) as e:
+            why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
+            raise ReadError(f"{file.path}: reading {what} failed: {why}") from e
+        file.read = True
 
     def check(self) -> None:
         """Raise ``ReadError`` if a file that rows were read from was written to since it was opened."""
-        for holders in self._holders.values():
-            self._replicas.check(holders)
+        for file in self._opened.values():
+            file.check()
 
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
         self._pool.shutdown()
-        for holders in self._holders.values():
-            for file in holders.values():
-                file.close(self._calls)
-        self._holders.clear()
+        for file in self._opened.values():
+            file.close(self._calls)
+        self._opened.clear()

@@ -11,9 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checkpoint.nested import unsettle
 from ..disk.metrics import Metrics
-from ..disk.mirrored_reader import MirroredReader
+from ..disk.mirrored_reader import MirroredReader, MirroredRowReader
 from ..disk.reader import THREADS, FileReader
 from ..disk.replica import Replicas
 from ..disk.ring import Ring
@@ -22,7 +21,7 @@ from ..disk.scratch import Scratch
 from ..errors import StoreError
 from ..machine.allocator import clear_cache, limits
 from ..machine.cache_folder import make_cache
-from ..modules.hooks import put, swap, unswap
+from ..modules.hooks import put, settle, swap, unswap
 from ..modules.layers import Layer, Parameter
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.switches import block_of, is_stacked
@@ -95,7 +94,7 @@ def pool_units(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], lis
 
 def forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
     for part in [*units, *(t.table for t in tables)]:
-        unsettle(part.parameters)
+        settle(part.parameters, False)
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
     clear_cache()
 
@@ -196,7 +195,8 @@ def streamed_tables(
             continue
         rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
         files = [p.file for p in table.places]
-        lookup = Lookup(table, RowReader(files, metrics, replicas)) if table.looked_up else None
+        rows_of = RowReader if replicas is None else functools.partial(MirroredRowReader, replicas)
+        lookup = Lookup(table, rows_of(files, metrics)) if table.looked_up else None
         tables.append(StreamedTable(table.layer, rows, lookup, table.head))
     return tables
 

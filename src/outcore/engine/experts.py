@@ -28,7 +28,7 @@ from ..machine.device_memory import DeviceMemory
 from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
 from ..plan.expert_curve import Ghosts
-from ..plan.expert_size import pooled_sweep
+from ..plan.expert_plan import pooled_sweep
 from ..sizes import round_up
 from .expert_reads import ExpertReads
 from .expert_windows import Windows

@@ -16,11 +16,10 @@ import xxhash
 from ..checkpoint.checkpoint import TensorInfo
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..machine.device import on_cpu
-from ..modules.layers import Layer, Projection
+from ..modules.layers import STREAMED, Layer, Projection
 from ..modules.module_tree import modules, named_parameters
-from ..modules.nested_linear import LOW, NestedLinear
 from ..modules.switches import Switch
-from ..plan.expert_size import ExpertSize
+from ..plan.expert_plan import ExpertSize
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
 from ..plan.partition import LayerSize, PieceSize
 from .expert_pool import Stacked
@@ -143,7 +142,7 @@ def layer_size(
         pieces=tuple(parts),
         splittable=splittable,
         experts=experts,
-        joined=sum(m.joined_bytes for m in modules(layer.module) if isinstance(m, NestedLinear)),
+        joined=sum(getattr(m, "joined_bytes", 0) for m in modules(layer.module)),
         decoded=place.decoded_bytes(layer),
         to_cast=_cast_bytes(layer, casts),
     )
@@ -286,7 +285,7 @@ def output_width(config: dict[str, Any], layer: Layer) -> int:
     experts = next((n for n in counts if n), 8)
     width = 0
     for p in layer.parameters:
-        if p.path.endswith(("weight", "bias", LOW)) or p.array.ndim > 2:
+        if p.path.endswith(("weight", "bias")) or p.array.ndim > 2 or hasattr(type(p.module), STREAMED):
             many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
             width += p.array.shape[-2] * many
     return width

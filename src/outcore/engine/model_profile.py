@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
-from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
 from ..modules.cache_form import CacheForm
 from ..modules.cache_growth import Growth
-from ..modules.layers import Layer, Parameter, Projection, find_layers, find_pieces, find_tables
+from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
-from ..modules.nested_linear import NestedLinear
-from ..modules.switches import Switch, find_switch
+from ..modules.switches import Switch, find_switch, switches_in
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.context import planned_context
@@ -216,8 +214,9 @@ def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | No
 
 
 def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
-    if isinstance(parameter.module, NestedLinear):
-        return JoinedCodes(parameter.module)
+    if hasattr(type(parameter.module), STREAMED):
+        module: Any = parameter.module  # it decodes what is read of it by itself
+        return cast(Decoder, module)
     return None if where.stored is None else lazy.decoders[where.name]
 
 
@@ -343,11 +342,12 @@ def _rehearse(
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
         return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
-    rehearsal = rehearse(model, layers, tables, pieces, to.target)
+    routed = {i: switches_in(layer) for i, layer in enumerate(layers)}
+    rehearsal = rehearse(model, layers, tables, pieces, to.target, routed)
     if rehearsal.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
-        rehearsal = rehearse(model, layers, (), pieces, to.target)
+        rehearsal = rehearse(model, layers, (), pieces, to.target, routed)
     called = set(rehearsal.order)
     if rehearsal.outside is None:
         silent = [layers[i].path for i in range(len(layers)) if i not in called]

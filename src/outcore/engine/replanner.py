@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError
 from ..plan.draft_cost import MTP, SELF
-from ..plan.expert_plan import expert_plan, with_pools
+from ..plan.expert_plan import ON_DEMAND
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -75,11 +75,11 @@ class Replanner:
         """The fastest plan with expert caches; None: there is no room for any."""
         steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
         least = self.engine.plan.smallest_budget_bytes
-        return expert_plan(size, budget, least, rings=SLOTS, steps=steps, slots=None, calibration=self.calibration)
+        return ON_DEMAND.best(size, budget, least, rings=SLOTS, steps=steps, slots=None, calibration=self.calibration)
 
     def with_pools(self, pools: tuple[tuple[int, int], ...]) -> Plan:
         """The plan with these expert caches."""
-        return with_pools(self.engine.size, self.engine.plan, pools, self.calibration)
+        return ON_DEMAND.with_pools(self.engine.size, self.engine.plan, pools, self.calibration)
 
     def with_residents(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
         """The plan as it is, with these layers resident and chunks of so many tokens."""

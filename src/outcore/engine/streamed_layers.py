@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint.nested import settle, unsettle
 from ..disk.ring import Ring
 from ..modules.call_values import copy_of
-from ..modules.hooks import put, swap, unswap
+from ..modules.hooks import put, settle, swap, unswap
 from .executor import LayerExecutor
 from .slot_views import StreamedUnit, Weights
 from .transport import Transport
@@ -78,7 +77,7 @@ class StreamedLayers:
             if id(module) in self._resident:
                 self._resident.remove(id(module))
                 for i in self._layers[id(module)]:
-                    unsettle(self.units[i].layer.parameters)
+                    settle(self.units[i].layer.parameters, False)
                 self._install(id(module))
 
     def adopt(self, layers: Sequence[nn.Module]) -> None:
@@ -117,7 +116,7 @@ class StreamedLayers:
                 for module in (u.layer.module, *u.modules):
                     unswap(module)
                 put(u.layer.parameters, self._adopting.pop(i) or [])
-                settle(u.layer.parameters)
+                settle(u.layer.parameters, True)
             self._resident.add(key)
             self._transport.watch(self.units[self._layers[key][0]].layer.module)
         # What did not come in one pass (its order was another) will not be waited for.

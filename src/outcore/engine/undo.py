@@ -16,8 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
-from ..modules.away import keeper_of
-from ..modules.cache_rollback import Snapshot, by_offset
+from ..modules.cache_rollback import Snapshot, by_offset, keeper_of
 from ..modules.call_values import flat
 from ..modules.hooks import handle
 from ..modules.mlx_lm_compat import set_window_index, window_index

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import UsageError
-from .away import Away
+from .cache_rollback import is_away
 from .call_values import flat
 
 PLAIN = "KVCache"
@@ -92,7 +92,7 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
             f"{name}: the same cache stands in it twice; make_prompt_cache(model) makes one for each layer"
         )
     for n, (c, form) in enumerate(zip(given, forms, strict=True)):
-        if isinstance(c, Away):
+        if is_away(c):
             continue  # it was looked at before it was put away
         why = _differs(c, form) or _impossible(c)
         if why is not None:

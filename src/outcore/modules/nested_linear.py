@@ -67,6 +67,7 @@ class NestedLinear(_OfCodes):
     """
 
     outcore_streamed = (LOW,)
+    nbytes = 0  # as a ``Decoder`` of what is stored of it
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Words, scales and biases as the ``QuantizedLinear`` has them."""
@@ -86,10 +87,10 @@ class NestedLinear(_OfCodes):
 
     def _is_joined(self, low: mx.array) -> bool:
         """Whether these are all bits of the codes, which they are in the place of ``low`` where a sweep has several
-        passes (``joined_once``)."""
+        passes (``decode``)."""
         return low.shape[-1] * 32 == self["biases"].shape[-1] * self.group_size * self.bits
 
-    def joined_once(self, low: mx.array) -> mx.array:
+    def decode(self, low: mx.array) -> mx.array:
         """The codes of which ``low`` are the low bits, for all calls that they are there for; not evaluated."""
         coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
         if coarse is None or self.settled:

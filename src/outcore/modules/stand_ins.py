@@ -15,7 +15,6 @@ from .call_values import caches_in
 from .hooks import Call, absent, put, swap, unswap
 from .layers import Layer, Projection
 from .module_tree import modules
-from .switches import switches_in
 
 Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
@@ -40,6 +39,7 @@ class StandIns:
     Args:
         layers: so many units are layers, the others tables.
         split: pieces of the layers that have more than one.
+        routed: by layer, modules that are called with numbers of experts.
 
     Attributes:
         order, looked_up, used: as in ``Trace``; of the pass that began last, or of all.
@@ -48,11 +48,17 @@ class StandIns:
     """
 
     def __init__(
-        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Projection]], cast: Casts, foreign: bool
+        self,
+        units: Sequence[Layer],
+        layers: int,
+        split: Mapping[int, Sequence[Projection]],
+        cast: Casts,
+        foreign: bool,
+        routed: Mapping[int, Sequence[nn.Module]],
     ) -> None:
         self.order, self.looked_up, self.used = list[int](), set[int](), dict[int, int]()
         self.begin()
-        self._units, self._layers, self._split = units, layers, split
+        self._units, self._layers, self._split, self._routed = units, layers, split, routed
         self._weights = [[p.array for p in unit.parameters] for unit in units]
         computed = [
             [cast(f"{unit.path}.{p.path}", p.array.dtype) or p.array.dtype for p in unit.parameters] for unit in units
@@ -75,8 +81,8 @@ class StandIns:
         for parts in self._split.values():
             for piece in parts:
                 unswap(piece.module)
-        for unit in self._units[: self._layers]:
-            for module in switches_in(unit):
+        for modules in self._routed.values():
+            for module in modules:
                 unswap(module)
 
     def set(self) -> None:
@@ -88,8 +94,8 @@ class StandIns:
                 swap(unit.module, "Rehearsed", self._noted(i))
                 for n, piece in enumerate(self._split[i]):
                     swap(piece.module, "Rehearsed", self._piece(i, n, piece))
-                for module in switches_in(unit):
-                    swap(module, "Rehearsed", self._routed(i))
+                for module in self._routed.get(i, ()):
+                    swap(module, "Rehearsed", self._chosen(i))
             elif i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
                 looked_up = self._with_weights(i, range(len(unit.parameters)), functools.partial(self.looked_up.add, i))
                 swap(unit.module, "Rehearsed", looked_up, ordered)
@@ -135,7 +141,7 @@ class StandIns:
             self.hidden = max(self.hidden, *(a.nbytes for a in arrays[:1]), 0)
             self.beside |= {id(a): a for a in arrays[1:]}
 
-    def _routed(self, layer: int) -> Call:
+    def _chosen(self, layer: int) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             indices = kwargs["indices"] if "indices" in kwargs else args[1]
             self.used[layer] = indices.shape[-1]

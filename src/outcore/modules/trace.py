@@ -114,6 +114,7 @@ def rehearse(
     tables: Sequence[Layer] = (),
     pieces: Sequence[Sequence[Projection]] = (),
     cast: Casts = lambda *_: None,
+    routed: Mapping[int, Sequence[nn.Module]] = {},
 ) -> Trace:
     """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
 
@@ -129,6 +130,7 @@ def rehearse(
             do with that is rehearsed with whole layers.
         cast: the dtype that a weight is computed in, by its path and the dtype on disk; None: that one. Caches take as
             much as what fills them.
+        routed: by layer, modules that are called with numbers of experts.
     """
     evaluates = False
     failure: Exception | None = None
@@ -140,7 +142,7 @@ def rehearse(
     for passes, parts in attempts:
         if evaluates and passes != [1]:
             continue
-        run = _Run(model, layers, tables, cast, foreign=not evaluates)
+        run = _Run(model, layers, tables, cast, routed, foreign=not evaluates)
         try:
             result, caches, held = run.build(passes, parts)
         except Exception as e:  # whatever a model's code raises on weights that are absent
@@ -168,6 +170,7 @@ class _Run:
     layers: Sequence[Layer]
     tables: Sequence[Layer]
     cast: Casts
+    routed: Mapping[int, Sequence[nn.Module]]
     foreign: bool
 
     def probed(self, held: Sequence[int], tokens: int) -> list[Growth]:
@@ -187,7 +190,10 @@ class _Run:
         # A layer of one piece is that piece.
         split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
         units = [*self.layers, *self.tables]
-        with StandIns(units, len(self.layers), split, self.cast, self.foreign) as stage, restored(self.model):
+        with (
+            StandIns(units, len(self.layers), split, self.cast, self.foreign, self.routed) as stage,
+            restored(self.model),
+        ):
             stage.set()
             result, cache = Trace(), make_prompt_cache(self.model)
             held: list[list[int]] = []

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
 from operator import attrgetter, itemgetter
+from typing import Any, Protocol
 
 from ..sizes import BLOCK, GAP
-from .expert_size import ExpertSize
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,24 @@ class PieceSize:
     ranges: tuple[tuple[int, int, int], ...] = ()
     out: int = 0
     block: str = ""
+
+
+class Experts(Protocol):
+    """Routed experts of a layer, which can be read one by one: the seam to ``expert_plan``.
+
+    Attributes:
+        count: how many there are; ``used``: by a token.
+        on_demand: makes plans with caches of them (``prediction.ExpertPlans``).
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def on_demand(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,7 @@ class LayerSize:
     kind: str = ""
     pieces: tuple[PieceSize, ...] = ()
     splittable: bool = False
-    experts: ExpertSize | None = None
+    experts: Experts | None = None
     joined: int = 0
     decoded: int = 0
     to_cast: int = 0
