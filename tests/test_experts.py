@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
 import shutil
 import threading
 import time
@@ -28,18 +27,12 @@ from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.engine import expert_windows, look_ahead
 from outcore.engine import experts as on_demand
-from outcore.engine.expert_reads import ExpertReads
+from outcore.engine.expert_cache import ExpertReads, PooledSwitch
 from outcore.engine.look_ahead import LookAhead
-from outcore.engine.pooled_switch import PooledSwitch
 from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
-from outcore.loading import expert_profile
-from outcore.loading.preparation import prepare
-from outcore.machine.cache_contents import contents
-from outcore.machine.cache_folder import cache_dir
 from outcore.machine.device_memory import CudaDriver, DeviceMemory, move
 from outcore.modules.switches import is_stacked
-from outcore.plan.expert_curve import SHARES, Ghosts, curve_of
 from outcore.plan.expert_plan import hit_rate, pooled_sweep
 from outcore.plan.expert_policy import ExpertPolicy
 from outcore.sizes import BLOCK
@@ -714,58 +707,3 @@ def test_copies_out_of_a_pool_are_waited_for_before_it_changes(
     model.outcore.streaming.ring.reader.move = slow
     assert np.array_equal(logits(model, passes), expected)
     model.outcore.close()
-
-
-# What is learnt of a model
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_ghosts_find_what_pools_of_their_sizes_would(seed: int) -> None:
-    trace, ghosts, whole = list(calls(seed, 600)), Ghosts(32), ExpertPolicy(32, 32)
-    for call in trace:
-        whole.used(call[None])
-        ghosts.used(np.sort(call), whole.scores)
-    for share, hits in zip(SHARES, ghosts.hits, strict=True):
-        policy, found = ExpertPolicy(32, max(1, round(share * 32))), 0
-        for call in trace:
-            policy.used(call[None])
-            for group in policy.groups(set(call.tolist())):
-                found += len(group.experts) - len(group.loads)
-                policy.placed(group.loads)
-        # Equal scores are told apart in another way.
-        assert found <= hits if share * 32 < 4 else abs(found - hits) <= 0.01 * ghosts.uses
-    curve = curve_of(ghosts.uses, ghosts.hits.tolist())
-    assert curve[0] == (0.0, 0.0) and curve[-1] == (1.0, 1.0)
-    assert all(a <= b for (_, a), (_, b) in itertools.pairwise(curve))
-
-
-def test_the_next_plan_knows_what_the_last_run_has_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_profile, "LEAST", 100)
-
-    def hits() -> set[Any]:
-        prepared = prepare(folder, memory="1GB", experts=4, context=128)
-        return {layer.experts.hits for layer in prepared.profile.size.layers if layer.experts is not None}
-
-    assert hits() == {None}
-    for _ in range(2):
-        model = held(folder, 4)
-        logits(model, [1] * 40)
-        seen = model.outcore.streaming.experts.seen()
-        model.outcore.close()
-    (curve,) = hits()
-    assert curve is not None and len(curve) == len(SHARES) + 2
-    assert curve[3][1] == pytest.approx(seen[1][2] / seen[0]), "the same tokens twice"
-    (file,) = (cache_dir() / "experts").iterdir()
-    assert file.parent.stat().st_mode & 0o77 == 0
-    (entry,) = [e for e in contents() if e.kind == "uses of experts"]
-    whole = file.read_text()
-    for damaged in ("", "[]", whole[:30], whole.replace('"uses": ', '"uses": -'), '{"schema": 1}'):
-        file.write_text(damaged)
-        prepared = prepare(folder, memory="1GB", experts=4, context=128)
-        assert any("cannot be read, so it is ignored" in note for note in prepared.notes)
-        assert hits() == {None}
-    found = json.loads(whole)
-    file.write_text(json.dumps(found | {"identity": "another" * 8}))
-    assert any("of another model" in n for n in prepare(folder, memory="1GB", experts=4, context=128).notes)
-    entry.remove()
-    assert hits() == {None} and not list((cache_dir() / "experts").iterdir())

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore.engine.engine import Engine
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
+from outcore.engine.session import Session
 from outcore.engine.vocabulary import Table
 from outcore.errors import UsageError
 from outcore.modules.hooks import put
@@ -71,7 +71,7 @@ class RankShare:
             nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
-    def install(self, state: Engine) -> RankTransport:
+    def install(self, state: Session) -> RankTransport:
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
         transport = RankTransport(self, state)
         transport.install()

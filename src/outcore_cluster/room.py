@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 
-from outcore.engine.engine import Engine
+from outcore.engine.session import Session
 from outcore.engine.transport import Fit, HasRoom
 from outcore.errors import BudgetError, PromptError, UsageError
 
@@ -33,7 +33,7 @@ class RankRoom(Agreement):
         forecast: what all ranks together are predicted to take.
     """
 
-    def __init__(self, link: Link, state: Engine, forecast: RanksPlan | None = None) -> None:
+    def __init__(self, link: Link, state: Session, forecast: RanksPlan | None = None) -> None:
         super().__init__(link)
         self.forecast = forecast
         self._state = weakref.ref(state)
@@ -42,7 +42,7 @@ class RankRoom(Agreement):
         self._agreed_step: int | None = None
 
     @property
-    def _running(self) -> Engine:
+    def _running(self) -> Session:
         state = self._state()
         assert state is not None
         return state

@@ -18,7 +18,7 @@ import numpy as np
 
 from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
-from outcore.engine.transport import PassRecorder
+from outcore.engine.seams import PassRecorder
 from outcore.engine.undo import Moved, Undo
 from outcore.engine.vocabulary import no_product
 from outcore.errors import LinkError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from outcore.decode.continuous import Continuous
-from outcore.engine.engine import Engine
+from outcore.engine.session import Session
 
 from .foreign import hold_alike
 from .leading import Leader
@@ -29,7 +29,7 @@ class RankTransport(RankRoom, PipelineStage):
         share: what this rank holds of the model.
     """
 
-    def __init__(self, share: RankShare, state: Engine) -> None:
+    def __init__(self, share: RankShare, state: Session) -> None:
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..plan.draft_cost import Draft
@@ -12,24 +11,6 @@ from ..plan.model_size import ModelSize
 from ..sizes import held_bytes
 from .model_profile import ModelProfile
 from .undrafted import high_bits_streamed
-
-
-class Drafter(Protocol):
-    """What drafts tokens for a model (``decode.speculative``).
-
-    Attributes:
-        kind: ``ngram``, ``self`` or ``model``; ``name`` for people.
-        model: that drafts, in memory; None for the text's own repetitions alone.
-    """
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def model(self) -> Any: ...
 
 
 @dataclass(frozen=True)

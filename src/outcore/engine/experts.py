@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,21 +23,23 @@ from ..disk.layout import GPU_ALIGN
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring, Slot
 from ..machine.allocator import clear_cache
-from ..machine.device import on_cuda, on_metal
+from ..machine.device import device_kind, on_cuda, on_metal
 from ..machine.device_memory import DeviceMemory
 from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
-from ..plan.expert_curve import Ghosts
+from ..modules.switches import block_of
 from ..plan.expert_plan import pooled_sweep
+from ..plan.plan import Plan
 from ..sizes import round_up
-from .expert_reads import ExpertReads
+from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit
 from .expert_windows import Windows
 from .look_ahead import LookAhead, Routed
-from .pooled_switch import PooledSwitch, SwitchUnit
-from .slot_views import StreamedUnit
+from .streamed_layers import StreamedUnit
+from .whole_profile import stacked
 
-COUNTED = 2
-"""Switches of which it is counted what pools of other sizes would find: 180 microseconds a call."""
+if TYPE_CHECKING:
+    from .model_profile import ModelProfile
+    from .streaming import Streaming
 
 
 class Experts:
@@ -78,8 +80,6 @@ class Experts:
         ]
         self._reads = ExpertReads(metrics, device)
         self.look_ahead = None if eager else LookAhead(self._switches, self._reads, metrics)
-        for each in self._switches[:: max(1, len(units) // COUNTED)][:COUNTED]:
-            each.ghosts = Ghosts(each.unit.switch.experts)
         for each in self._switches:
             swap(each.unit.switch.module, "Pooled", self._call(each))
 
@@ -94,13 +94,6 @@ class Experts:
     def slots(self) -> list[int]:
         """Of each switch's pool."""
         return [each.policy.slots for each in self._switches]
-
-    def seen(self) -> tuple[int, list[int]] | None:
-        """Uses that were counted, and those that pools of each of ``expert_curve.SHARES`` would have found."""
-        ghosts = [each.ghosts for each in self._switches if each.ghosts is not None]
-        if not ghosts:
-            return None
-        return sum(g.uses for g in ghosts), np.sum([g.hits for g in ghosts], axis=0).tolist()
 
     # Sweeps
 
@@ -275,6 +268,28 @@ class Experts:
         if self._placed is not None:
             self._placed.close()
         self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
+
+
+def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Experts | None:
+    """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there are
+    slots for it."""
+    units, slots = [], [n for _, n in plan.pools]
+    for i, _ in plan.pools:
+        layer, switch, size = profile.layers[i], profile.switches[i], profile.size.layers[i].experts
+        assert size is not None
+        tensors = tuple(stacked(layer, switch, profile.casts[i], profile.place))
+        parameters = tuple(layer.parameters[n] for n in switch.streamed)
+        units.append(SwitchUnit(layer.path, switch, parameters, tensors, size.used, block_of(layer, switch)))
+    before = streaming.experts
+    assert before is None or isinstance(before, Experts)
+    if before is not None and [u.switch.module for u in units] == [u.switch.module for u in before.units]:
+        before.resize(slots)
+        return before
+    if before is not None:
+        before.close()
+    if not units:
+        return None
+    return Experts(units, slots, streaming.metrics, device_kind(), streaming.advance, eager=streaming.evaluates)
 
 
 SORTED = 64

@@ -18,11 +18,8 @@ from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..machine.device import on_cpu
 from ..modules.layers import STREAMED, Layer, Projection
 from ..modules.module_tree import modules, named_parameters
-from ..modules.switches import Switch
-from ..plan.expert_plan import ExpertSize
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
-from ..plan.partition import LayerSize, PieceSize
-from .expert_pool import Stacked
+from ..plan.partition import ExpertNumbers, LayerSize, PieceSize
 from .vocabulary import Table, in_order, smallest_slice
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
@@ -118,7 +115,7 @@ def layer_size(
     *,
     streamable: bool,
     splittable: bool,
-    experts: ExpertSize | None = None,
+    experts: ExpertNumbers | None = None,
     width: Callable[[Layer], int] = lambda _: 0,
 ) -> LayerSize:
     """What a layer and its pieces weigh, in the dtypes that they are computed in.
@@ -146,25 +143,6 @@ def layer_size(
         decoded=place.decoded_bytes(layer),
         to_cast=_cast_bytes(layer, casts),
     )
-
-
-def expert_size(
-    layer: Layer, switch: Switch | None, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
-) -> ExpertSize | None:
-    """What one of a layer's experts weighs; None where they cannot be read one by one."""
-    if switch is None or not used:
-        return None
-    tensors = stacked(layer, switch, casts, place)
-    held = sum(t.held_bytes for t in tensors)
-    read = sum(t.read_bytes for t in tensors)
-    cast = any(t.dtype is not None for t in tensors)
-    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
-    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
-
-
-def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
-    """A switch's tensors, as they lie on disk."""
-    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
 def _piece_size(

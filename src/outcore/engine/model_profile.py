@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
-from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
@@ -19,7 +18,6 @@ from ..modules.cache_form import CacheForm
 from ..modules.cache_growth import Growth
 from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
-from ..modules.switches import Switch, find_switch, switches_in
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.context import planned_context
@@ -31,7 +29,7 @@ from ..plan.model_size import (
     UNKNOWN_BYTES,
     ModelSize,
 )
-from ..plan.partition import LayerSize, smallest_slot
+from ..plan.partition import ExpertNumbers, LayerSize, smallest_slot
 from ..sizes import format_size, most_unit
 from .layer_sizes import (
     CUDA_OPERATION,
@@ -41,7 +39,6 @@ from .layer_sizes import (
     Place,
     activations,
     device_alignment,
-    expert_size,
     graph_operations,
     head_size,
     item_bytes,
@@ -53,26 +50,39 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
-from .transport import Forecast, Transport
 from .vocabulary import Slice, Table, slices_of
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class Sources:
+    """Where a model's parameters lie on disk, and which experts can be read one by one: as published, and none. The
+    seam to packed copies and experts (``whole_profile``)."""
+
+    def loaded(self, lazy: LazyModel) -> Collection[str]:
+        """Paths of parameters that have, or will have, a place on disk."""
+        return lazy.origins
+
+    def places(self, lazy: LazyModel, layers: Sequence[Layer]) -> tuple[Mapping[str, TensorInfo], Any]:
+        """Where they lie, and what has to be written for that."""
+        return lazy.origins, None
+
+    def routed(self, layer: Layer) -> Sequence[nn.Module]:
+        """Modules that are called with numbers of experts."""
+        return ()
+
+    def experts(
+        self,
+        layer: Layer,
+        pieces: Sequence[Projection],
+        casts: Sequence[mx.Dtype | None],
+        place: Place,
+        used: int,
+        to: Cast,
+    ) -> tuple[Any, ExpertNumbers | None]:
+        """A layer's experts, of which a token uses so many, and what they weigh; None where there are none."""
+        return None, None
 
 
-class Share(Protocol):
-    """What this rank holds of a model that lies on several (``transport``)."""
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """What all ranks together are predicted to take."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Those of the whole model."""
-
-    def install(self, engine: Engine) -> Transport:
-        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
+PUBLISHED = Sources()
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,10 @@ class ModelProfile:
         copies: memory is planned for copies of weights on a device with memory of its own.
         forms: what its caches look like; none where that is not known.
         kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
-        switches: of each layer, whose experts can be read one by one.
+        switches: of each layer, the experts that can be read one by one; None where there are none.
         caches: how each of the model's caches grows.
-        share: what this rank holds, where the model lies on several; None: it is all here.
+        overlay: what has to be written before it is streamed.
+        share: what this rank holds (``transport.Share``), where the model lies on several; None: it is all here.
         notes: lines for the user.
         drafts: low-bit copies of it as they would be (``self_draft``), by bits, of those that were looked at.
     """
@@ -110,13 +121,13 @@ class ModelProfile:
     max_context: int | None
     notes: tuple[str, ...]
     place: Place
-    overlay: Overlay
+    overlay: Any
     copies: bool = False
     forms: tuple[CacheForm, ...] = ()
-    switches: tuple[Switch | None, ...] = ()
+    switches: tuple[Any, ...] = ()
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     caches: tuple[Growth, ...] = ()
-    share: Share | None = None
+    share: Any = None
     drafts: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
@@ -136,6 +147,7 @@ def profile_of(
     dtype: mx.Dtype | None,
     direct: bool = True,
     together: bool = False,
+    sources: Sources = PUBLISHED,
 ) -> ModelProfile:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
@@ -145,6 +157,7 @@ def profile_of(
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
         together: several sequences will share sweeps.
+        sources: where parameters lie.
 
     Raises:
         UsageError, PromptError: as ``planned_context``.
@@ -152,15 +165,20 @@ def profile_of(
     model, to, longest = lazy.model, Cast(lazy.model, dtype), longest_context(lazy.config)
     context = planned_context(longest, position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
-    layers = _layers_on_disk(lazy)
+    layers = _layers_on_disk(lazy, sources.loaded(lazy))
     candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
     pieces = [find_pieces(layer) for layer in layers]
-    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, to)
+    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, to, sources)
     pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
-    planned = overlay(lazy)
-    place = Place(places(lazy, layers, planned), direct, device_alignment())
+    where, planned = sources.places(lazy, layers)
+    place = Place(where, direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
-    switches = [find_switch(layer, pieces[i]) if i in rehearsal.pieces else None for i, layer in enumerate(layers)]
+    experts = [
+        sources.experts(layer, pieces[i], casts[i], place, rehearsal.used.get(i, 0), to)
+        if i in rehearsal.pieces
+        else (None, None)
+        for i, layer in enumerate(layers)
+    ]
     item = item_bytes(dict(named_parameters(model)), dtype)
     sizes = [
         layer_size(
@@ -170,7 +188,7 @@ def profile_of(
             place,
             streamable=i not in resident,
             splittable=i in rehearsal.pieces,
-            experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0), to),
+            experts=experts[i][1],
             width=lambda part: item * output_width(lazy.config, part),
         )
         for i, layer in enumerate(layers)
@@ -203,7 +221,7 @@ def profile_of(
         overlay=planned,
         copies=copies,
         forms=rehearsal.forms,
-        switches=tuple(switches),
+        switches=tuple(found for found, _ in experts),
         kept_apart=kept_apart,
         caches=rehearsal.caches,
     )
@@ -224,14 +242,13 @@ def _unbounded(cache: Growth) -> bool:
     return cache.growing is not None and cache.growing[1] is None and not cache.fixed
 
 
-def _layers_on_disk(lazy: LazyModel) -> list[Layer]:
-    """The model's layers. Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be
-    streamed from."""
+def _layers_on_disk(lazy: LazyModel, loaded: Collection[str]) -> list[Layer]:
+    """The model's layers. Parameters without a place on disk (an adapter's) are not streamed."""
     layers = []
     for layer in find_layers(lazy.model):
-        loaded = tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in lazy.loaded)
-        if loaded:
-            layers.append(Layer(layer.path, layer.module, loaded))
+        there = tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in loaded)
+        if there:
+            layers.append(Layer(layer.path, layer.module, there))
     return layers
 
 
@@ -338,11 +355,12 @@ def _rehearse(
     tables: list[Layer],
     pieces: Sequence[Sequence[Projection]],
     to: Cast,
+    sources: Sources,
 ) -> tuple[Trace, list[Layer], set[int], list[str]]:
     """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
     if not layers:
         return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
-    routed = {i: switches_in(layer) for i, layer in enumerate(layers)}
+    routed = {i: sources.routed(layer) for i, layer in enumerate(layers)}
     rehearsal = rehearse(model, layers, tables, pieces, to.target, routed)
     if rehearsal.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
+from .experts import Experts
 from .replanner import Replanner
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 Counts = tuple[tuple[int, int], ...]
 """Layers, and slots of their caches."""
@@ -23,7 +24,7 @@ class Pools:
         stream: streams by a plan, through another ring.
     """
 
-    def __init__(self, engine: Engine, plans: Replanner) -> None:
+    def __init__(self, engine: Session, plans: Replanner) -> None:
         self.engine = engine
         self._plans = plans
         self._before: Counts | None = None  # slots, before they were fewer
@@ -86,7 +87,7 @@ class Pools:
         before, streaming = self.engine.plan, self.engine.streaming
         if plan.pools and streaming is not None and streaming.experts is not None and _ring(before) == _ring(plan):
             streaming.drain()
-            streaming.experts.resize([n for _, n in plan.pools])
+            cast(Experts, streaming.experts).resize([n for _, n in plan.pools])
         else:
             self.engine.stream(plan)
         self.engine.adopt(plan)

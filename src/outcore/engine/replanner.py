@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from ..plan.planner import ENOUGH_STEP, SLOTS, farthest, make_plan, prefill_step
 from ..sizes import format_size
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 
 class Replanner:
     """Asks the planner, by what the model is now."""
 
-    def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
+    def __init__(self, engine: Session, calibration: Calibration, chunk: int | None) -> None:
         self.engine = engine
         self.calibration, self._chunk = calibration, chunk
         self._back: tuple[Plan, int, int] | None = None  # layers that may come back, by this plan and as many shed
@@ -42,28 +42,14 @@ class Replanner:
             BudgetError: there is none for that budget.
         """
         # Some drafts are made with the model's own head: as long as that is there, it has to stay.
-        drafting, head = None if undrafted else self.engine.drafting, self.engine.plan.head_streamed
-        # One that is streamed stays so: its arrays are gone.
-        stays = False if head else True if drafting is not None and drafting.kind in (SELF, MTP) else None
-        if not for_context:
-            size = replace(size, kv_disk="off")
-        if stays is None:  # it cannot come back, so it goes only where nothing else would fit
-            with contextlib.suppress(BudgetError):
-                return make_plan(size, budget, head_resident=True, calibration=self.calibration, **options)
-        return make_plan(size, budget, head_resident=stays, calibration=self.calibration, **options)
+        drafting = None if undrafted else self.engine.drafting
+        stays = True if drafting is not None and drafting.kind in (SELF, MTP) else None
+        size = size if for_context else replace(size, kv_disk="off")
+        return _made(size, budget, self.engine.plan.head_streamed, stays, self.calibration, options)
 
     def least(self, size: ModelSize, budget: int, **options: Any) -> Plan:
-        """The plan for that budget, or for the smallest that there is one for; as ``make``.
-
-        Raises:
-            BudgetError: there is none.
-        """
-        try:
-            return self.make(size, budget, **options)
-        except BudgetError as e:
-            if e.smallest is None:
-                raise
-            return self.make(size, e.smallest, **options)
+        """The plan for that budget, or for the smallest that there is one for; as ``make``."""
+        return at_least(lambda budget: self.make(size, budget, **options), budget)
 
     def without_residents(self, budget: int) -> Plan:
         """The plan without residents for that budget, or the smallest there is."""
@@ -148,3 +134,38 @@ class Replanner:
             f"with this model: give it more memory{least}, or ask for fewer tokens",
             smallest,
         )
+
+
+def _made(
+    size: ModelSize, budget: int, streamed: bool, stays: bool | None, calibration: Calibration, options: dict[str, Any]
+) -> Plan:
+    # A head that is streamed stays so: its arrays are gone.
+    stays = False if streamed else stays
+    if stays is None:  # it cannot come back, so it goes only where nothing else would fit
+        with contextlib.suppress(BudgetError):
+            return make_plan(size, budget, head_resident=True, calibration=calibration, **options)
+    return make_plan(size, budget, head_resident=stays, calibration=calibration, **options)
+
+
+def at_least(plan: Callable[[int], Plan], budget: int) -> Plan:
+    """The plan for a budget, or for the smallest that there is one for.
+
+    Raises:
+        BudgetError: there is none.
+    """
+    try:
+        return plan(budget)
+    except BudgetError as e:
+        if e.smallest is None:
+            raise
+        return plan(e.smallest)
+
+
+def come_down(size: ModelSize, plan: Plan, room: int, calibration: Calibration) -> Plan:
+    """Before anything is loaded: the plan, with fewer residents where there is no room for it. A budget is what may be
+    used, and not always there to be used."""
+    if plan.peak_bytes <= room:
+        return plan
+    size, options = replace(size, kv_disk="off"), {"prefill_step": plan.prefill_step}
+    smaller = at_least(lambda n: _made(size, n, plan.head_streamed, None, calibration, options), room)
+    return replace(smaller, budget_bytes=plan.budget_bytes)

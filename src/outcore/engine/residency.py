@@ -19,7 +19,7 @@ from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps, thin
 from .resident_layers import ResidentLayers
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 GROWTH = 256
 """Tokens by which the reserve for context grows at a time, as mlx-lm's caches do."""
@@ -36,7 +36,7 @@ class Residency:
         calibration: of the machine; what layers are expected to take.
     """
 
-    def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
+    def __init__(self, engine: Session, calibration: Calibration, chunk: int | None) -> None:
         self.engine, self.calibration, self.chunk = engine, calibration, chunk
         self.layers = ResidentLayers(engine, calibration, chunk)
         self._plans = self.layers.plans
@@ -195,7 +195,7 @@ class Residency:
         """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
         plan, layers, before = self.engine.plan, self.layers, self.layers.sheddable
         if self.engine.streaming is not None:
-            self.engine.streaming.layers.adopt_none()
+            self.engine.streaming.layers.adopt(())
         allowed = self._allowed
         best: tuple[Plan, list[int]] | None = None
         for step in [s for s in steps if s <= ENOUGH_STEP] or steps:

@@ -29,7 +29,7 @@ from .pools import Pools
 from .replanner import Replanner
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 
 class ResidentLayers:
@@ -42,7 +42,7 @@ class ResidentLayers:
         shed_layers: that were resident and are streamed now.
     """
 
-    def __init__(self, engine: Engine, calibration: Calibration, chunk: int | None) -> None:
+    def __init__(self, engine: Session, calibration: Calibration, chunk: int | None) -> None:
         self.engine = engine
         self._calibration = calibration
         self.plans = Replanner(engine, calibration, chunk)
@@ -150,7 +150,6 @@ class ResidentLayers:
         back, modules = self.returning(len(coming) + count), self.modules
         if streaming is not None:
             # Those that come already are among them, or have no room any more.
-            streaming.layers.adopt_none()
             streaming.layers.adopt([modules[i] for i in back])
         return max(0, len(back) - len(coming))
 
@@ -161,18 +160,6 @@ class ResidentLayers:
         if back:
             self.shed_layers -= back
             self.replan([*self.engine.plan.resident, *back])
-
-    def come_down(self, room: int) -> Plan:
-        """Before anything is loaded: the plan, with fewer residents where there is no room for it.
-
-        Those that it leaves out may come back. A budget is what may be used, and not always there to be used.
-        """
-        plan = self.engine.plan
-        if plan.peak_bytes > room:
-            smaller = self.plans.least(self.engine.size, room, prefill_step=plan.prefill_step)
-            self.shed_layers |= set(plan.resident) - set(smaller.resident)
-            self.engine.adopt(replace(smaller, budget_bytes=plan.budget_bytes))
-        return self.engine.plan
 
     def shrink(self, nbytes: int) -> int:
         """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns

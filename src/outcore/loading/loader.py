@@ -23,9 +23,9 @@ from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
 from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.replica import Replicas
-from ..engine.binding import Progress, ReadSettings
+from ..engine.binding import Progress
 from ..engine.droppable_draft import DroppableDraft
-from ..engine.session import Session
+from ..engine.session import Folders, Session
 from ..errors import StoreError, StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
@@ -35,7 +35,6 @@ from ..plan.planner import resident_budget
 from ..text import refuse_unknown
 from .draft_choices import to_write, what_it_gives
 from .draft_experience import begun, keep_drafts, seen_before
-from .expert_profile import keep_experience
 from .first_use import check_machine
 from .prefix import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
@@ -145,7 +144,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
-    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas, report)
+    reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, replicas)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     _tell_first(prepared, report)
@@ -193,8 +192,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     identity = profile.lazy.checkpoint.identity()
     if prepared.draft is not None:
         session.closing.join(partial(keep_drafts, weakref.ref(session), identity, prepared.draft, o.dtype))
-    if session.plan.pools:
-        session.closing.join(partial(keep_experience, weakref.ref(session), identity))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
 

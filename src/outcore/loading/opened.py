@@ -17,14 +17,13 @@ from ..decode.speculative.drafting import (
     draft_of_itself,
     head_drafts,
 )
-from ..engine.model_profile import ModelProfile, profile_of
-from ..engine.unsupported import check_experts
+from ..engine.model_profile import ModelProfile
+from ..engine.whole_profile import check_experts, profile_of
 from ..errors import UnsupportedModelError, UsageError
 from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions
 from ..plan.draft_cost import MTP, NGRAM, NONE, Draft
 from ..plan.machine_profile import Calibration
-from .expert_profile import with_experience
 
 
 def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> ModelProfile:
@@ -47,8 +46,7 @@ def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
     if o.sequences == 1 and o.batch is None and size.kept_apart:
         size = replace(size, kv_disk=o.kv_disk)
-    size, notes = with_experience(size, lazy.checkpoint.identity())
-    return replace(profile, size=size, notes=(*profile.notes, *notes))
+    return replace(profile, size=size)
 
 
 def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known: Calibration | None) -> ModelProfile:

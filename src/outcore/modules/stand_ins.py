@@ -81,8 +81,8 @@ class StandIns:
         for parts in self._split.values():
             for piece in parts:
                 unswap(piece.module)
-        for modules in self._routed.values():
-            for module in modules:
+        for routed in self._routed.values():
+            for module in routed:
                 unswap(module)
 
     def set(self) -> None:

@@ -16,9 +16,6 @@ from .partition import LayerSize, unit_sizes
 from .plan import Plan
 from .prediction import Turn, computing_s, predict
 
-Curve = tuple[tuple[float, float], ...]
-"""Share of a layer's experts that have slots, and of uses that find theirs there; from (0, 0) to (1, 1)."""
-
 
 @dataclass(frozen=True)
 class ExpertSize:
@@ -31,7 +28,6 @@ class ExpertSize:
         tensors: that it is made of.
         cast: they are held in another dtype than on disk.
         copied: of what is in memory by expert in any case (an adapter's): a call copies it for each slot.
-        hits: how many uses pools find, by their share of the layer's experts.
     """
 
     count: int
@@ -42,11 +38,10 @@ class ExpertSize:
     tensors: int = 1
     cast: bool = False
     copied: int = 0
-    hits: Curve | None = None
 
     def missing(self, slots: int, tokens: int = 1) -> float:
         """As the function, of this layer."""
-        return missing(self.count, self.used, slots, tokens, self.hits or HITS)
+        return missing(self.count, self.used, slots, tokens)
 
     @property
     def on_demand(self) -> OnDemand:
@@ -59,9 +54,9 @@ HITS = ((0.0, 0.0), (0.0625, 0.18), (0.1, 0.25), (0.25, 0.53), (0.5, 0.78), (0.7
 not measured. Means of 2,500 tokens of code and of prose (py-qwen35moe-30m, ``ExpertPolicy``)."""
 
 
-def hit_rate(share: float, curve: Curve = HITS) -> float:
+def hit_rate(share: float) -> float:
     """Uses that find their expert in memory, as a share of all, where so large a share of them has slots."""
-    for (a, low), (b, high) in itertools.pairwise(curve):
+    for (a, low), (b, high) in itertools.pairwise(HITS):
         if share <= b:
             return low + (high - low) * (share - a) / (b - a)
     return 1.0
@@ -79,10 +74,10 @@ WORTH = 0.8
 """Reading what is missing is worth its waits where that is less than this share of what would pass by."""
 
 
-def missing(count: int, used: int, slots: int, tokens: int, curve: Curve = HITS) -> float:
+def missing(count: int, used: int, slots: int, tokens: int) -> float:
     """Experts that a call for so many tokens has to read, on average, with so many slots for those of its layer."""
     wanted = distinct(count, used, tokens)
-    return max(wanted * (1 - hit_rate(slots / count, curve)), wanted - slots)
+    return max(wanted * (1 - hit_rate(slots / count)), wanted - slots)
 
 
 def pooled_sweep(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:

@@ -33,11 +33,11 @@ class PieceSize:
     block: str = ""
 
 
-class Experts(Protocol):
+class ExpertNumbers(Protocol):
     """Routed experts of a layer, which can be read one by one: the seam to ``expert_plan``.
 
     Attributes:
-        count: how many there are; ``used``: by a token.
+        count: how many there are; ``used``: by a token. ``resident``: bytes of one in memory.
         on_demand: makes plans with caches of them (``prediction.ExpertPlans``).
     """
 
@@ -46,6 +46,9 @@ class Experts(Protocol):
 
     @property
     def used(self) -> int: ...
+
+    @property
+    def resident(self) -> int: ...
 
     @property
     def on_demand(self) -> Any: ...
@@ -72,7 +75,7 @@ class LayerSize:
     kind: str = ""
     pieces: tuple[PieceSize, ...] = ()
     splittable: bool = False
-    experts: Experts | None = None
+    experts: ExpertNumbers | None = None
     joined: int = 0
     decoded: int = 0
     to_cast: int = 0
