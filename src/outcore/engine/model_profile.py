@@ -166,33 +166,27 @@ def profile_of(
     context = planned_context(longest, position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
     layers = _layers_on_disk(lazy, sources.loaded(lazy))
-    candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
-    pieces = [find_pieces(layer) for layer in layers]
-    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, to, sources)
-    pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
+    rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, sources)
     where, planned = sources.places(lazy, layers)
     place = Place(where, direct, device_alignment())
     casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
-    experts = [
-        sources.experts(layer, pieces[i], casts[i], place, rehearsal.used.get(i, 0), to)
-        if i in rehearsal.pieces
-        else (None, None)
-        for i, layer in enumerate(layers)
-    ]
-    item = item_bytes(dict(named_parameters(model)), dtype)
-    sizes = [
-        layer_size(
+    item, called = item_bytes(dict(named_parameters(model)), dtype), set(rehearsal.order)
+    sizes, switches = list[LayerSize](), list[Any]()
+    for i, layer in enumerate(layers):
+        split, used = i in rehearsal.pieces, rehearsal.used.get(i, 0)
+        switch, experts = sources.experts(layer, pieces[i], casts[i], place, used, to) if split else (None, None)
+        size = layer_size(
             layer,
             pieces[i],
             casts[i],
             place,
-            streamable=i not in resident,
-            splittable=i in rehearsal.pieces,
-            experts=experts[i][1],
+            streamable=i in called,
+            splittable=split,
+            experts=experts,
             width=lambda part: item * output_width(lazy.config, part),
         )
-        for i, layer in enumerate(layers)
-    ]
+        sizes.append(size)
+        switches.append(switch)
     sizes, too_large = _within_slots(sizes, layers)
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
     tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
@@ -221,7 +215,7 @@ def profile_of(
         overlay=planned,
         copies=copies,
         forms=rehearsal.forms,
-        switches=tuple(found for found, _ in experts),
+        switches=tuple(switches),
         kept_apart=kept_apart,
         caches=rehearsal.caches,
     )
@@ -343,36 +337,33 @@ def _on_disk(lazy: LazyModel, table: Layer) -> bool:
     return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
 
 
-def _worthwhile(tables: Sequence[Layer]) -> list[Layer]:
-    """The large ones: small products between layers are not worth a place in the ring."""
-    largest = max((t.nbytes for t in tables), default=0)
-    return [t for t in tables if t.nbytes * 8 >= largest]
-
-
 def _rehearse(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    tables: list[Layer],
-    pieces: Sequence[Sequence[Projection]],
-    to: Cast,
-    sources: Sources,
-) -> tuple[Trace, list[Layer], set[int], list[str]]:
-    """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
+    lazy: LazyModel, layers: Sequence[Layer], to: Cast, sources: Sources
+) -> tuple[Trace, list[tuple[Projection, ...]], list[Layer], list[str]]:
+    """The rehearsal; each layer's pieces, in the order of their calls where that is known; the tables that need not be
+    in memory; and why layers must."""
+    model, pieces = lazy.model, [find_pieces(layer) for layer in layers]
     if not layers:
-        return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
+        return _all_resident(model), pieces, [], ["no layer lists were found: the whole model stays resident"]
+    tables = [t for t in find_tables(model, layers) if _on_disk(lazy, t)]
+    # The large ones: small products between layers are not worth a place in the ring.
+    largest = max((t.nbytes for t in tables), default=0)
+    tables = [t for t in tables if t.nbytes * 8 >= largest]
     routed = {i: sources.routed(layer) for i, layer in enumerate(layers)}
-    rehearsal = rehearse(model, layers, tables, pieces, to.target, routed)
-    if rehearsal.outside is not None and tables:
+    found = rehearse(model, layers, tables, pieces, to.target, routed)
+    if found.outside is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
-        rehearsal = rehearse(model, layers, (), pieces, to.target, routed)
-    called = set(rehearsal.order)
-    if rehearsal.outside is None:
-        silent = [layers[i].path for i in range(len(layers)) if i not in called]
-        notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
-        return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
-    note = f"nothing can be streamed: {rehearsal.outside}"
-    return _all_resident(model), [], set(range(len(layers))), [note]
+        found = rehearse(model, layers, (), pieces, to.target, routed)
+    if found.outside is not None:
+        return _all_resident(model), pieces, [], [f"nothing can be streamed: {found.outside}"]
+    silent = [layer.path for i, layer in enumerate(layers) if i not in found.order]
+    notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
+    return found, [_ordered(parts, found.pieces.get(i)) for i, parts in enumerate(pieces)], tables, notes
+
+
+def _ordered(parts: tuple[Projection, ...], order: tuple[int, ...] | None) -> tuple[Projection, ...]:
+    return parts if order is None else tuple(parts[n] for n in order)
 
 
 def _all_resident(model: nn.Module) -> Trace:
