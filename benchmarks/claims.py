@@ -53,12 +53,12 @@ from rich.console import Console
 import benchmark
 import outcore
 from benchmark import SAME_OUTCORE, Failed, Result
+from cgroup import Cgroup, CgroupError
 from judge import judge, show
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
 from outcore.machine.memory import peak_rss, rss
 from outcore.sizes import format_size
-from outcore_bench.cgroup import Cgroup, CgroupError
 from outcore_bench.disk import disk_rate
 from outcore_bench.measure import prompt_ids
 from outcore_bench.page_cache import drop_page_cache

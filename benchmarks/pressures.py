@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 import pressed
 from benchmark import SAME_OUTCORE, Result
-from outcore_bench.cgroup import Cgroup
+from cgroup import Cgroup
 
 RETRY_S = 0.25
 """Seconds between two tries to lower a limit."""
@@ -31,10 +32,15 @@ class Lowering(threading.Thread):
         began = time.perf_counter()
         while not self._done.is_set():
             self.tries += 1
-            if self.group.set_limit(self.limit):
+            try:
+                self.group.set_limit(self.limit)
+            except OSError as e:
+                if e.errno != errno.EBUSY:
+                    raise
+                self._done.wait(RETRY_S)
+            else:
                 self.seconds = time.perf_counter() - began
                 return
-            self._done.wait(RETRY_S)
 
     def end(self) -> Result:
         """Try no more; what came of it."""

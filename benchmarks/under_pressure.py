@@ -35,10 +35,10 @@ from rich.console import Console
 import benchmark
 import pressed
 from benchmark import SAME_OUTCORE, Failed, Result
+from cgroup import Cgroup
 from judge import table_of
 from judge_pressure import judge
 from outcore.sizes import format_size
-from outcore_bench.cgroup import Cgroup
 from outcore_bench.page_cache import drop_page_cache
 from pressures import Lowering, Neighbour, closing_all
 

@@ -18,12 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.checkpoint.pack import pack_model
 from outcore.errors import UnsupportedModelError
-from outcore_bench import cgroup, plain_way
+from outcore_bench import plain_way
 from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import measure
 from zoo import save_checkpoint
 
 BENCH = Path(__file__).parents[1] / "benchmarks"
+cgroup = importlib.import_module("cgroup")
 claims = importlib.import_module("claims")
 judge = importlib.import_module("judge")
 judge_pressure = importlib.import_module("judge_pressure")

@@ -15,14 +15,15 @@ import outcore.loading.preparation
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
 from outcore.errors import OutcoreError
+from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore_bench import modes
 from outcore_bench.commands.bench import settings
 from outcore_bench.commands.matrix import each_run
 from outcore_bench.flags import bench as bench_parser
 from outcore_bench.flags import matrix as matrix_parser
-from outcore_bench.jobs import make_jobs
-from outcore_bench.matrix import GridPoint, job_of
+from outcore_bench.jobs import BenchJob, make_jobs
+from outcore_bench.matrix import Grid, jobs_of
 
 VALUES = {
     "memory": "123MB",
@@ -142,7 +143,7 @@ def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
 RUN_FLAGS = {"dtype": "float32", "cpu_streams": 1, "slots": 2, "threads": 3, "io": "cached"}
 
 
-def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> None:
     calls: list[dict[str, Any]] = []
 
     def load_model(_: str, options: LoadOptions) -> Any:
@@ -163,6 +164,9 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
         assert {n: calls[-1][n] for n in (*RUN_FLAGS, name)} == RUN_FLAGS | {name: value}
     each = {name: RUN_FLAGS[name] for name in ("dtype", "cpu_streams")}
     run = each_run(matrix_parser().parse_args(["m", *_flags(**each)]))
+    size = prepare(demo_model, context=64).profile.size
+    grid = Grid((7_000_000,), ("cached",), slots=(2,), threads=(3,))
+    ((job, _),) = jobs_of(grid, {"cached": size}, BenchJob("outcore", "m", "", run, 64, 128))
     with pytest.raises(Asked):
-        modes._open_outcore(job_of(GridPoint(123_000_000, "cached", 2, 3), run, "m", 128))
+        modes._open_outcore(job)
     assert {n: calls[-1][n] for n in RUN_FLAGS} == RUN_FLAGS

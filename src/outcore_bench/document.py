@@ -7,16 +7,18 @@ shares fractions of 1. What was not measured is None, never 0.
 from __future__ import annotations
 
 import json
+import os
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from outcore.errors import OutcoreError
+from outcore.errors import OutcoreError, UsageError
+from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 from outcore.text import one_line
 
 SCHEMA = "outcore-bench/1"
@@ -25,8 +27,11 @@ BUSY = "other programs used"
 """How a row's note begins where it was measured on a busy machine: such numbers are not worth quoting."""
 
 
+T = TypeVar("T")
+
+
 class DocumentError(OutcoreError):
-    """A file that is no result of this schema."""
+    """A file that is no whole result."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,6 @@ class Model:
     dtype: str
 
 
-@dataclass(frozen=True)
-class TimelineBar:
-    """One read or computation of one sweep; seconds from the sweep's beginning, where what began before is cut off."""
-
-    kind: str
-    unit: str
-    begin: float
-    end: float
-
-
 @dataclass
 class RowSetting:
     """Under which conditions a row was measured.
@@ -110,8 +105,7 @@ class RowSetting:
 
 @dataclass
 class Speed:
-    """``tokens_per_sweep``: generated tokens per pass over the streamed weights; None where nothing streams.
-    ``seconds``: between hand-outs of tokens."""
+    """``tokens_per_sweep``: generated tokens per pass over the streamed weights; None where nothing streams."""
 
     s_per_token: Stat | None = None
     decode_tps: Stat | None = None
@@ -120,7 +114,6 @@ class Speed:
     tokens_per_sweep: float | None = None
     predicted_tps: float | None = None
     predicted_ttft_s: float | None = None
-    seconds: list[float] | None = None
 
 
 @dataclass
@@ -160,15 +153,12 @@ class Ceiling:
 
 @dataclass
 class Use:
-    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and used. Joules a token are in older
-    results alone."""
+    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and used."""
 
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None
     peak_memory_bytes: int | None = None
     peak_rss_bytes: int | None = None
-    energy_j: float | None = None
-    energy_source: str | None = None
 
 
 @dataclass
@@ -179,9 +169,7 @@ class BenchRow:
         mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (the plain way), ``outcore``; loops that come
             later add their own.
         label: what a table calls it, e.g. ``outcore, 50 % resident``.
-        ranks: of machines that share the model, what each has (``RanksPlan.record``); all else is the first one's.
         same_tokens: whether the tokens are those of mlx-lm in this document, None where it did not run.
-        timeline: the reads and computations of one sweep.
         error: why there are no numbers, e.g. ``killed for memory``.
     """
 
@@ -193,10 +181,8 @@ class BenchRow:
     reading: Reading = field(default_factory=Reading)
     ceiling: Ceiling = field(default_factory=Ceiling)
     use: Use = field(default_factory=Use)
-    ranks: list[dict[str, Any]] | None = None
     tokens: list[int] | None = None
     same_tokens: bool | None = None
-    timeline: list[TimelineBar] | None = None
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -207,15 +193,12 @@ class BenchRow:
 
     @staticmethod
     def of(raw: Mapping[str, Any]) -> BenchRow:
-        """A row from its JSON object.
+        """A row from its JSON object, whose further fields (older results have some) are left out.
 
         Raises:
-            ValueError: it is not whole, or has what rows do not have.
+            ValueError: it is not whole.
         """
-        own = {**raw, **{name: {} for name in _PARTS}}
-        for name, part in _PARTS.items():
-            own[name] = {f.name: own.pop(f.name) for f in fields(part) if f.name in own}
-        return validated(BenchRow, own)
+        return validated(BenchRow, {**raw, **dict.fromkeys(_PARTS, raw)})
 
     def record(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -225,7 +208,7 @@ class BenchRow:
         return raw
 
 
-_PARTS: dict[str, type] = {"setting": RowSetting, "speed": Speed, "reading": Reading, "ceiling": Ceiling, "use": Use}
+_PARTS = ("setting", "speed", "reading", "ceiling", "use")
 
 
 @dataclass
@@ -241,41 +224,77 @@ class Document:
     rows: list[BenchRow] = field(default_factory=list)
     schema: str = SCHEMA
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.record(), indent=1) + "\n", encoding="utf-8")
-
     def record(self) -> dict[str, Any]:
         """As a JSON object."""
         return asdict(replace(self, rows=[])) | {"rows": [row.record() for row in self.rows]}
 
     @staticmethod
-    def read(path: Path) -> Document:
-        """A document from its file.
+    def of(raw: Mapping[str, Any]) -> Document:
+        """A document from its JSON object.
 
         Raises:
-            DocumentError: it is not there, no JSON, of another schema, or not whole.
+            KeyError, TypeError, ValueError: it is not whole.
         """
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
-            raise DocumentError(f"{path}: cannot be read as a result: {one_line(e)}") from e
-        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-            raise DocumentError(f"{path}: not a result of schema {SCHEMA}; measure again with outcore bench")
-        try:
-            rows = [BenchRow.of(row) for row in raw["rows"]]
-            return replace(validated(Document, raw | {"rows": []}), rows=rows)
-        except (KeyError, TypeError, ValueError) as e:
-            raise DocumentError(f"{path}: not a whole result of schema {SCHEMA}: {one_line(e)}") from e
+        rows = [BenchRow.of(row) for row in raw["rows"]]
+        return replace(validated(Document, {**raw, "rows": []}), rows=rows)
 
 
-T = TypeVar("T")
+def writable(path: Path) -> Path:
+    """The path, if a file can be there.
+
+    Raises:
+        UsageError: there is a folder, or none to put it into.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--output {path}: {'a folder; name a file' if path.is_dir() else 'no such folder'}")
+    return path
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a JSON object to a file, whole or not at all.
+
+    Raises:
+        OutcoreError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as e:
+        raise OutcoreError(f"--output {path}: cannot be written: {e.strerror or e}") from e
+
+
+def read_record(path: Path, of: Mapping[str, Callable[[dict[str, Any]], T]]) -> T:
+    """A result from its file.
+
+    Args:
+        of: known schemas, and what makes a result of a JSON object of each.
+
+    Raises:
+        DocumentError: it is not there, no JSON object, of another schema, or not whole.
+    """
+    try:
+        raw = parse_json(read_small(path, INDEX_BYTES))
+    except (OSError, ValueError) as e:
+        raise DocumentError(f"{path}: cannot be read as a result: {one_line(e)}") from e
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if not isinstance(schema, str) or schema not in of:
+        named = "names no schema" if schema is None else f"is of schema {schema!r:.60}"
+        raise DocumentError(f"{path}: no result that is known here: it {named}, and known are {', '.join(of)}")
+    try:
+        return of[schema](raw)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OutcoreError) as e:
+        raise DocumentError(f"{path}: not a whole result of schema {schema}: {one_line(e)}") from e
 
 
 def validated(kind: type[T], raw: Any) -> T:
     """What a JSON object says, by a dataclass's annotations.
 
     Raises:
-        ValueError: a value of another type, a field that is not there or not known, a number that is not finite.
+        ValueError: a value of another type, a field that is not there, a number that is not finite.
     """
     found: T = _adapter(kind).validate_json(json.dumps([raw], default=asdict))[0]  # type: ignore[arg-type]
     return found
@@ -284,4 +303,4 @@ def validated(kind: type[T], raw: Any) -> T:
 @cache
 def _adapter(kind: Hashable) -> TypeAdapter[Any]:
     # In a list, for the configuration goes to dataclasses within others alone.
-    return TypeAdapter(list[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))  # type: ignore[valid-type]
+    return TypeAdapter(list[kind], config=ConfigDict(strict=True, allow_inf_nan=False))  # type: ignore[valid-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outcore.cli.flag_table import FLAGS, Flag, command_parser, flag, grouped, switch
+from outcore.cli.flag_table import FLAGS, Flag, command_parser, flag, grouped
 from outcore.cli.parser import ArgumentParser
 from outcore.options import IO_MODES
 
@@ -49,8 +49,6 @@ def bench() -> ArgumentParser:
     more = [
         *(FLAGS[name] for name in ("prefill-step-size", "quantize-activations", "slots")),
         flag("--threads", "Reads in flight at once. Default: 4, or 8.", type=int, metavar="N"),
-        flag("--limit", "Run rows in a control group of that limit (Linux, as root).", metavar="SIZE"),
-        switch("--timeline", "Keep the reads and computations of one decoded token."),
     ]
     ways = "; ".join(f"{name}, {what}" for name, what in WAYS.items())
     return command_parser(
@@ -84,11 +82,10 @@ def matrix() -> ArgumentParser:
         *axes,
         *runs(8),
         FLAGS["output"].but(
-            metavar="DIR",
-            help="Folder for one JSON file a run, and matrix.json; runs that are there are not measured "
-            "again. Default: ./MODEL-matrix.",
+            help="JSON document, written after each run; runs that it holds are not measured again. "
+            "Default: ./MODEL-matrix.json.",
         ),
-        FLAGS["force"].but(help="Throw away the runs that are there, and measure all again."),
+        FLAGS["force"].but(help="Measure all again, whatever is there."),
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from outcore.checks import choice, whole
 from outcore.errors import UsageError
 from outcore.loading.budget import given_budget
-from outcore.machine.device import COMPUTE_DTYPES
-from outcore.options import IO_MODES
+from outcore.options import DTYPES, IO_MODES
 
 from .words import AUTO, CACHES, OUTCORE, WAYS
 
@@ -44,14 +43,14 @@ class RunSettings:
     cpu_streams: int | None = None
     slots: int | None = None
     threads: int | None = None
-    timeline: bool = False
 
     def __post_init__(self) -> None:
-        choose("--cache", [self.cache], CACHES)
-        choose("--dtype", [self.dtype] if self.dtype is not None else [], COMPUTE_DTYPES)
+        choice("--cache", self.cache, CACHES)
+        if self.dtype is not None:
+            choice("--dtype", self.dtype, DTYPES)
         for name, least in _LEAST.items():
-            if (number := getattr(self, name)) is not None and number < least:
-                raise UsageError(f"--{name.replace('_', '-')} {number}: at least {least}")
+            if (number := getattr(self, name)) is not None:
+                whole(f"--{name.replace('_', '-')}", number, least)
 
     @property
     def context(self) -> int:
@@ -71,7 +70,6 @@ class BenchSettings:
     Attributes:
         memory: budgets, each a size or ``auto``.
         resident: numbers of layers, or shares such as ``25%``.
-        limit: bytes of the control group that each row runs in.
 
     Raises:
         UsageError: a value that cannot be used.
@@ -82,15 +80,15 @@ class BenchSettings:
     resident: tuple[str, ...] = ()
     io: tuple[str, ...] = (AUTO,)
     batch: tuple[int, ...] = (1,)
-    limit: int | None = None
     run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
-        choose("--modes", self.modes, WAYS)
-        choose("--io", self.io, IO_MODES)
+        for mode in self.modes:
+            choice("--modes", mode, WAYS)
+        for io in self.io:
+            choice("--io", io, IO_MODES)
         for n in self.batch:
-            if n < 1:
-                raise UsageError(f"--batch {n}: at least 1")
+            whole("--batch", n)
         for size in self.memory:
             if size != AUTO:
                 given_budget(size)
@@ -108,7 +106,6 @@ class BenchJob:
     Attributes:
         folder: of the model. ``vocabulary``: its tokens; prompts are made of them.
         context: tokens that are planned for. ``memory``, ``resident``, ``io``: as in ``load_model``.
-        limit: bytes of the control group that it runs in.
     """
 
     mode: str
@@ -121,7 +118,6 @@ class BenchJob:
     memory: str | None = None
     resident: int | None = None
     io: str = AUTO
-    limit: int | None = None
 
     @staticmethod
     def of(raw: dict[str, Any]) -> BenchJob:
@@ -131,7 +127,7 @@ class BenchJob:
     def command(self, name: str) -> str:
         """The command that measures this row alone."""
         argv = ["outcore", "bench", name, "--modes", self.mode]
-        flags = asdict(self.run) | {"batch": self.batch, "limit": f"{self.limit}B" if self.limit else None}
+        flags = asdict(self.run) | {"batch": self.batch}
         if self.mode == OUTCORE:
             argv += ["--memory", self.memory or AUTO] if self.resident is None else ["--resident", str(self.resident)]
             argv += ["--io", self.io]
@@ -160,17 +156,6 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
         raise UsageError(f"{flag} {text}: give whole numbers, separated by commas") from None
 
 
-def choose(flag: str, values: Iterable[str], known: Collection[str]) -> None:
-    """Check words that a flag was given.
-
-    Raises:
-        UsageError: one of them is not known.
-    """
-    for value in values:
-        if value not in known:
-            raise UsageError(f"{flag} {value}: choose from {', '.join(known)}")
-
-
 def make_jobs(
     settings: BenchSettings, folder: str, layers: int, *, fits: bool, vocabulary: int = 128, longest: int | None = None
 ) -> list[BenchJob]:
@@ -188,9 +173,9 @@ def make_jobs(
     for batch in settings.batch:
         context = _context(settings.run.context, batch, longest)
         for name in settings.modes or WAYS:
-            # Only what runs within budgets keeps layers, and says when it read them.
-            run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None, timeline=False)
-            job = BenchJob(name, folder, name, run, context, vocabulary, batch, limit=settings.limit)
+            # Only what runs within budgets keeps layers.
+            run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None)
+            job = BenchJob(name, folder, name, run, context, vocabulary, batch)
             jobs += _budgets(job, settings, layers, fits) if name == OUTCORE else [job]
     if settings.batch != (1,):
         jobs = [replace(j, label=f"{j.label}, batch {j.batch}") for j in jobs]
@@ -201,7 +186,7 @@ def make_jobs(
 def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) -> list[BenchJob]:
     memory, resident = settings.memory, settings.resident
     if not memory and not resident:
-        memory, resident = ((AUTO,), ()) if settings.limit else ((), RESIDENT)
+        memory, resident = (), RESIDENT
     jobs = []
     whole = False
     for io in settings.io:
@@ -214,12 +199,11 @@ def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) ->
             if count == layers:
                 if whole:
                     continue  # nothing is read, so it is the same however it would be read
-                whole = job.limit is None
+                whole = True
             label = f"{job.mode}, all resident" if count == layers else f"{job.mode}, {shown} resident{how}"
             jobs.append(replace(job, io=io, resident=count, label=label))
     if fits and not whole:
-        label = f"{job.mode}, all resident" + (", no limit" if job.limit else "")
-        jobs.insert(0, replace(job, resident=layers, limit=None, label=label))
+        jobs.insert(0, replace(job, resident=layers, label=f"{job.mode}, all resident"))
     return jobs
 
 

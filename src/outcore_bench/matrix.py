@@ -1,71 +1,40 @@
-"""The grid of ``outcore matrix``: its points, in which order they are measured, and what makes an old run still count.
+"""``outcore matrix``: the rows of a bench at every budget, way of reading, number of slots and of reads in flight.
 
-Numbers and plans in, points out; nothing is measured here.
+What is measured is a bench's document, with the axes as ``settings["grid"]``. It goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from outcore.checks import parse_size
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checks import choice, parse_size, whole
+from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError, UsageError
+from outcore.loading.preparation import prepare
+from outcore.machine.memory import last_resort
 from outcore.plan.model_size import ModelSize
-from outcore.plan.planner import make_plan, resident_budget
+from outcore.plan.planner import make_plan, resident_budget, smallest_budget
 from outcore.sizes import format_size
 
-from .document import BenchRow, Document, Stat
-from .jobs import BenchJob, RunSettings, choose
+from .document import SCHEMA, Document, DocumentError, read_record, write_record
+from .jobs import BenchJob, RunSettings
+from .processes import failed
+from .runner import Progress, Runner, vocabulary
 from .words import BUDGETS, IO, OUTCORE
 
-NONE = "none"
-"""How weights are read where nothing is streamed."""
 SEED = 20
 """Of the order of the runs: with drift of the disk spread over all axes, and the same each time."""
-
-_NAME = re.compile(r"[0-9.]+[KMGT]?B-(resident|(direct|cached)-[0-9]+-slots-[0-9]+-threads)\.json")
-
-
-@dataclass(frozen=True, order=True)
-class GridPoint:
-    """One place in the grid: bytes of the budget, way of reading, slots, reads in flight.
-
-    Where everything is resident nothing is read, whatever the rest says: ``io`` is ``none``, the numbers are 0.
-    """
-
-    memory: int
-    io: str = NONE
-    slots: int = 0
-    threads: int = 0
-
-    @property
-    def resident(self) -> bool:
-        return self.io == NONE
-
-    @property
-    def setting(self) -> str:
-        """All but the budget, for people."""
-        if self.resident:
-            return "all resident"
-        return f"{self.io}, {self.slots} slots, {self.threads} thread{'s' if self.threads > 1 else ''}"
-
-    @property
-    def label(self) -> str:
-        return f"{format_size(self.memory)}, {self.setting}"
-
-    @property
-    def file(self) -> str:
-        """Name of the file that holds its run."""
-        how = "resident" if self.resident else f"{self.io}-{self.slots}-slots-{self.threads}-threads"
-        return f"{size_text(self.memory)}-{how}.json"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes. ``memory`` None: budgets are chosen from the model; ``io`` None: what the file system allows.
+    """The axes. ``memory`` None: budgets are to be chosen from the model (``memory_chosen``); ``io`` None: what the
+    file system allows.
 
     Raises:
         UsageError: a value that cannot be used.
@@ -75,59 +44,121 @@ class Grid:
     io: tuple[str, ...] | None = None
     slots: tuple[int, ...] = (2, 3, 4)
     threads: tuple[int, ...] = (1, 4, 8)
+    memory_chosen: bool = False
 
     def __post_init__(self) -> None:
-        choose("--io", self.io or (), IO)
-        for flag, numbers, least in (("--slots", self.slots, 2), ("--threads", self.threads, 1)):
-            if any(n < least for n in numbers):
-                raise UsageError(f"{flag} {min(numbers)}: at least {least}")
+        for io in self.io or ():
+            choice("--io", io, IO)
+        for n in self.slots:
+            whole("--slots", n, 2)
+        for n in self.threads:
+            whole("--threads", n)
         for name, values in vars(self).items():
             if values == ():
                 raise UsageError(f"--{name}: give at least one value")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A point with what is known of it: its row, or why it cannot be run; neither where it was not run yet."""
+class MatrixRunner:
+    """One run of ``outcore matrix``.
 
-    point: GridPoint
-    row: BenchRow | None = None
-    unfit: str | None = None
+    Args:
+        folder: of the model; ``name``: what the document calls it.
+        settings: what every run has in common.
+        output: file of the results.
+        overwrite: measure all again, whatever an earlier matrix left there.
 
-    @property
-    def stat(self) -> Stat | None:
-        """Seconds per token; None where there are none."""
-        return self.row.speed.s_per_token if self.row is not None and self.row.error is None else None
+    Attributes:
+        document: what was measured, with a row with an ``error`` for each point that does not fit.
+        jobs: what is still to be measured.
 
-    @property
-    def s_per_token(self) -> float | None:
-        """Their median."""
-        return self.stat.median if self.stat is not None else None
+    Raises:
+        CheckpointError, UsageError, BudgetError: the model or the settings cannot be used, or ``output`` holds runs of
+            another model, machine or settings.
+    """
 
-    @property
-    def tps(self) -> float | None:
-        """Tokens per second, the inverse of the median time."""
-        s = self.s_per_token
-        return 1 / s if s else None
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        grid: Grid,
+        settings: RunSettings,
+        output: Path,
+        command: str,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        checkpoint = open_checkpoint(folder)
+        ways = _ways(checkpoint.files[0], grid.io)
+        fixed: dict[str, Any] = {"context": settings.context, "prompt": settings.prompt_tokens}
+        fixed |= {"dtype": settings.dtype, "cpu_streams": settings.cpu_streams}
+        opened = {io: prepare(folder, least=True, io=io, **fixed) for io in ways}
+        sizes = {io: prepared.profile.size for io, prepared in opened.items()}
+        common = asdict(settings) | {"identity": checkpoint.identity()}
+        self._output = output
+        self._runner = Runner(folder, name, opened[ways[0]], common, command)
+        self.document = self._runner.document
+        before = None if overwrite or not output.exists() else _before(output, self.document)
+        memory, chosen = grid.memory, grid.memory is None
+        if memory is None and before is not None and before.settings["grid"]["memory_chosen"]:
+            memory = tuple(before.settings["grid"]["memory"])  # what is free now may differ
+        if memory is None:
+            memory = choose_budgets(sizes[ways[0]], min(grid.slots), last_resort())
+        grid = replace(grid, io=ways, memory=memory, memory_chosen=chosen)
+        self.document.settings["grid"] = asdict(grid)
+        if before is not None:
+            self.document.rows = [row for row in before.rows if row.error is None]
+            self.document.disk = before.disk
+        self.reused = len(self.document.rows)
+        known = {(row.setting.memory, row.label) for row in self.document.rows}
+        job = BenchJob(OUTCORE, str(folder), "", settings, settings.context, vocabulary(opened[ways[0]]))
+        self.jobs = []
+        for each, unfit in jobs_of(grid, sizes, job):
+            if unfit is not None:
+                self.document.rows.append(failed(each, unfit))
+            elif (each.memory, each.label) not in known:
+                self.jobs.append(each)
 
-    @property
-    def busy(self) -> bool:
-        """Whether other programs used the machine right before its run."""
-        return self.row is not None and self.row.busy
+    def run(self, progress: Progress = lambda *_: None) -> Document:
+        """Measure every point that is not there yet."""
+        self._write(self.document)
+        return self._runner.run(in_order(self.jobs), progress, self._write)
 
-    @property
-    def why(self) -> str | None:
-        """Why there are no numbers."""
-        return self.unfit or (self.row.error if self.row is not None else None)
+    def _write(self, document: Document) -> None:
+        write_record(self._output, document.record())
 
-    @property
-    def state(self) -> str:
-        """``measured``, ``failed``, ``unfit`` or ``missing``."""
-        if self.unfit is not None:
-            return "unfit"
-        if self.row is None:
-            return "missing"
-        return "measured" if self.s_per_token is not None else "failed"
+
+def jobs_of(grid: Grid, sizes: Mapping[str, ModelSize], job: BenchJob) -> list[tuple[BenchJob, str | None]]:
+    """A job for every point of a grid whose budgets are known, and why it does not fit where it does not.
+
+    A budget with which everything is resident has a single one: nothing is read, whatever the rest says.
+
+    Args:
+        sizes: the model's, by way of reading: direct reads take a little more room.
+        job: what they have in common.
+    """
+    found: dict[str, tuple[BenchJob, str | None]] = {}
+    for memory in grid.memory or ():
+        shown = format_size(memory)
+        whole = replace(job, memory=size_text(memory), label=f"{shown}, all resident")
+        for io, size in sizes.items():
+            for slots in grid.slots:
+                unfit = None
+                try:
+                    if not make_plan(size, memory, slots=slots).streams:
+                        found[whole.memory or ""] = (whole, None)
+                        continue
+                except BudgetError as e:
+                    unfit = str(e)
+                for threads in grid.threads:
+                    label = f"{shown}, {io}, {slots} slots, {threads} thread{'s' * (threads > 1)}"
+                    run = replace(job.run, slots=slots, threads=threads)
+                    found[f"{memory} {label}"] = (replace(whole, io=io, label=label, run=run), unfit)
+    return list(found.values())
+
+
+def in_order(jobs: list[BenchJob]) -> list[BenchJob]:
+    """The order of the runs: shuffled, so that drift of the machine is not taken for an axis; always the same."""
+    return random.Random(SEED).sample(sorted(jobs, key=lambda job: (job.memory or "", job.label)), len(jobs))
 
 
 def size_text(nbytes: int) -> str:
@@ -146,17 +177,11 @@ def choose_budgets(size: ModelSize, slots: int, available: int, count: int = BUD
     Raises:
         BudgetError: not even the smallest plan fits.
     """
-    try:
-        least = make_plan(size, 1, slots=slots).smallest_budget_bytes
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        least = e.smallest
-    least, most = _rounded(least, up=True), _rounded(resident_budget(size), up=True)
+    least = _rounded(smallest_budget(size, slots=slots), up=True)
     if least > available:
         what = f"this model needs {format_size(least)} at least, {format_size(available)} are free; free some memory"
         raise BudgetError(what, least)
-    most = max(least, min(most, _rounded(available, up=False)))
+    most = max(least, min(_rounded(resident_budget(size), up=True), _rounded(available, up=False)))
     between = (_rounded(least + (most - least) * i // (count - 1), up=True) for i in range(1, count - 1))
     return tuple(sorted({least, *between, most}))
 
@@ -167,85 +192,50 @@ def _rounded(nbytes: int, *, up: bool) -> int:
     return -(-nbytes // digit) * digit if up else nbytes // digit * digit
 
 
-def cells_of(grid: Grid, sizes: Mapping[str, ModelSize]) -> list[Cell]:
-    """Every point of a grid whose budgets and ways of reading are known, with why it does not fit where it does not.
+def _ways(file: Path, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The ways of reading: those asked for, else those that this file system allows."""
+    if asked is not None and "direct" not in asked:
+        return asked
+    try:
+        FileReader([file], io="direct", threads=1).close()
+    except UsageError:
+        if asked is not None:
+            raise
+        return ("cached",)
+    return asked or IO
 
-    A budget with which everything is resident has a single point.
 
-    Args:
-        sizes: the model's, by way of reading: direct reads take a little more room.
+def _before(output: Path, now: Document) -> Document:
+    """What an earlier matrix has left.
+
+    Raises:
+        UsageError: it is broken, or of another model or machine, or was measured with other settings.
     """
-    assert grid.memory is not None and grid.io is not None
-    cells: dict[GridPoint, Cell] = {}
-    for memory in grid.memory:
-        for io in grid.io:
-            for slots in grid.slots:
-                unfit = None
-                try:
-                    if not make_plan(sizes[io], memory, slots=slots).streams:
-                        cells.setdefault(GridPoint(memory), Cell(GridPoint(memory)))
-                        continue
-                except BudgetError as e:
-                    unfit = str(e)
-                for threads in grid.threads:
-                    point = GridPoint(memory, io, slots, threads)
-                    cells[point] = Cell(point, unfit=unfit)
-    return list(cells.values())
-
-
-def in_order(points: Sequence[GridPoint]) -> list[GridPoint]:
-    """The order of the runs: shuffled, so that drift of the machine is not taken for an axis; always the same."""
-    return random.Random(SEED).sample(sorted(points), len(points))
-
-
-def run_of(point: GridPoint, run: RunSettings) -> RunSettings:
-    """How a point is measured."""
-    return run if point.resident else replace(run, slots=point.slots, threads=point.threads)
-
-
-def job_of(point: GridPoint, run: RunSettings, folder: str, vocabulary: int) -> BenchJob:
-    """The run of a point."""
-    job = BenchJob(OUTCORE, folder, point.setting, run_of(point, run), run.context, vocabulary)
-    job = replace(job, memory=size_text(point.memory))
-    return job if point.resident else replace(job, io=point.io)
-
-
-def is_run(name: str) -> bool:
-    """Whether a file has the name of a run."""
-    return _NAME.fullmatch(name) is not None
+    instead = "give another file with --output, or --overwrite to measure all again"
+    try:
+        found = read_record(output, {SCHEMA: Document.of})
+        found.settings["grid"]["memory"]
+    except (DocumentError, KeyError, TypeError) as e:
+        raise UsageError(f"{output}: not a matrix to go on with ({e}); {instead}") from e
+    if other := differences(found, now):
+        more = f"; {len(other) - 3} more" if len(other) > 3 else ""
+        raise UsageError(f"{output} is another measurement ({'; '.join(other[:3])}{more}): {instead}")
+    return found
 
 
 def differences(was: Document, now: Document) -> list[str]:
-    """What keeps an old run from standing for a new one, each such as ``settings.tokens was 8, is 16``.
+    """What keeps old runs from standing beside new ones, each such as ``settings.tokens was 8, is 16``.
 
     Of the machine everything counts but the number of files changed since the commit, and its calibration.
     """
-    old, new = (dict(_flat(document.record())) for document in (was, now))
-    parts = ("settings.", "model.", "machine.")
-    return [
-        f"{key} was {_shown(old.get(key))}, is {_shown(new.get(key))}"
-        for key in sorted({*old, *new})
-        if old.get(key) != new.get(key)
-        and key.startswith(parts)
-        and not key.startswith(("machine.git_changed_files", "machine.calibration"))
-    ]
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in objects within each other, by dotted names."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, list(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    text = "not given" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def rows_of(cells: Sequence[Cell]) -> list[GridPoint]:
-    """The settings, top down: everything resident, then way of reading, slots, threads; of no budget."""
-    found = {replace(c.point, memory=0) for c in cells}
-    return sorted(found, key=lambda p: (not p.resident, p.io != "direct", p.slots, p.threads))
+    apart = ("grid", "git_changed_files", "calibration")
+    old, new = (
+        {
+            f"{part}.{name}": value
+            for part in ("settings", "model", "machine")
+            for name, value in document.record()[part].items()
+            if name not in apart
+        }
+        for document in (was, now)
+    )
+    return [f"{k} was {old.get(k)}, is {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
 from mlx_lm.generate import generation_stream
 
-from outcore.disk.metrics import Event, Metrics
+from outcore.disk.metrics import Metrics
 from outcore.engine.session import Session
 from outcore.machine.memory import peak_rss
 
-from .counters import Reads, process_reads
-from .document import BenchRow, Reading, RowSetting, Speed, Stat, TimelineBar, Use
+from .document import BenchRow, Reading, RowSetting, Speed, Stat, Use
 from .jobs import BenchJob
 from .modes import LOOPS, Loop
 from .page_cache import drop_page_cache, warm_page_cache, weight_files
@@ -39,16 +40,17 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
     files = weight_files(Path(job.folder))
     loop = LOOPS[job.mode](job)
     try:
-        bench = _Repeats(job, loop, files, clock)
+        read = _streamed_files(loop) or files
+        cold = read if loop.io == "cached" and job.run.cache == "cold" else ()
+        if loop.io == "cached" and job.run.cache == "warm":
+            warm_page_cache(read)
         for _ in range(job.run.warmup):
-            bench.run(tokens=1)
-        row = _row(job, loop, [bench.run(job.run.tokens) for _ in range(job.run.repeats)])
-        if job.run.timeline and job.batch == 1 and loop.session is not None and loop.session.streaming is not None:
-            row.timeline = timeline(loop, prompt_ids(job.run.prompt_tokens, vocabulary=job.vocabulary))
+            _repeat(job, loop, 1, cold, clock)
+        row = _row(job, loop, [_repeat(job, loop, job.run.tokens, cold, clock) for _ in range(job.run.repeats)])
         # The freed memory that MLX keeps for reuse counts, as in `outcore generate`.
         row.use.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
         row.use.peak_rss_bytes = peak_rss()
-        if bench.cold and loop.session is not None:
+        if cold and loop.session is not None:
             row.notes.append("what was read ahead while files were dropped from the page cache is not in the time")
         return row
     finally:
@@ -57,20 +59,21 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
 
 @dataclass(frozen=True)
 class _Repeat:
-    """One repeat: seconds, and what was counted while decoding."""
+    """One repeat: seconds, and what was counted while decoding.
+
+    Attributes:
+        steps: the tokens of each step; the first are those of the prompt's end.
+        reads: bytes from the device, and all that were asked for; empty where the system does not count them.
+    """
 
     ttft_s: float
-    seconds: list[float]
+    decode_s: float
     steps: list[list[int]]
     sweeps: int
     bytes_read: int
     read_s: float
     stall_s: float
-    reads: Reads | None
-
-    @property
-    def decode_s(self) -> float:
-        return sum(self.seconds)
+    reads: tuple[int, ...]
 
     @property
     def decoded(self) -> int:
@@ -78,54 +81,42 @@ class _Repeat:
         return sum(len(tokens) for tokens in self.steps[1:])
 
 
-class _Repeats:
-    """Runs one loop again and again, and drops the page cache where cold has to be cold."""
-
-    def __init__(self, job: BenchJob, loop: Loop, files: Sequence[Path], clock: Callable[[], float]) -> None:
-        self.job, self.loop, self.clock = job, loop, clock
-        self.metrics = loop.session.metrics if loop.session is not None else Metrics()
-        self.cold = loop.io == "cached" and job.run.cache == "cold"
-        self.files = streamed_files(loop) or list(files)
-        if loop.io == "cached" and job.run.cache == "warm":
-            warm_page_cache(self.files)
-
-    def run(self, tokens: int) -> _Repeat:
-        job = self.job
-        prompts = [prompt_ids(job.run.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
-        stepping = self.loop.steps(prompts, tokens + 1)
-        ttft, first = self._step(stepping)
-        self.metrics.reset()
-        reads = process_reads()
-        seconds, steps = [], [first]
-        while sum(map(len, steps)) < job.batch * (tokens + 1):
-            s, step = self._step(stepping)
-            seconds.append(s)
-            steps.append(step)
-        nbytes, read_s = self.metrics.reading()
-        sweeps, stall_s = self.metrics.sweeps, self.metrics.stall_s
-        reads_now = process_reads()
-        stepping.close()
-        mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
-        return _Repeat(
-            ttft,
-            seconds,
-            steps,
-            sweeps,
-            nbytes,
-            read_s,
-            stall_s,
-            reads_now.since(reads) if reads is not None and reads_now is not None else None,
-        )
-
-    def _step(self, stepping: Generator[list[int], None, None]) -> tuple[float, list[int]]:
-        if self.cold:
-            drop_page_cache(self.files)
-        began = self.clock()
-        tokens = next(stepping)
-        return self.clock() - began, tokens
+def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock: Callable[[], float]) -> _Repeat:
+    """Run the loop once; files that are to be cold are dropped from the page cache before each step, untimed."""
+    prompts = [prompt_ids(job.run.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
+    metrics = loop.session.metrics if loop.session is not None else Metrics()
+    stepping = loop.steps(prompts, tokens + 1)
+    steps: list[list[int]] = []
+    seconds: list[float] = []
+    reads: tuple[int, ...] = ()
+    while sum(map(len, steps)) < job.batch * (tokens + 1):
+        if cold:
+            drop_page_cache(cold)
+        began = clock()
+        steps.append(next(stepping))
+        seconds.append(clock() - began)
+        if len(steps) == 1:
+            metrics.reset()
+            reads = _process_reads()
+    (nbytes, read_s), sweeps, stall_s = metrics.reading(), metrics.sweeps, metrics.stall_s
+    counted = tuple(now - before for now, before in zip(_process_reads(), reads, strict=True))
+    stepping.close()
+    mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
+    return _Repeat(seconds[0], sum(seconds[1:]), steps, sweeps, nbytes, read_s, stall_s, counted)
 
 
-def streamed_files(loop: Loop) -> list[Path]:
+def _process_reads() -> tuple[int, ...]:
+    """Bytes that this process has read so far: from the disk, and by all its read calls; empty where nobody counts.
+
+    proc(5): direct reads count in both; what the page cache gave is among the calls' alone. Read-ahead of the kernel
+    counts as the disk's before it is asked for.
+    """
+    process = psutil.Process()
+    counts: Any = process.io_counters() if hasattr(process, "io_counters") else None
+    return (counts.read_bytes, counts.read_chars) if hasattr(counts, "read_chars") else ()
+
+
+def _streamed_files(loop: Loop) -> list[Path]:
     """The files that a streamed model reads, which may be packed copies; empty where nothing is streamed."""
     if loop.session is None or loop.session.streaming is None:
         return []
@@ -140,17 +131,16 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
         decode_tps=Stat.of([r.decoded / r.decode_s for r in runs]),
         prompt_tps=Stat.of([job.batch * job.run.prompt_tokens / r.ttft_s for r in runs]),
         ttft_s=Stat.of([r.ttft_s for r in runs]),
-        seconds=[s for r in runs for s in r.seconds],
     )
-    setting = RowSetting(memory=job.memory, io=loop.io, batch=job.batch, limit_bytes=job.limit)
+    setting = RowSetting(memory=job.memory, io=loop.io, batch=job.batch)
     setting.cache = CACHES.get(loop.io, job.run.cache)
     row = BenchRow(job.mode, job.label, "", setting, speed)
     row.tokens = list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps)))
-    reads = [r.reads for r in runs if r.reads is not None]
-    if reads:
-        row.reading.device_bytes_per_token = sum(r.device for r in reads) / tokens
-        row.reading.cached_bytes_per_token = sum(r.cached for r in reads) / tokens
-    if len({tuple(map(tuple, r.steps)) for r in runs}) > 1:
+    if runs[0].reads:
+        device, asked = (sum(counts) for counts in zip(*(r.reads for r in runs), strict=True))
+        row.reading.device_bytes_per_token = device / tokens
+        row.reading.cached_bytes_per_token = max(0, asked - device) / tokens
+    if any(r.steps != runs[0].steps for r in runs):
         row.notes.append("repeats gave different tokens")
     if loop.session is not None:
         _add_session(row, job, loop.session)
@@ -187,24 +177,3 @@ def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Re
     reading.read_gbps = nbytes / read_s / 1e9 if read_s else None
     reading.stall_share = sum(r.stall_s for r in runs) / seconds
     reading.io_share = min(1.0, read_s / seconds)
-
-
-def timeline(loop: Loop, prompt: Sequence[int]) -> list[TimelineBar]:
-    """The reads and computations of one decode sweep, cut off at its beginning."""
-    assert loop.session is not None
-    metrics = loop.session.metrics
-    stepping = loop.steps([prompt], 3)
-    next(stepping)
-    next(stepping)
-    events: list[Event] = []
-    metrics.timeline = events
-    began = metrics.clock()
-    next(stepping)
-    ended = metrics.clock()
-    metrics.timeline = None
-    stepping.close()
-    return [
-        TimelineBar(e.kind, e.unit, max(0.0, e.begin - began), min(e.end, ended) - began)
-        for e in sorted(events, key=lambda e: e.begin)
-        if e.begin < ended
-    ]

@@ -18,8 +18,6 @@ from mlx_lm.perplexity import load_data
 from outcore.checks import not_endless
 from outcore.errors import BudgetError, UsageError
 from outcore.loading.loader import load_model
-from outcore.loading.preparation import prepare
-from outcore.sizes import format_size
 from outcore.text import one_line
 
 PYTHON_TEXT = "pydoc_data.topics"
@@ -91,15 +89,12 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
     try:
         return load_data(tokenizer, name, num_samples=num_samples, sequence_length=sequence_length)
     except ImportError as e:
-        raise UsageError(
-            f"--data-path {name}: no such file, and data sets of the Hub need a package: pip install datasets"
-        ) from e
-    except IndexError as e:
-        # mlx-lm goes on past the last document, with -1 always.
+        why = "no such file, and data sets of the Hub need a package: pip install datasets"
+        raise UsageError(f"--data-path {name}: {why}") from e
+    except IndexError as e:  # mlx-lm goes on past the last document, with -1 always
         wanted = f"{num_samples} sequences" if num_samples > 0 else "all its sequences"
-        raise UsageError(
-            f"--data-path {name}: too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
-        ) from e
+        why = f"too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
+        raise UsageError(f"--data-path {name}: {why}") from e
     except Exception as e:  # whatever the datasets package and its backends raise
         raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}") from e
 
@@ -122,11 +117,5 @@ def load_for_batches(
     except BudgetError as e:
         if e.smallest is None:
             raise
-        told = f"batches of {batch_size} sequences of {sequence_length} tokens: {e}"
-        if batch_size > 1:
-            known = {k: v for k, v in options.items() if k not in ("progress", "threads", "govern")}
-            alone = prepare(folder, **fixed, batch=1, draft="none", **known, least=True)
-            need = format_size(alone.planning.smallest, round_up=True)
-            told += f"; with --batch-size 1 it is {need}"
-        told += "; a smaller --sequence-length needs less"
-        raise BudgetError(told, e.smallest) from e
+        what = f"batches of {batch_size} sequences of {sequence_length} tokens: {e}"
+        raise BudgetError(f"{what}; a smaller --batch-size or --sequence-length needs less", e.smallest) from e

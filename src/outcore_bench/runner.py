@@ -4,31 +4,38 @@ ceiling each has reached."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outcore.errors import BudgetError
 from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.memory import last_resort
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
 from . import fingerprint
-from .cgroup import Cgroup
 from .document import BenchRow, Document
 from .jobs import BenchJob, BenchSettings, make_jobs
 from .page_cache import weight_files
-from .processes import failed, group_name, measure_disk, measure_row
+from .processes import failed, measure_disk, measure_row
 from .words import OUTCORE
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done, and rows in all."""
 
+DISK_ALONE = "ceiling is disk time alone: nothing was measured with everything resident"
 
-class Runner:
+
+def bench(
+    folder: Path,
+    name: str,
+    settings: BenchSettings,
+    command: str,
+    progress: Progress = lambda *_: None,
+    on_row: Callable[[Document], None] = lambda _: None,
+) -> Document:
     """One run of ``outcore bench``.
 
     Args:
@@ -37,69 +44,55 @@ class Runner:
 
     Raises:
         CheckpointError, UsageError, BudgetError: the model or the settings cannot be used.
-        CgroupError: a limit was asked for where none can be set.
     """
+    run, names = settings.run, ("context", "dtype", "prefill_step_size", "model_config", "trust_remote_code")
+    prepared = prepare(folder, least=True, **{n: getattr(run, n) for n in names})
+    jobs = make_jobs(
+        settings,
+        str(folder),
+        len(prepared.profile.size.layers),
+        fits=prepared.refused is None and not prepared.plan.streams,
+        vocabulary=vocabulary(prepared),
+        longest=prepared.profile.max_context,
+    )
+    return Runner(folder, name, prepared, settings.record(), command).run(jobs, progress, on_row)
+
+
+class Runner:
+    """Measures rows of one model, and writes them into ``document``."""
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        settings: BenchSettings,
-        command: str,
-        progress: Progress = lambda *_: None,
-        on_row: Callable[[Document], None] = lambda _: None,
+        self, folder: Path, name: str, prepared: Preparation, settings: Mapping[str, Any], command: str
     ) -> None:
-        self.folder, self.name, self.settings = folder, name, settings
-        self.progress, self.on_row = progress, on_row
         self.files = weight_files(folder)
-        prepared, fits = open_and_plan(
-            folder,
-            context=settings.run.context,
-            dtype=settings.run.dtype,
-            prefill_step_size=settings.run.prefill_step_size,
-            model_config=settings.run.model_config,
-            trust_remote_code=settings.run.trust_remote_code,
-        )
-        size = prepared.profile.size
-        self.layers = len(size.layers)
-        self.resident_bytes = resident_budget(size)
-        self.jobs = make_jobs(
-            settings,
-            str(folder),
-            self.layers,
-            fits=fits,
-            vocabulary=vocabulary(prepared),
-            longest=prepared.profile.max_context,
-        )
-        if settings.limit is not None:
-            with Cgroup(group_name(), settings.limit):
-                pass
+        self._resident_bytes = resident_budget(prepared.profile.size)
         self._rate: tuple[bool, float] | None = None  # warm, GB/s: measured with nothing run since
         self.document = Document(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
             machine=fingerprint.machine(folder),
             model=fingerprint.describe(name, prepared),
-            settings=settings.record(),
+            settings=dict(settings),
             disk={"measurements": []},
         )
 
-    def run(self) -> Document:
+    def run(self, jobs: Iterable[BenchJob], progress: Progress, on_row: Callable[[Document], None]) -> Document:
         """Measure all rows, one after the other."""
-        for i, job in enumerate(self.jobs):
-            self.progress(job.label, i, len(self.jobs))
+        left, document = list(jobs), self.document
+        for i, job in enumerate(left):
+            progress(job.label, i, len(left))
             row = self._measure(job)
-            row.command = job.command(self.name)
-            self.document.rows.append(row)
-            compare(self.document)
-            self.on_row(self.document)
-        return self.document
+            row.command = job.command(document.model.name)
+            document.rows.append(row)
+            compare(document)
+            on_row(document)
+        return document
 
     def _measure(self, job: BenchJob) -> BenchRow:
-        if job.mode == "mlx-lm" and job.limit is None and self.resident_bytes > last_resort():
-            wanted, free = format_size(self.resident_bytes), format_size(last_resort())
+        if job.mode == "mlx-lm" and self._resident_bytes > last_resort():
+            wanted, free = format_size(self._resident_bytes), format_size(last_resort())
             return failed(job, f"not run: everything resident takes {wanted}, {free} are free")
-        streams = job.mode != "mlx-lm" and job.resident != self.layers
+        streams = job.mode != "mlx-lm" and job.resident != self.document.model.layers
         warm = job.run.cache == "warm" and (job.io == "cached" or job.mode != OUTCORE)
         before = self._disk(warm) if streams else None
         self._rate = None
@@ -131,9 +124,7 @@ def compare(document: Document) -> None:
     """Fill in what takes several rows: ceilings, shares of them, and whether tokens are mlx-lm's."""
     good = [row for row in document.rows if row.error is None]
     resident = {
-        row.setting.batch: row.speed.s_per_token
-        for row in good
-        if row.mode == OUTCORE and row.setting.io == "none" and row.setting.limit_bytes is None
+        row.setting.batch: row.speed.s_per_token for row in good if row.mode == OUTCORE and row.setting.io == "none"
     }
     reference = {row.setting.batch: row.tokens for row in good if row.mode == "mlx-lm"}
     for row in good:
@@ -157,27 +148,7 @@ def compare(document: Document) -> None:
         known = [s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None]
         ceiling.ceiling_s = max(known, default=None)
         ceiling.efficiency = max(known) / measured if known else None
-        note = "ceiling is disk time alone: nothing was measured with everything resident"
-        if base is None and note not in row.notes:
-            row.notes.append(note)
-
-
-def open_and_plan(folder: Path, **options: Any) -> tuple[Preparation, bool]:
-    """The model, opened, and whether all of it fits into what memory is free; else it is planned as small as can be.
-
-    Args:
-        options: of ``prepare``.
-
-    Raises:
-        CheckpointError, UsageError, BudgetError: it cannot be used.
-    """
-    try:
-        prepared = prepare(folder, **options)
-        return prepared, not prepared.plan.streams
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        return prepare(folder, memory=e.smallest, **options), False
+        row.notes = [note for note in row.notes if note != DISK_ALONE] + [DISK_ALONE] * (base is None)
 
 
 def vocabulary(prepared: Preparation) -> int:

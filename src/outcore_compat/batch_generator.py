@@ -54,23 +54,34 @@ class _Sequence:
 
 
 class SharedBatchGenerator(BatchGenerator):
-    """mlx-lm's class of that name. For a model that Outcore has not loaded it is mlx-lm's.
+    """mlx-lm's class of that name. For a model that Outcore has not loaded, mlx-lm's is made instead.
 
     An answer ends with ``length`` where there is no memory for more of it, however little else there is. Prompts are
     computed in one step, in chunks as planned, so that caches can be had of whole texts.
     """
 
+    def __new__(cls, model: nn.Module, **kwargs: Any) -> Any:
+        if getattr(model, "outcore", None) is None:
+            return BatchGenerator(model, **kwargs)
+        return super().__new__(cls)
+
     def __init__(self, model: nn.Module, **kwargs: Any) -> None:
-        self._outcore: _Sequences | None = None  # first: mlx-lm closes what could not be made
+        self._sharing: Continuous | None = None  # first: mlx-lm closes what could not be made
         super().__init__(model, **kwargs)
-        session: Session | None = getattr(model, "outcore", None)
-        if session is not None:
-            if self.max_kv_size is not None and not hasattr(model, "make_cache"):
-                raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
-            stop = StopSequences(kwargs.get("stop_tokens") or None)
-            self._outcore = _Sequences(model, session, self.completion_batch_size, stop)
-            limits.renew()
-            warn_of_defaults()
+        if self.max_kv_size is not None and not hasattr(model, "make_cache"):
+            raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
+        self._session: Session = model.outcore
+        self._stop = StopSequences(kwargs.get("stop_tokens") or None)
+        self._sequences: dict[int, _Sequence] = {}
+        self._uids = itertools.count()
+        self._unread: list[Any] = []  # of a step of which one sequence failed
+        self._ended: list[Any] = []  # responses of the last step, with caches
+        self._counted = BatchCounters()  # prompts and tokens share sweeps, so all time counts as decoding
+        self._sharing = Continuous(model, most=self.completion_batch_size)
+        self._room = cache_room.texts(self._session, 0)
+        self._texts = self._room.__enter__()  # what the sequences' caches take
+        limits.renew()
+        warn_of_defaults()
 
     def insert_segments(
         self,
@@ -90,9 +101,6 @@ class SharedBatchGenerator(BatchGenerator):
             UsageError: a cache without the tokens that it holds, or of another model.
         """
         given = (max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences)
-        if self._outcore is None:
-            theirs: list[int] = super().insert_segments(segments, *given)
-            return theirs
         if any(each and len(each) != len(segments) for each in given):
             raise UsageError("every option needs one entry for each prompt")
         own = (self.max_tokens, None, (), self.sampler, tuple(self.logits_processors), None)
@@ -104,85 +112,8 @@ class SharedBatchGenerator(BatchGenerator):
             tokens = tuple(itertools.chain.from_iterable(parts))
             sampler = None if sampler is greedy_sampler else sampler
             request = Request(-1, tokens, limit, sampler, tuple(processors), cache=cache, earlier=earlier)
-            rows.append((request, stop))
-        return self._outcore.insert(rows)
-
-    def next(self) -> tuple[list[Any], list[Any]]:
-        if self._outcore is None:
-            theirs: tuple[list[Any], list[Any]] = super().next()
-            return theirs
-        return self._outcore.next()
-
-    def next_generated(self) -> list[Any]:
-        while True:
-            prompts, tokens = self.next()
-            if tokens or not prompts:
-                return tokens
-
-    def extract_cache(self, uids: Sequence[int]) -> dict[int, Any]:
-        if self._outcore is None:
-            theirs: dict[int, Any] = super().extract_cache(uids)
-            return theirs
-        return self._outcore.extract(uids)
-
-    def remove(self, uids: Sequence[int], return_prompt_caches: bool = False) -> Any:
-        if self._outcore is None:
-            return super().remove(uids, return_prompt_caches)
-        return self._outcore.remove(uids, return_prompt_caches)
-
-    @property
-    def prompt_cache_nbytes(self) -> int:
-        if self._outcore is None:
-            theirs: int = super().prompt_cache_nbytes
-            return theirs
-        return self._outcore.texts.nbytes
-
-    @contextmanager
-    def stats(self) -> Iterator[BatchStats]:
-        if self._outcore is None:
-            with super().stats() as theirs:
-                yield theirs
-            return
-        stats, counted = BatchStats(), self._outcore.counted
-        start = BatchCountersSnapshot(**asdict(counted))
-        try:
-            yield stats
-        finally:
-            stats += BatchCountersSnapshot.between(start, BatchCountersSnapshot(**asdict(counted)))
-
-    def close(self) -> None:
-        super().close()
-        if self._outcore is not None:
-            self._outcore.close()
-            self._outcore = None
-            limits.renew()
-
-
-class _Sequences:
-    """Outcore's sequences, told of as mlx-lm tells of its own.
-
-    Attributes:
-        texts: what their caches take.
-        counted: prompts and tokens share sweeps, so all time counts as decoding.
-    """
-
-    def __init__(self, model: nn.Module, session: Session, most: int, stop: StopSequences) -> None:
-        self._model, self._session, self._stop = model, session, stop
-        self._engine = Continuous(model, most=most)
-        self._sequences: dict[int, _Sequence] = {}
-        self._uids = itertools.count()
-        self._unread: list[Any] = []  # of a step of which one sequence failed
-        self._ended: list[Any] = []  # responses of the last step, with caches
-        self.counted = BatchCounters()
-        self._room = cache_room.texts(session, 0)
-        self.texts = self._room.__enter__()
-
-    def insert(self, rows: Sequence[tuple[Request, StopSequences | None]]) -> list[int]:
-        checked = [self._checked(request) for request, _ in rows]
-        uids = []
-        for request, (_, stop) in zip(checked, rows, strict=True):
-            uids.append(self._add(request, (stop or self._stop).matcher()))
-        return uids
+            rows.append((self._checked(request), stop or self._stop))
+        return [self._add(request, stop.matcher()) for request, stop in rows]
 
     def _checked(self, request: Request) -> Request:
         cache, prompt = request.cache, len(request.tokens)
@@ -190,7 +121,7 @@ class _Sequences:
         if cache is not None:
             check_cache(self._session.forms, cache)
             held = cached_tokens(cache)
-            own = [isinstance(c, RotatingKVCache) for c in make_prompt_cache(self._model)]
+            own = [isinstance(c, RotatingKVCache) for c in make_prompt_cache(self.model)]
             if [isinstance(c, RotatingKVCache) for c in cache] != own:
                 raise UsageError("caches: bounded ones cannot share sweeps; leave max_kv_size out")
         if held and len(request.earlier) != held:
@@ -210,6 +141,12 @@ class _Sequences:
         self._sequences[uid] = _Sequence(replace(request, cache=None), matcher, [*request.earlier, *request.tokens])
         return uid
 
+    @property
+    def _engine(self) -> Continuous:
+        if self._sharing is None:
+            raise UsageError("this BatchGenerator is closed")
+        return self._sharing
+
     def next(self) -> tuple[list[Any], list[Any]]:
         """One more token of every sequence.
 
@@ -217,6 +154,8 @@ class _Sequences:
             Exception: what a sequence's own sampler or processors raised, or why its prompt could not be computed; it
                 has ended. Nothing of the others is lost.
         """
+        if self._sharing is None:
+            return [], []
         if self._unread:
             unread, self._unread = self._unread, []
             return [], unread
@@ -232,10 +171,10 @@ class _Sequences:
         prompts += [self._began(uid) for uid in step.joined if not self._sequences[uid].begun]
         tokens = [self._response(self._sequences[t.uid], t) for t in step.tokens]
         tokens += [self._no_more(self._sequences[uid]) for uid in step.full]
-        self.counted.decode_time += time.perf_counter() - began
-        self.counted.generation_tokens += len(step.tokens)
-        self.counted.generation_steps += bool(step.tokens)
-        self.texts.sequences = len(self._sequences)  # those that have ended may be stored
+        self._counted.decode_time += time.perf_counter() - began
+        self._counted.generation_tokens += len(step.tokens)
+        self._counted.generation_steps += bool(step.tokens)
+        self._texts.sequences = len(self._sequences)  # those that have ended may be stored
         if not self._engine.running and not self._engine.waiting:
             self._engine.step()  # what the sequences took is given back
         for uid, error in step.failed:
@@ -244,18 +183,23 @@ class _Sequences:
             raise error
         return prompts, tokens
 
+    def next_generated(self) -> list[Any]:
+        while True:
+            prompts, tokens = self.next()
+            if tokens or not prompts:
+                return tokens
+
     def _make_room(self) -> None:
         """For what the step will take, of what is stored."""
         longest = max((len(s.text) + 1 for s in self._sequences.values()), default=0)
         joins = any(not s.begun for s in self._sequences.values())
-        self.texts.sequences, self.texts.tokens = len(self._sequences), longest
+        self._texts.sequences, self._texts.tokens = len(self._sequences), longest
         cache_room.keep_to(grows=joins or longest > self._session.size.context)
 
     def _began(self, uid: int) -> Any:
-        s = self._sequences[uid]
-        s.begun = True
-        prompt = len(s.request.tokens)
-        self.counted.prompt_tokens += prompt
+        self._sequences[uid].begun = True
+        prompt = len(self._sequences[uid].request.tokens)
+        self._counted.prompt_tokens += prompt
         return PromptProcessingBatch.Response(uid, (prompt, prompt), True, True)
 
     def _progress(self, uid: int, held: int) -> Any:
@@ -272,10 +216,9 @@ class _Sequences:
         del self._sequences[token.uid]
         cache, held = self._engine.take_out(token.uid)
         mx.eval([c.state for c in cache])
-        self._ended.append(
-            GenerationBatch.Response(token.uid, token.token, token.scores, reason, HandedOut(cache), held)
-        )
-        return self._ended[-1]
+        ended = GenerationBatch.Response(token.uid, token.token, token.scores, reason, HandedOut(cache), held)
+        self._ended.append(ended)
+        return ended
 
     def _goes_on(self, s: _Sequence) -> bool:
         """Whether there can be room for another token; if others are there, it is they who wait."""
@@ -291,7 +234,7 @@ class _Sequences:
         del self._sequences[s.request.uid]
         return GenerationBatch.Response(s.request.uid, s.last.token, s.last.scores, "stop", [], [])
 
-    def extract(self, uids: Sequence[int]) -> dict[int, Any]:
+    def extract_cache(self, uids: Sequence[int]) -> dict[int, Any]:
         """Copies of the caches of those that are under way, and the tokens that they hold. They go on. Nothing of one
         that has to be computed again."""
         found = {}
@@ -302,12 +245,11 @@ class _Sequences:
             cache, held = self._engine.take_out(uid)
             if cache:
                 found[uid] = (copy.deepcopy(cache), list(held))
-            rest, limit = tuple(s.text[len(held) :]), s.request.max_tokens - s.made
             goes_on = replace(
                 s.request,
-                tokens=rest,
+                tokens=tuple(s.text[len(held) :]),
                 earlier=tuple(held),
-                max_tokens=limit,
+                max_tokens=s.request.max_tokens - s.made,
                 cache=cache or None,
                 given=True,
                 begun=s.made > 0,
@@ -315,14 +257,32 @@ class _Sequences:
             self._engine.add(goes_on)
         return found
 
-    def remove(self, uids: Sequence[int], return_prompt_caches: bool) -> dict[int, Any]:
+    def remove(self, uids: Sequence[int], return_prompt_caches: bool = False) -> Any:
         here = [uid for uid in uids if self._sequences.pop(uid, None) is not None]
         if return_prompt_caches:
             return {uid: self._engine.take_out(uid) for uid in here}
-        self._engine.remove(here)
+        if here:
+            self._engine.remove(here)
         return {}
 
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        return self._texts.nbytes
+
+    @contextmanager
+    def stats(self) -> Iterator[BatchStats]:
+        stats, start = BatchStats(), BatchCountersSnapshot(**asdict(self._counted))
+        try:
+            yield stats
+        finally:
+            stats += BatchCountersSnapshot.between(start, BatchCountersSnapshot(**asdict(self._counted)))
+
     def close(self) -> None:
-        self._engine.close()
-        self._engine.step()
-        self._room.__exit__(None, None, None)
+        super().close()
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing.step()
+            self._sharing = None
+            self._sequences.clear()
+            self._room.__exit__(None, None, None)
+            limits.renew()

@@ -1,40 +1,50 @@
 """For those who come from mlx-flash: its names, with Outcore behind them, also where LM Studio's engine loads models.
 
-from outcore.integrations.lmstudio import FlashConfig, apply_flash_patch
+    from outcore.integrations.lmstudio import FlashConfig, apply_flash_patch
 
-apply_flash_patch(FlashConfig(enabled=True, ram_budget_gb=10.0))
+    apply_flash_patch(FlashConfig(enabled=True, ram_budget_gb=10.0))
+
+That engine loads texts' models by mlx-vlm's ``load_model`` too: those are streamed, others refused.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
-from mlx_lm.sample_utils import make_sampler
-
+from outcore.checkpoint.checkpoint import read_object
+from outcore.checkpoint.config import CONFIG
 from outcore.checkpoint.find_model import resolve_model
 from outcore.errors import UsageError
-from outcore.loading.loader import load_with_tokenizer
+from outcore.loading.loader import load_model
+from outcore.machine.small_files import CONFIG_BYTES
 
-from . import text_models
 from .flash_config import FlashConfig
 from .mlx_lm import Patch
-from .patched_calls import load_by, stream_generate
+from .patched_calls import load_by
 from .settings import PatchSettings, applied
+from .swapped_names import SwappedNames
 
-__all__ = ["FlashConfig", "FlashGenerationLoop", "FlashManager", "apply_flash_patch", "remove_flash_patch"]
+__all__ = ["FlashConfig", "apply_flash_patch", "remove_flash_patch"]
 
+_LOAD = "a streamed model is of its own class here: outcore.load(path, memory=...) returns it"
 INSTEAD = {
-    "FlashLLM": "a streamed model is of its own class here: outcore.load, or FlashManager(config).load, returns it",
-    "FlashEngine": "a streamed model is of its own class here: outcore.load, or FlashManager(config).load, returns it",
+    **dict.fromkeys(("FlashLLM", "FlashEngine", "FlashManager"), _LOAD),
+    "FlashGenerationLoop": "outcore.stream_generate writes texts with what outcore.load(path, memory=...) returns",
     "DiskKVCache": "a streamed model's own caches lie on disk by themselves (disk_kv_enabled); prompt caches are saved "
     "with outcore cache-prompt",
 }
 """mlx-flash's names that there is nothing for, and what to use instead."""
+
+SEES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
+"""What the configuration of a model has that takes more than text."""
 
 _log = logging.getLogger("outcore.integrations")
 
@@ -59,7 +69,9 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
         UsageError: a field means nothing here, or would change answers; says what to do instead.
     """
     config = config or FlashConfig()
-    settings = settings_of(config) if config.enabled else None
+    settings = None
+    if config.enabled:
+        settings = PatchSettings(config.options(), generation=config.generation(), caches=config.caches())
     remove_flash_patch()
     if settings is None:
         _log.info("FlashConfig(enabled=False): nothing is patched")
@@ -67,7 +79,9 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
     _log.info("ram_budget_gb=%s: for caches, buffers and activations too, not for weights alone", config.ram_budget_gb)
     with applied.lock:
         _applied.enter_context(Patch(settings))
-        if (names := text_models.swapped_names()) is not None:
+        if importlib.util.find_spec("mlx_vlm") is not None:
+            original = importlib.import_module("mlx_vlm.utils").load_model
+            names = SwappedNames([(original, _text_model_loader(original))], except_in="outcore")
             names.put()
             _applied.callback(names.give_back)
 
@@ -78,83 +92,50 @@ def remove_flash_patch() -> None:
         _applied.close()
 
 
-def settings_of(config: FlashConfig) -> PatchSettings:
-    """What models get by this configuration.
+class NotBatched:
+    """Stands for a text model that somebody opens to see how it could be run. Its cache cannot be merged with others:
+    LM Studio's engine then runs it by mlx-lm's functions, one text at a time, and loads it for that."""
 
-    Raises:
-        UsageError: as ``apply_flash_patch``.
-    """
-    return PatchSettings(config.options(), generation=config.generation(), caches=config.caches())
+    def make_cache(self) -> list[object]:
+        """A cache without any methods."""
+        return [object()]
 
-
-class FlashManager:
-    """mlx-flash's class of that name: loads a model by a configuration, whether or not that is ``enabled``."""
-
-    def __init__(self, config: FlashConfig | None = None) -> None:
-        self.config = config or FlashConfig()
-        self.model: Any = None
-        self.tokenizer: Any = None
-
-    def load(self, model_path: str | Path) -> tuple[Any, Any]:
-        """The model and its tokenizer; ``model.outcore`` holds the plan and the metrics.
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refused.
 
         Raises:
-            BudgetError: the budget is too small; says the smallest that works.
-            UsageError: as ``apply_flash_patch``.
+            UsageError: always.
         """
-        settings = settings_of(self.config)
-        folder = resolve_model(str(model_path))
-        self.model, self.tokenizer, _ = load_by(settings, folder, settings.options, load_with_tokenizer)
-        return self.model, self.tokenizer
-
-    def shutdown(self) -> None:
-        """Free what the model takes. Safe to call twice."""
-        if self.model is not None:
-            self.model.outcore.close()
-        self.model = self.tokenizer = None
+        raise UsageError("this model was opened with lazy=True, only to be looked at; load it with lazy=False")
 
 
-class FlashGenerationLoop:
-    """mlx-flash's class of that name: a model, and texts of it.
+def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in the place of mlx-vlm's ``load_model``."""
 
-    Args:
-        model_or_path: a folder or a name of the Hub; or a model that Outcore has loaded, with its ``tokenizer``.
+    @functools.wraps(original)
+    def load_text_model(model_path: Any, lazy: bool = False, **kwargs: Any) -> Any:
+        settings = applied.current
+        if settings is None:
+            return original(model_path, lazy, **kwargs)
+        folder = resolve_model(str(model_path), kwargs.get("revision"))
+        _refuse_others(folder)
+        if lazy:
+            return NotBatched()
+        options = replace(settings.options, trust_remote_code=bool(kwargs.get("trust_remote_code")))
+        return load_by(settings, folder, options, load_model)[0]
+
+    return load_text_model
+
+
+def _refuse_others(folder: Path) -> None:
+    """Refuse a model that takes images or sound.
 
     Raises:
-        UsageError: a model that is in memory already, which could not be streamed any more.
+        UsageError: it does.
     """
-
-    def __init__(
-        self, model_or_path: str | Path | nn.Module, tokenizer: Any = None, config: FlashConfig | None = None
-    ) -> None:
-        self.config = config or FlashConfig()
-        self._settings = settings_of(self.config)
-        self._manager: FlashManager | None = None
-        if isinstance(model_or_path, nn.Module):
-            if getattr(model_or_path, "outcore", None) is None:
-                raise UsageError("this model is all in memory already; give its folder, so that it can be streamed")
-            self.model, self.tokenizer = model_or_path, tokenizer
-            return
-        self._manager = FlashManager(self.config)
-        self.model, self.tokenizer = self._manager.load(model_or_path)
-
-    def stream_generate(self, prompt: Any, max_tokens: int = 100, **kwargs: Any) -> Iterator[str]:
-        """Yield the answer's text as it is made.
-
-        Args:
-            kwargs: ``temperature`` or ``temp``; and those of ``outcore.stream_generate``.
-        """
-        temp = kwargs.pop("temperature", kwargs.pop("temp", 0.0))
-        kwargs.setdefault("sampler", make_sampler(temp=temp))
-        given = dict(self._settings.generation) | kwargs
-        if self._settings.caches is not None and "prompt_cache" not in given:
-            given["prompt_cache"] = self._settings.caches(self.model)
-        for response in stream_generate(self.model, self.tokenizer, prompt, max_tokens, **given):
-            if response.text:
-                yield response.text
-
-    def shutdown(self) -> None:
-        """Free what was loaded for it. Safe to call twice."""
-        if self._manager is not None:
-            self._manager.shutdown()
-        self.model = self.tokenizer = None
+    _, config = read_object(folder / CONFIG, CONFIG_BYTES)
+    if found := next((name for name in SEES if config.get(name)), None):
+        raise UsageError(
+            f"{folder.name}: a model that takes images or sound ({found}), and Outcore streams models of texts alone: "
+            "end the patch to load it with mlx_vlm, or take the text model of its family"
+        )

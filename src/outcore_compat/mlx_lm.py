@@ -12,17 +12,23 @@ A program runs so without a changed line: ``python -m outcore.integrations.mlx_l
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from importlib import metadata
 from typing import Unpack
 
+from outcore.errors import UsageError
 from outcore.options import LoadOptions, MemoryArguments
 
 from .patched_calls import PAIRS
 from .request_guard import guard_requests, unguard_requests
 from .settings import PatchSettings, applied
 from .swapped_names import SwappedNames
-from .versions import check_versions
 
 __all__ = ["Patch", "apply_patch", "remove_patch"]
+
+NEEDED = {"mlx": "0.32.2", "mlx-lm": "0.32.2"}
+"""As in pyproject.toml; older ones have other functions, and other words for their arguments."""
 
 _names = SwappedNames(PAIRS, except_in="outcore")
 
@@ -87,3 +93,22 @@ def _put() -> None:
         if applied.current is not None:
             _names.put()
             guard_requests()
+
+
+def check_versions(version: Callable[[str], str] = metadata.version) -> None:
+    """Refuse versions that are too old, which a program may have brought along.
+
+    Raises:
+        UsageError: says which it needs.
+    """
+    for package, needed in NEEDED.items():
+        try:
+            found = version(package)
+        except metadata.PackageNotFoundError:
+            continue  # brought along without its description: whatever fails tells
+        older, newer = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (found, needed))
+        if older < newer:
+            raise UsageError(
+                f"{package} {found} is here, and Outcore needs {needed} or newer: install it, or leave the program as "
+                "it is and give it `outcore serve` as a remote model (docs/integrations.md)"
+            )

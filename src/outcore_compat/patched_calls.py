@@ -5,8 +5,9 @@ has not loaded.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,34 +41,25 @@ log = logging.getLogger("outcore.integrations")
 
 
 @functools.wraps(their_load)
-def load(
-    path_or_hf_repo: Any,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
-    lazy: bool = False,
-    return_config: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
+def load(*args: Any, **kwargs: Any) -> Any:
     settings = applied.current
     if settings is None:
-        return their_load(
-            path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision,
-            trust_remote_code,
-        )  # fmt: skip
-    options = replace(
-        settings.options,
-        model_config=model_config,
-        adapter_path=adapter_path,
-        lazy=lazy,
-        trust_remote_code=trust_remote_code,
-    )
-    folder = resolve_model(str(path_or_hf_repo), revision)
-    found = load_by(settings, folder, options, lambda f, o: loader.load_with_tokenizer(f, o, tokenizer_config))
+        return their_load(*args, **kwargs)
+    asked = _arguments(their_load, args, kwargs)
+    names = ("model_config", "adapter_path", "lazy", "trust_remote_code")
+    options = replace(settings.options, **{name: asked[name] for name in names})
+    folder = resolve_model(str(asked["path_or_hf_repo"]), asked["revision"])
+    found = load_by(settings, folder, options, lambda f, o: loader.load_with_tokenizer(f, o, asked["tokenizer_config"]))
     # A program that sets a seed and then loads draws what it draws with mlx-lm, whose modules draw their first weights.
     set_random_state(found[0].outcore.random_after)
-    return found if return_config else found[:2]
+    return found if asked["return_config"] else found[:2]
+
+
+def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a function would be called with, defaults included, by name."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def load_by(
@@ -153,30 +145,19 @@ def _prepared(
 
 
 @functools.wraps(their_batch_generate)
-def batch_generate(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[Any],
-    prompt_caches: Any = None,
-    max_tokens: int | list[int] = 128,
-    verbose: bool = False,
-    return_prompt_caches: bool = False,
-    return_token_ids: bool = False,
-    return_logprobs: bool = False,
-    **kwargs: Any,
-) -> BatchResponse:
+def batch_generate(model: nn.Module, *args: Any, **kwargs: Any) -> BatchResponse:
     session: Session | None = getattr(model, "outcore", None)
-    flags = (verbose, return_prompt_caches, return_token_ids, return_logprobs)
     if session is None:
-        return their_batch_generate(model, tokenizer, prompts, prompt_caches, max_tokens, *flags, **kwargs)
-    if kwargs.pop("max_kv_size", None) is not None:
+        return their_batch_generate(model, *args, **kwargs)
+    asked = _arguments(their_batch_generate, (model, *args), kwargs)
+    more = asked.pop("kwargs")
+    if more.pop("max_kv_size", None) is not None:
         raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
     # How many prompts are computed at once is the plan's to say, and the stream is that of the thread.
-    for name in ("prefill_batch_size", "stream"):
-        kwargs.pop(name, None)
+    more = {name: value for name, value in more.items() if name not in ("prefill_batch_size", "stream")}
     warn_of_defaults()
-    with cache_room.texts(session, len(prompts), session.plan.context):
-        return batch.batch_generate(model, tokenizer, prompts, prompt_caches, max_tokens, *flags, **kwargs)
+    with cache_room.texts(session, len(asked["prompts"]), session.plan.context):
+        return batch.batch_generate(**asked, **more)
 
 
 PAIRS: tuple[tuple[Any, Any], ...] = (

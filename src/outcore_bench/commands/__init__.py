@@ -5,8 +5,8 @@ from __future__ import annotations
 from outcore.cli.commands import Command
 
 
-def _command(name: str, help: str, extra: str | None = None) -> Command:
-    return Command(help, f"outcore_bench.flags:{name}", f"outcore_bench.commands.{name}:run", extra)
+def _command(name: str, help: str) -> Command:
+    return Command(help, f"outcore_bench.flags:{name}", f"outcore_bench.commands.{name}:run")
 
 
 COMMANDS = {
@@ -15,6 +15,6 @@ COMMANDS = {
         "matrix", "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off"
     ),
     "perplexity": _command("perplexity", "how well a model foretells a text; mlx-lm's definition"),
-    "report": _command("report", "one page, and Markdown, from result files of outcore bench", "report"),
+    "report": _command("report", "one page, and Markdown, from result files of outcore bench"),
 }
 FLAGS = {"plan": "outcore_bench.flags:plan"}

@@ -6,19 +6,16 @@ import argparse
 import shlex
 import sys
 from dataclasses import fields
-from functools import partial
-from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
-from outcore.checks import parse_size
 from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
-from outcore.errors import OutcoreError, UsageError
+from outcore.errors import OutcoreError
 
-from ..document import Document
+from ..document import Document, writable, write_record
 from ..jobs import BenchSettings, RunSettings, listed, numbers
-from ..runner import Runner, shown_command
+from ..runner import bench, shown_command
 from ..table import WIDTH, show
 from ..words import AUTO
 
@@ -29,22 +26,18 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         OutcoreError: nothing could be measured.
     """
-    chosen = settings(args)
-    output: Path | None = args.output
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UsageError(f"--output {output}: no such folder")
-    name = model_name(args.model)
+    chosen, name = settings(args), model_name(args.model)
+    output = writable(args.output) if args.output is not None else None
     names = {args.model: name} | ({str(output): output.name} if output is not None else {})
+    command = shlex.join(["outcore", "bench", *shown_command(args.argv, names)])
+
+    def keep(document: Document) -> None:
+        """After each row, so that a run that is cut off has not been for nothing."""
+        if output is not None:
+            write_record(output, document.record())
+
     with progress_bar() as bar:
-        runner = Runner(
-            resolve_model(args.model, args.revision),
-            name,
-            chosen,
-            shlex.join(["outcore", "bench", *shown_command(args.argv, names)]),
-            progress=bar.count,
-            on_row=partial(_write, output),
-        )
-        document = runner.run()
+        document = bench(resolve_model(args.model, args.revision), name, chosen, command, bar.count, keep)
     show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
     args.result.record = document.record()
     if all(row.error is not None for row in document.rows):
@@ -63,15 +56,5 @@ def settings(args: argparse.Namespace) -> BenchSettings:
         resident=listed(args.resident),
         io=listed(args.io) or (AUTO,),
         batch=numbers("--batch", args.batch) or (1,),
-        limit=parse_size(args.limit, flag="--limit") if args.limit is not None else None,
         run=RunSettings(**{f.name: getattr(args, f.name) for f in fields(RunSettings)}),
     )
-
-
-def _write(output: Path | None, document: Document) -> None:
-    """After each row, so that a run that is cut off has not been for nothing."""
-    try:
-        if output is not None:
-            document.write(output)
-    except OSError as e:
-        raise OutcoreError(f"--output {output}: cannot be written: {e.strerror}") from e

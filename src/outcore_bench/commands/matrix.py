@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
@@ -12,54 +13,45 @@ from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.cli.output import tell
-from outcore.errors import OutcoreError, UsageError
+from outcore.errors import OutcoreError
 from outcore.loading.budget import given_budget
 from outcore.text import printable
 
+from ..document import writable
 from ..jobs import RunSettings, listed, numbers
-from ..matrix import Grid
-from ..matrix_runner import MatrixRunner
+from ..matrix import Grid, MatrixRunner
 from ..runner import shown_command
 from ..table import WIDTH, show
+from ..verdict import by_budget, sentences
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        OutcoreError: nothing could be measured, or the folder holds other measurements.
+        OutcoreError: nothing could be measured, or the file holds other measurements.
     """
     grid, settings = axes(args), each_run(args)
     name = model_name(args.model)
-    output: Path = args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix")
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"--output {output}: not a folder")
-    names = {args.model: name, str(args.output): output.name}
+    output = writable(args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix.json"))
+    command = shlex.join(["outcore", "matrix", *shown_command(args.argv, {args.model: name, str(output): output.name})])
     with progress_bar() as bar:
-        runner = MatrixRunner(
-            resolve_model(args.model, args.revision),
-            name,
-            grid,
-            settings,
-            output,
-            shlex.join(["outcore", "matrix", *shown_command(args.argv, names)]),
-            overwrite=args.force,
-            progress=bar.count,
-        )
+        folder = resolve_model(args.model, args.revision)
+        runner = MatrixRunner(folder, name, grid, settings, output, command, overwrite=args.force)
         if runner.reused:
             tell(f"outcore matrix: {runner.reused} runs are there already in {output}")
-        summary = runner.run()
+        document = runner.run(bar.count)
     console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
-    if (best := summary.compared().by_budget()) is not None:
-        show(best, console)
+    said = sentences(document.rows)
+    if best := by_budget(document.rows):
+        show(replace(document, rows=best), console)
         console.print()
-    for line in summary.lines():
+    for line in said:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    runs = sum(c.state == "measured" for c in summary.cells)
-    print(f"{printable(str(output))}: {runs} runs, matrix.json")
-    args.result.record = summary.record()
-    if summary.verdict() is None:
-        raise OutcoreError(f"no point could be measured: {summary.cells[0].point.label}: {summary.cells[0].why}")
+    print(f"{printable(str(output))}: {sum(row.error is None for row in document.rows)} runs")
+    args.result.record = document.record() | {"verdict": said}
+    if not best:
+        raise OutcoreError(f"no point could be measured: {document.rows[0].label}: {document.rows[0].error}")
 
 
 def axes(args: argparse.Namespace) -> Grid:

@@ -27,7 +27,7 @@ from outcore.text import printable
 
 from .. import fingerprint
 from ..perplexity import PYTHON_TEXT, load_for_batches, read_data
-from ..report.inputs import PERPLEXITY_SCHEMA, PerplexityRow
+from ..report.inputs import PERPLEXITY_SCHEMA, Perplexities, PerplexityRow
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,32 +46,34 @@ def run(args: argparse.Namespace) -> None:
     with redirect_stdout(sys.stderr):
         data = read_data(tokenizer, args.data_path, args.num_samples, args.sequence_length)
     samples, length = data.shape
+    loading = trusted | engine_options(args)
     with progress_bar() as bar:
-        model, config = load_for_batches(
-            folder, min(args.batch_size, samples), length, progress=bar, **trusted, **engine_options(args)
-        )
+        model, config = load_for_batches(folder, min(args.batch_size, samples), length, progress=bar, **loading)
         bar.clear()
         with watched(model, args) as session:
             began = time.perf_counter()
             with redirect_stdout(sys.stderr):
-                ppl, error = eval_ppl(model, data, batch_size=args.batch_size)
-            seconds = time.perf_counter() - began
+                figure = eval_ppl(model, data, batch_size=args.batch_size)
+            found = _found(args, data, figure, time.perf_counter() - began)
             if session.streaming is not None:
                 session.streaming.drain()
-            found: dict[str, Any] = {"perplexity": ppl, "perplexity_error": error, "seconds": round(seconds, 4)}
-            _tell(args, found, samples, length)
+            _print(found)
             batches = f"{found['batches']} batch{'es' * (found['batches'] != 1)} of {args.batch_size}"
             print_summary([f"Data: {found['data']}, {batches}"], session)
             args.result.record = found | engine_record(session) | _document(args, found, folder, config, session)
 
 
-def _tell(args: argparse.Namespace, found: dict[str, Any], samples: int, length: int) -> None:
-    """Print the figures, as mlx-lm does, and add what they are of."""
+def _found(args: argparse.Namespace, data: mx.array, figure: tuple[float, float], seconds: float) -> dict[str, Any]:
+    """The figure and what it is of."""
+    samples, length = data.shape
     evaluated = samples * (length - 1)  # of each sequence all tokens but the first
-    found |= {
+    return {
+        "perplexity": figure[0],
+        "perplexity_error": figure[1],
+        "seconds": round(seconds, 4),
         "model": args.model,
         "data": args.data_path or PYTHON_TEXT,
-        "tokens_per_second": round(evaluated / found["seconds"], 4) if found["seconds"] else None,
+        "tokens_per_second": round(evaluated / seconds, 4) if seconds else None,
         "samples": samples,
         "sequence_length": length,
         "tokens": samples * length,
@@ -79,16 +81,20 @@ def _tell(args: argparse.Namespace, found: dict[str, Any], samples: int, length:
         "batch_size": args.batch_size,
         "batches": -(-samples // args.batch_size),
     }
+
+
+def _print(found: dict[str, Any]) -> None:
+    """The figures, as mlx-lm prints them."""
     for line in (
-        f"Model: {args.model}",
+        f"Model: {found['model']}",
         f"Perplexity: {found['perplexity']:.3f} ± {found['perplexity_error']:.3f}",
         f"Evaluation time: {found['seconds']:.2f} seconds",
         f"Peak memory: {peak_memory_bytes() / 1e9:.2f} GB",
         f"Tokens per second: {found['tokens_per_second'] or 0:.0f}",
         "",
         "Dataset statistics:",
-        f"  Total samples: {samples}",
-        f"  Total tokens: {samples * length}",
+        f"  Total samples: {found['samples']}",
+        f"  Total tokens: {found['tokens']}",
     ):
         print(printable(line))
 
@@ -102,14 +108,9 @@ def _document(
         model=model_name(args.model),
         bits=quantization.get("bits") if isinstance(quantization, dict) else None,
         dtype=args.dtype or config.get("dtype") or config.get("torch_dtype"),
-        ppl=None if streams else found["perplexity"],
         ppl_error=found["perplexity_error"],
         weight_bytes=open_checkpoint(folder).nbytes,
-        streamed_ppl=found["perplexity"] if streams else None,
+        **{"streamed_ppl" if streams else "ppl": found["perplexity"]},
     )
-    return {
-        "schema": PERPLEXITY_SCHEMA,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(fingerprint.machine(folder)),
-        "rows": [asdict(row)],
-    }
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"schema": PERPLEXITY_SCHEMA} | asdict(Perplexities(created, asdict(fingerprint.machine(folder)), (row,)))

@@ -18,7 +18,7 @@ from outcore.loading.budget import given_budget
 from outcore.loading.preparation import prepare
 from outcore.sizes import format_size
 
-from ..devices import Device, PublishedRow, device, published_rows
+from ..devices import Device, PublishedRow, device
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
         if getattr(args, name) != defaults.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
-    rows = published_rows(where)
+    rows = where.published()
     args.result.record = {"device": where.name}
     if args.model is not None:
         folder, options = resolve_model(args.model, args.revision), plan.plan_options(args)
@@ -55,7 +55,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
         rows = [r for r in rows if r.model.lower().replace("_", "-") in asked]
     if rows:
         _show(where, rows)
-    args.result.record["published"] = [asdict(r) for r in rows]
+    args.result.record["published"] = [asdict(r) | {"tps": r.tps[where.name]} for r in rows]
 
 
 def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
@@ -65,7 +65,8 @@ def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
         table.add_column(name, justify="left" if name in ("model", "") else "right", no_wrap=True)
     for r in rows:
         resident = f"{r.resident} of {r.layers}"
-        table.add_row(str(r.table), r.model, resident, f"{r.tps:.2f}", "thrashes" if r.thrashing else "")
+        swaps = "thrashes" if where.name in r.swaps else ""
+        table.add_row(str(r.table), r.model, resident, f"{r.tps[where.name]:.2f}", swaps)
     console = plan_console()
     console.print(table)
     console.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outcore.cli.output import tell
 from outcore.errors import OutcoreError
 from outcore.text import printable
 
-from ..document import DocumentError
-from ..report.charts import require_matplotlib
 from ..report.inputs import read_inputs
 from ..report.markdown import markdown
 from ..report.page import page
@@ -21,26 +18,20 @@ def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        DocumentError: a file is no whole result, or none of them is one that the report knows.
-        UsageError: matplotlib is not installed.
+        DocumentError: a file is no whole result.
         OutcoreError: a file cannot be written.
     """
-    require_matplotlib()
     inputs = read_inputs(args.results)
-    for line in inputs.skipped:
-        tell(f"outcore report: {line}")
-    if not inputs.documents and not inputs.perplexities:
-        raise DocumentError("nothing to report: none of the files is a result of outcore bench, matrix or perplexity")
     is_page = args.output.suffix.lower() in (".html", ".htm")
     html_file = args.output if is_page else args.output / "report.html"
     text_file = None if is_page else args.output / "report.md"
     begin, drawn = summary(inputs), sections(inputs)
     _write(html_file, page(begin, drawn))
     if text_file:
-        _write(text_file, markdown(begin, sections(inputs, charts=False)))
+        _write(text_file, markdown(begin, drawn))
     rows = sum(len(d.rows) for d in inputs.documents)
     print(f"{printable(str(html_file))}: {rows} rows of {len(args.results)} files")
-    record = {
+    args.result.record = {
         "html": str(html_file),
         "markdown": str(text_file) if text_file else None,
         "documents": len(inputs.documents),
@@ -48,9 +39,7 @@ def run(args: argparse.Namespace) -> None:
         "rows": rows,
         "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
         "sections": [s.name for s in drawn],
-        "skipped": inputs.skipped,
     }
-    args.result.record = record
 
 
 def _write(file: Path, text: str) -> None:

@@ -1,43 +1,27 @@
-"""Charts as SVG for a page: text stays text, and colours are the page's variables, so that light and dark both work.
-
-matplotlib is imported where it is used.
-"""
+"""Charts as SVG for a page: text stays text, and colours are the page's variables, so that light and dark both work."""
 
 from __future__ import annotations
 
-import io
-import logging
-import re
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import quoteattr
+from html import escape
 
-from outcore.errors import UsageError
 from outcore.text import shown
 
-from ..document import Stat, TimelineBar
+from ..document import Stat
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# matplotlib draws in these, and the SVG says the page's variable instead. No two may be equal.
-INK, MUTED, GRID = "#010101", "#020202", "#030303"
-SERIES = ("#040401", "#040402", "#040403", "#040404", "#040405", "#040406")
-_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
-# A loop keeps its colour in every chart; those not known here share one.
-MODES = {"outcore": 0, "plain": 1, "mlx-lm": 2}
-_LANES = (("compute", SERIES[2]), ("read", SERIES[0]))
-
-WIDTH = 4.6  # inches of 100 points: at a phone's width, text of 12.5 points is still readable
-_POINT = 72 / 100
+WIDTH, HEIGHT = 460.0, 300.0  # at a phone's width, text of 13 units is still readable
+LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 28.0, 44.0  # around the curves
+LEGEND = 18.0  # a line of it
+STEEP = 12
+"""Times the slowest speed that the fastest is, from which on speeds are drawn by their logarithms."""
 
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """Marks that belong together: places and speeds, with least and most; ``dashed`` has no spread."""
+    """Marks that belong together: places and speeds, with least and most. ``dashed`` has no spread; ``colour`` is a
+    variable of the page's style."""
 
     name: str
     colour: str
@@ -45,115 +29,60 @@ class ChartCurve:
     dashed: bool = False
 
 
-def require_matplotlib() -> None:
-    """Find out early whether charts can be drawn.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as e:
-        raise UsageError('charts need matplotlib: pip install "outcore[report]"') from e
-
-
-def curves_chart(name: str, title: str, curves: Sequence[ChartCurve], x_label: str, *, x_percent: bool = False) -> str:
+def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str, *, x_percent: bool = False) -> str:
     """Tokens a second over ``x``."""
-    with figure_of(WIDTH, 3.3) as figure:
-        axes = figure.add_subplot()
-        speeds = [stat.median for curve in curves for _, stat in curve.points]
-        steep = max(speeds) > 12 * min(speeds)
-        for curve in curves:
-            points = sorted(curve.points, key=lambda p: p[0])
-            xs, ys = [x for x, _ in points], [stat.median for _, stat in points]
-            style: dict[str, Any] = {"color": curve.colour, "label": shown(curve.name)}
-            if curve.dashed:
-                axes.plot(xs, ys, linestyle=(0, (4, 3)), linewidth=1.3, marker="_", markersize=9, **style)
-            else:
-                reach = [[s.median - s.least for _, s in points], [s.most - s.median for _, s in points]]
-                axes.errorbar(xs, ys, yerr=reach, linewidth=2, marker="o", markersize=5, capsize=3, **style)
-        if steep:
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_formatter(lambda v, _: "")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.margins(x=0.06)
-        axes.set_xlabel(x_label)
-        axes.set_title("tokens per second", loc="left", fontsize=12.5 * _POINT, color=MUTED)
-        axes.xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %" if x_percent else f"{v:g}")
-        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axes.grid(axis="y", linewidth=0.8)
-        figure.legend(loc="outside lower left", frameon=False, ncols=2, labelcolor="linecolor")
-        return svg_of(figure, name, title)
+    speeds = [s for curve in curves for _, stat in curve.points for s in (stat.least, stat.median, stat.most) if s > 0]
+    steep = max(speeds) > STEEP * min(speeds)
+    y_ticks = _powers(min(speeds), max(speeds)) if steep else _steps(max(speeds))
+    x_ticks = _steps(max(x for curve in curves for x, _ in curve.points))
+
+    def x_at(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * x / x_ticks[-1]
+
+    def y_at(y: float) -> float:
+        low, high, at = (math.log(v) if steep else v for v in (y_ticks[0], y_ticks[-1], max(y, y_ticks[0])))
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (at - low) / (high - low)
+
+    parts = [_text(LEFT, 14, "tokens per second"), _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle")]
+    for y in y_ticks:
+        parts.append(_line(LEFT, y_at(y), WIDTH - RIGHT, y_at(y), "--grid"))
+        parts.append(_text(LEFT - 6, y_at(y) + 4, f"{y:g}", "end"))
+    for x in x_ticks:
+        label = f"{100 * x:.0f} %" if x_percent else f"{x:g}"
+        parts.append(_text(x_at(x), HEIGHT - BOTTOM + 18, label, "middle"))
+    for i, curve in enumerate(curves):
+        places = [(x_at(x), y_at(stat.median)) for x, stat in sorted(curve.points, key=lambda point: point[0])]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="var({curve.colour})" stroke-width="2"{dashes}/>')
+        for x, stat in curve.points if not curve.dashed else ():
+            parts.append(_line(x_at(x), y_at(stat.least), x_at(x), y_at(stat.most), curve.colour))
+            parts.append(
+                f'<circle cx="{x_at(x):.1f}" cy="{y_at(stat.median):.1f}" r="3.5" fill="var({curve.colour})"/>'
+            )
+        at = LEFT + i % 2 * (WIDTH - LEFT) / 2
+        parts.append(_text(at, HEIGHT + LEGEND * (0.7 + i // 2), curve.name, colour=curve.colour))
+    height = HEIGHT + LEGEND * -(-len(curves) // 2)
+    head = f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(shown(title))}">'
+    return "\n".join([head, *parts, "</svg>"])
 
 
-def timeline_chart(name: str, title: str, bars: Sequence[TimelineBar], until: float) -> str:
-    """Reads in one lane and computations in the other, over milliseconds; ``until`` (seconds) is the axis's end, the
-    same for sweeps that are compared."""
-    with figure_of(2 * WIDTH, 1.7) as figure:
-        axes = figure.add_subplot()
-        for y, (kind, colour) in enumerate(_LANES):
-            lane = [(1000 * b.begin, 1000 * (b.end - b.begin)) for b in bars if b.kind == kind]
-            # Neighbours are told apart by an alternate shade; a thin edge would vanish among many.
-            axes.broken_barh(lane[::2], (y - 0.38, 0.76), facecolors=colour, alpha=0.95)
-            axes.broken_barh(lane[1::2], (y - 0.38, 0.76), facecolors=colour, alpha=0.6)
-        axes.set_yticks([0, 1], ["compute", "disk reads"])
-        axes.set_xlim(1000 * min(0.0, *(b.begin for b in bars)), 1000 * until)
-        axes.set_xlabel("milliseconds from the sweep's beginning")
-        return svg_of(figure, name, title)
+def _steps(most: float) -> list[float]:
+    """Round numbers from 0 to at least ``most``, at most seven."""
+    power = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
+    step = next(power * part for part in (0.2, 0.25, 0.5, 1, 2) if most <= 6 * power * part)
+    return [round(step * i, 12) for i in range(max(1, math.ceil(most / step)) + 1)]
 
 
-@contextmanager
-def figure_of(width: float, height: float, *, of_page: bool = True) -> Iterator[Figure]:
-    """A figure, in inches; ``of_page``: in the page's colours.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    ink, muted, grid = (INK, MUTED, GRID) if of_page else ("#1d1f21", "#5f6368", "#e4e4e4")
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "outcore",
-        "font.size": 12.5 * _POINT,
-        "font.family": "sans-serif",
-        "text.parse_math": False,
-        "text.color": ink,
-        "axes.labelcolor": muted,
-        "axes.edgecolor": grid,
-        "grid.color": grid,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "xtick.color": muted,
-        "ytick.color": muted,
-        "axes.axisbelow": True,
-    }
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        # A font that lacks a glyph is no matter: the browser draws the text.
-        warnings.filterwarnings("ignore", "Glyph ")
-        # A Figure of its own has the Agg canvas and leaves pyplot's state, and any display, alone.
-        yield Figure(figsize=(width, height), layout="constrained")
+def _powers(least: float, most: float) -> list[float]:
+    """Powers of ten from at most ``least`` to at least ``most``."""
+    return [10.0**n for n in range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)]
 
 
-def svg_of(figure: Figure, name: str, title: str) -> str:
-    """The figure as an element for a page: no header, no namespaces, no metadata; ids are ``name``'s own."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href=", "href=")
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'href="#', f'href="#{name}-', text).replace("url(#", f"url(#{name}-")
-    text = re.sub(r"(font: [^;\"]*?[\d.]+px) [^;\"]*", r"\1 var(--font)", text)  # as matplotlib before 3.11 has it
-    text = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    box = re.search(r'viewBox="([^"]*)"', text)
-    head = f'<svg viewBox="{box[1] if box else ""}" role="img" aria-label={quoteattr(shown(title))}>'
-    body = text[text.index(">") + 1 :]
-    return head + re.sub(r"\n\s*\n+", "\n", body).strip()
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="var({colour})"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "--muted") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="var({colour})"'
+    return f"<text {place}>{escape(shown(text))}</text>"

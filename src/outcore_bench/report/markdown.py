@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 from outcore.text import shown
 
-from .sections import ReportSummary, Section
+from .sections import Section
 from .tables import Line, ReportTable
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
 
 
-def markdown(summary: ReportSummary, sections: Sequence[Section]) -> str:
+def markdown(summary: str, sections: Sequence[Section]) -> str:
     """The whole report."""
-    parts = ["# Outcore: results", escape(summary.text)]
-    if summary.tiles:
-        parts.append("\n".join(f"- **{escape(t.value)}** {escape(t.text)}" for t in summary.tiles))
+    parts = ["# Outcore: results", escape(summary)]
     for section in sections:
         parts.append(f"## {escape(section.title)}")
         if section.text and (section.table or not section.charts):
@@ -28,9 +26,6 @@ def markdown(summary: ReportSummary, sections: Sequence[Section]) -> str:
             parts.append(_table(section.table))
         if section.notes:
             parts.append("\n".join(f"- Note: {escape(n)}" for n in section.notes))
-        notes = [f"- {escape(c.heading)}: {escape(c.note)}" for c in section.charts if c.note]
-        if notes:
-            parts.append("\n".join(notes))
     return shown("\n\n".join(parts) + "\n")
 
 
@@ -46,13 +41,8 @@ def _table(table: ReportTable) -> str:
 
 
 def _table_line(line: Line, columns: int) -> str:
-    cells = [escape(c) for c in line.cells]
-    if line.marks:
-        cells = [f"**{c}**" if "best" in mark.split() else c for c, mark in zip(cells, line.marks, strict=True)]
-    if line.kind == "group":
-        cells = [f"**{cells[0]}**"]
-    if line.kind == "ours":
-        cells[0] = f"**{cells[0]}**"
+    bold = line.bold | ({0} if line.kind in ("group", "ours") else set())
+    cells = [f"**{escape(c)}**" if i in bold else escape(c) for i, c in enumerate(line.cells)]
     return _line(cells + [""] * (columns - len(cells)), escaped=True)
 
 

@@ -5,30 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from ..devices import published_data
+from ..devices import DEVICES, PublishedRow, published_data, published_rows
 from ..document import BenchRow, Document
 from .inputs import Inputs
 from .tables import NOTHING, Line, ReportTable, machine_name, number, percent, resident_share, size, speed
 
 # Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
 _SAME_SHARE = 0.01
+_WITH_PERPLEXITY, _OF_WHOLE_MEMORY = 2, 3
+"""Tables that show perplexities, and memory with everything resident."""
 
-_MAC, _PAD, _PHONE = "M2 Ultra, tokens/s", "iPad M3, tokens/s", "iPhone A17, tokens/s"
-_COLUMNS = ("", "Perplexity", _MAC, _PAD, _PHONE, "Ours, tokens/s", "Resident", "Memory", "I/O share", "Source")
-
-_TABLES = (
-    (2, "everything resident, Mac Studio", "full_resident_mac_studio", None, 1.0),
-    (3, "memory with no layer resident", "memory_reduction_at_0_resident", None, 0.0),
-    (4, "Qwen3.5-9B-8bit by layers resident, Mac Studio", "mac_studio_9b_8bit", "Qwen3.5-9B-8bit", None),
-    (5, "everything resident on 8 GB devices", "device_baseline", None, 1.0),
-    (6, "no layer resident on 8 GB devices", "device_streaming", None, 0.0),
-    (7, "Qwen3.5-9B-6bit by budget", "hybrid_9b_6bit", "Qwen3.5-9B-6bit", None),
-    (8, "Qwen3.5-9B-6bit with adaptive residency, iPad", "adaptive_9b_6bit_ipad", "Qwen3.5-9B-6bit", None),
-    (9, "Qwen3.5-4B-4bit by layers resident", "sweep_4b_4bit", "Qwen3.5-4B-4bit", None),
-)
-"""Number, title and key of each; the model and the share of layers that are resident, where a row does not say them."""
+_SPEEDS = {d.name: f"{d.name}, tokens/s" for d in DEVICES}
+_COLUMNS = ("", "Perplexity", *_SPEEDS.values(), "Ours, tokens/s", "Resident", "Memory", "I/O share", "Source")
 
 
 @dataclass(frozen=True)
@@ -58,76 +47,59 @@ def model_key(name: str, bits: int | None = None, dtype: str | None = None) -> s
         kind = f"{width[1]}bit"
     elif "bf16" in text or "bfloat16" in text:
         kind = "bf16"
-    elif bits:
-        kind = f"{bits}bit"
     else:
-        kind = {"bfloat16": "bf16", None: "?"}.get(dtype, str(dtype))
+        kind = f"{bits}bit" if bits else {"bfloat16": "bf16", None: "?"}.get(dtype, str(dtype))
     return f"qwen3.5-{model[1]}-{kind}"
 
 
 def published_tables(inputs: Inputs) -> list[PublishedTable]:
     """All tables, in the paper's order."""
     tables = []
-    for of, title, key, model, share in _TABLES:
+    for raw in published_data()["tables"]:
         lines: list[Line] = []
-        for raw in published_data()[key]:
-            lines.append(_theirs(of, raw))
-            lines += _ours(inputs, of, raw, raw.get("model", model), _share(raw) if share is None else share)
+        for row in published_rows():
+            if row.table == raw["number"]:
+                lines += [_theirs(row), *_ours(inputs, row)]
         table = ReportTable(_COLUMNS, tuple(lines), text=("Source",)).without_empty_columns()
-        tables.append(PublishedTable(of, title, table, sum(line.kind == "ours" for line in lines)))
+        tables.append(PublishedTable(raw["number"], raw["title"], table, sum(line.kind == "ours" for line in lines)))
     return tables
 
 
-def _share(raw: dict[str, Any]) -> float:
-    return raw["resident"] / raw.get("layers", 32) if isinstance(raw["resident"], int) else 1.0
-
-
-def _theirs(of: int, raw: dict[str, Any]) -> Line:
-    resident = f"{raw.get('resident')} of {raw.get('layers', 32)} layers"
-    name = str(raw.get("model") or (resident if isinstance(raw["resident"], int) else raw["resident"]))
-    if of == 7:
-        name = f"{raw['budget_gb'] or 'no'} {'GB' if raw['budget_gb'] else 'budget'}: {name}"
-    tps = {_MAC: None if of == 8 else raw.get("tps"), _PAD: raw.get("ipad_tps"), _PHONE: raw.get("iphone_tps")}
-    if of == 8:
-        name, tps[_PAD] = f"{raw['mode']}: {name}", raw["tps"]
-    peak = raw.get("mem_gb", raw.get("streaming_gb"))
-    cells: dict[str, Any] = {column: NOTHING if value is None else str(value) for column, value in tps.items()}
+def _theirs(row: PublishedRow) -> Line:
+    cells = {_SPEEDS[name]: str(tps) for name, tps in row.tps.items()}
     cells |= {
-        "": name,
-        "Perplexity": f"{raw['ppl']:.3f}" if "ppl" in raw else NOTHING,
-        "Resident": f"{raw['normal_gb']:.2f} GB" if "normal_gb" in raw else NOTHING,
-        "Memory": f"{peak:.2f} GB" if peak is not None else f"{raw['mem_mb']} MB",
-        "I/O share": percent(raw["io_pct"] / 100) if "io_pct" in raw else NOTHING,
-        "Source": "published" + ": M2 Ultra" * (of in (2, 4)) + (f"; {raw['note']}" if "note" in raw else ""),
+        "": f"{row.label}{': ' * bool(row.label)}{row.model}, {row.resident} of {row.layers} layers",
+        "Perplexity": f"{row.ppl:.3f}" if row.ppl is not None else NOTHING,
+        "Resident": size(row.whole_mb * 1e6) if row.whole_mb is not None else NOTHING,
+        "Memory": size(row.memory_mb * 1e6) if row.memory_mb is not None else NOTHING,
+        "I/O share": percent(row.io_share),
+        "Source": "published" + (f"; {row.note}" if row.note else ""),
     }
-    return Line(tuple(cells.get(column, NOTHING) for column in _COLUMNS))
+    return _line(cells)
 
 
-def _ours(inputs: Inputs, of: int, raw: dict[str, Any], model: str, share: float) -> Iterator[Line]:
-    key = model_key(model)
-    if of == 2:
-        for p in inputs.perplexities:
-            for told in p.rows:
-                if told.ppl is not None and model_key(told.model, told.bits, told.dtype or "bfloat16") == key:
-                    where = f"measured on {p.machine.get('cpu') or 'some machine'}"
-                    yield _line({"": "ours: perplexity", "Perplexity": f"{told.ppl:.3f}", "Source": where})
+def _ours(inputs: Inputs, theirs: PublishedRow) -> Iterator[Line]:
+    key, share = model_key(theirs.model), theirs.resident / theirs.layers
+    for p in inputs.perplexities if theirs.table == _WITH_PERPLEXITY else ():
+        for told in p.rows:
+            if told.ppl is not None and model_key(told.model, told.bits, told.dtype or "bfloat16") == key:
+                where = f"measured on {p.machine.get('cpu') or 'some machine'}"
+                yield _line({"": "ours: perplexity", "Perplexity": f"{told.ppl:.3f}", "Source": where}, "ours")
     for d in inputs.documents:
         bits = (d.model.quantization or {}).get("bits")
         if model_key(d.model.name, bits if isinstance(bits, int) else None, d.model.dtype) != key:
             continue
+        whole = next((r for r in d.rows if resident_share(r) == 1 and not r.error), None)
         for row in d.rows:
-            if _is_same(row, share, of, raw):
-                whole = next((r for r in d.rows if of == 3 and resident_share(r) == 1 and not r.error), None)
-                yield _line(_cells(d, row, whole))
+            if _is_same(row, share):
+                yield _line(_cells(d, row, whole if theirs.table == _OF_WHOLE_MEMORY else None), "ours")
 
 
-def _is_same(row: BenchRow, share: float, of: int, raw: dict[str, Any]) -> bool:
+def _is_same(row: BenchRow, share: float) -> bool:
     """Whether a row has that share of its layers resident, in this project's loop or, with all of them, mlx-lm's."""
     found = resident_share(row)
-    modes = ("outcore", "mlx-lm") if share == 1 else ("outcore",)
-    if of == 9 and share == 1:
-        modes = ("outcore",) if isinstance(raw["resident"], int) else ("mlx-lm",)
     told = speed(row) is not None or row.speed.predicted_tps is not None
+    modes = ("outcore", "mlx-lm") if share == 1 else ("outcore",)
     return row.error is None and told and row.mode in modes and found is not None and abs(found - share) <= _SAME_SHARE
 
 
@@ -143,5 +115,5 @@ def _cells(d: Document, row: BenchRow, whole: BenchRow | None) -> dict[str, str]
     }
 
 
-def _line(cells: dict[str, str]) -> Line:
-    return Line(tuple(cells.get(column, NOTHING) for column in _COLUMNS), "ours")
+def _line(cells: dict[str, str], kind: str = "") -> Line:
+    return Line(tuple(cells.get(column, NOTHING) for column in _COLUMNS), kind)

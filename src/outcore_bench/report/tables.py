@@ -1,23 +1,18 @@
-"""Rows of text from documents: the same tables for the page and for Markdown."""
+"""Rows of text from documents: the same tables for the page, for Markdown and for the terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from outcore.sizes import format_size
 
 from ..document import BenchRow, Document, Machine, Stat
-from ..matrix import Cell, rows_of
-from ..matrix_summary import GridSummary
+from ..verdict import equals, point
 from .inputs import Perplexities
 
 NOTHING = ""
-COLUMNS = (
-    "", "Memory", "Layers", "Tokens/s", "TTFT", "Predicted", "Ceiling", "Efficiency", "Stall", "SSD GB/s", "Peak",
-    "Tokens",
-)  # fmt: skip
 LEGEND = (
     "Layers: resident + streamed. Tokens per second: median, and least to most of the repeats. Ceiling: what the disk "
     "and the computation, whichever is slower, allow at best. Stall: share of the time spent waiting for a read. SSD: "
@@ -29,12 +24,11 @@ BUSY_LEGEND = " *: other programs used the machine right before; quote no such n
 @dataclass(frozen=True)
 class Line:
     """One row of a table. ``kind`` is ``group`` (one cell over all columns), ``error`` (a name and what happened),
-    ``ours`` (a row of ours among published ones) or empty. ``marks`` are further classes of each cell, if any:
-    ``heat-0`` to ``heat-9``, and ``best``."""
+    ``ours`` (a row of ours among published ones) or empty; ``bold`` are places of cells that stand out."""
 
     cells: tuple[str, ...]
     kind: str = ""
-    marks: tuple[str, ...] = ()
+    bold: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -109,19 +103,6 @@ def streams(row: BenchRow) -> bool:
     return share is not None and share < 1
 
 
-def labelled(document: Document) -> Iterator[tuple[str, BenchRow]]:
-    """Rows with what tables call each; those that share a label are told apart by what differs."""
-    for row in document.rows:
-        name, twins = row.label, [r for r in document.rows if r.label == row.label]
-        if len({r.mode for r in twins}) > 1:
-            name += f", {row.mode}"
-        for mark in ("memory", "cache", "io", "batch", "slots"):
-            value = getattr(row.setting, mark)
-            if value is not None and len({getattr(r.setting, mark) for r in twins}) > 1:
-                name += f", {mark} {value}"
-        yield name, row
-
-
 def machine_name(machine: Machine) -> str:
     """What tells a machine apart in few words: the GPU where it computed, else the CPU and its cores."""
     if machine.gpu and "gpu" in machine.device.lower():
@@ -131,15 +112,9 @@ def machine_name(machine: Machine) -> str:
 
 
 def document_name(document: Document, documents: Sequence[Document]) -> str:
-    """A document's heading: its model; the machine and the day only where another one has the same."""
-    names = [document.model.name]
-    twins = [d for d in documents if d.model.name == document.model.name]
-    if len({machine_name(d.machine) for d in documents}) > 1:
-        names.append(machine_name(document.machine))
-        twins = [d for d in twins if machine_name(d.machine) == machine_name(document.machine)]
-    if len(twins) > 1:
-        names.append(document.created)
-    return " · ".join(names)
+    """A document's heading: its model; where there are several also the machine and when it was made."""
+    names = (document.model.name, machine_name(document.machine), document.created)
+    return " · ".join(names if len(documents) > 1 else names[:1])
 
 
 def machines_table(documents: Sequence[Document]) -> ReportTable | None:
@@ -183,9 +158,9 @@ def notes(documents: Sequence[Document]) -> tuple[str, ...]:
     found: dict[tuple[str, str], list[str]] = {}
     for d in documents:
         heading = f"{document_name(d, documents)}, " if len(documents) > 1 else ""
-        for label, row in labelled(d):
+        for row in d.rows:
             for note in row.notes:
-                found.setdefault((heading, note), []).append(label)
+                found.setdefault((heading, note), []).append(row.label)
     return tuple(f"{heading}{'; '.join(which)}: {note}" for (heading, note), which in found.items())
 
 
@@ -195,29 +170,37 @@ def main_table(documents: Sequence[Document]) -> ReportTable | None:
     for d in documents:
         if d.rows and len(documents) > 1:
             lines.append(Line((document_name(d, documents),), "group"))
-        for label, row in labelled(d):
+        for row in d.rows:
             if row.error is not None:
-                lines.append(Line((label, row.error), "error"))
-                continue
-            setting, reading = row.setting, row.reading
-            layers = (setting.resident_units, setting.streamed_units)
-            rate = f"{number(reading.read_gbps)} ({percent(reading.disk_share)})" if reading.disk_share else NOTHING
-            cells = (
-                label + " *" * row.busy,
-                asked(row),
-                NOTHING if None in layers else f"{layers[0]}+{layers[1]}",
-                spread(row.speed.decode_tps),
-                NOTHING if row.speed.ttft_s is None else f"{number(row.speed.ttft_s.median)} s",
-                number(row.speed.predicted_tps),
-                number(ceiling(row)),
-                percent(row.ceiling.efficiency),
-                percent(reading.stall_share),
-                rate or number(reading.read_gbps),
-                size(row.use.peak_memory_bytes),
-                {True: "= mlx-lm", False: "DIFFERENT", None: NOTHING}[row.same_tokens],
-            )
-            lines.append(Line(cells))
-    return ReportTable(COLUMNS, tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
+                lines.append(Line((row.label, row.error), "error"))
+            else:
+                lines.append(Line((row.label + " *" * row.busy, *(cell(row) for cell in _MAIN.values()))))
+    return ReportTable(("", *_MAIN), tuple(lines), text=("Tokens",)).without_empty_columns() if lines else None
+
+
+def _layers(row: BenchRow) -> str:
+    layers = (row.setting.resident_units, row.setting.streamed_units)
+    return NOTHING if None in layers else f"{layers[0]}+{layers[1]}"
+
+
+def _rate(row: BenchRow) -> str:
+    rate, share = row.reading.read_gbps, row.reading.disk_share
+    return f"{number(rate)} ({percent(share)})" if share else number(rate)
+
+
+_MAIN: dict[str, Callable[[BenchRow], str]] = {
+    "Memory": asked,
+    "Layers": _layers,
+    "Tokens/s": lambda row: spread(row.speed.decode_tps),
+    "TTFT": lambda row: f"{number(row.speed.ttft_s.median)} s" if row.speed.ttft_s else NOTHING,
+    "Predicted": lambda row: number(row.speed.predicted_tps),
+    "Ceiling": lambda row: number(ceiling(row)),
+    "Efficiency": lambda row: percent(row.ceiling.efficiency),
+    "Stall": lambda row: percent(row.reading.stall_share),
+    "SSD GB/s": _rate,
+    "Peak": lambda row: size(row.use.peak_memory_bytes),
+    "Tokens": lambda row: {True: "= mlx-lm", False: "DIFFERENT", None: NOTHING}[row.same_tokens],
+}
 
 
 def resident_reference(document: Document) -> BenchRow | None:
@@ -227,42 +210,25 @@ def resident_reference(document: Document) -> BenchRow | None:
     return full[0] if full else None
 
 
-def reduction(document: Document, row: BenchRow) -> float | None:
-    """How much less memory a row took than everything in memory; against the weights' size where that was not run."""
-    full, peak = resident_reference(document), row.use.peak_memory_bytes
-    whole = full.use.peak_memory_bytes if full else document.model.nbytes
-    return 1 - peak / whole if whole and peak else None
-
-
-def matrix_table(matrix: GridSummary) -> ReportTable | None:
-    """Tokens a second at each budget (across) and setting (down), the faster the darker."""
-    found = matrix.verdict()
-    if found is None:
+def matrix_table(matrix: Document) -> ReportTable | None:
+    """Tokens a second at each budget (across) and setting (down); the best stand out."""
+    rows, best = {point(r): r for r in matrix.rows}, {point(r) for r in equals(matrix.rows)}
+    if not best:
         return None
-    cells = {c.point: c for c in matrix.cells}
-    speeds = [c.tps for c in matrix.cells if c.tps is not None]
-    budgets = sorted({p.memory for p in cells})
-    low, high = min(speeds), max(speeds)
-
-    def marks(cell: Cell | None) -> str:
-        if cell is None or cell.tps is None:
-            return ""
-        heat = round(9 * (cell.tps - low) / (high - low)) if high > low else 9
-        return f"heat-{heat}" + " best" * (cell in found.equals)
-
+    budgets = sorted({p.memory for p in rows})
+    settings = sorted({p._replace(memory=0) for p in rows}, key=lambda p: (p.io not in ("", "direct"), p))
     lines = []
-    for row in rows_of(matrix.cells):
-        of_line = [cells.get(replace(row, memory=budget)) for budget in budgets]
-        lines.append(Line((row.setting, *map(_cell, of_line)), marks=("", *map(marks, of_line))))
+    for setting in settings:
+        points = [setting._replace(memory=budget) for budget in budgets]
+        bold = frozenset(i for i, p in enumerate(points, 1) if p in best)
+        lines.append(Line((setting.setting, *(_cell(rows.get(p)) for p in points)), bold=bold))
     return ReportTable(("", *map(size, budgets)), tuple(lines))
 
 
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
+def _cell(row: BenchRow | None) -> str:
+    if row is None:
         return NOTHING
-    if cell.tps is None:
-        return {"unfit": "–", "failed": "failed"}.get(cell.state, "not run")
-    return number(cell.tps) + "*" * cell.busy
+    return "–" if row.speed.s_per_token is None else number(1 / row.speed.s_per_token.median) + "*" * row.busy
 
 
 def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from outcore.machine.small_files import read_small
 from outcore.sizes import MOST_BYTES
 from outcore.text import meant, shortened
 
-from .syntax import FLASH, Instruction, LineError, decoded, parse
+from .syntax import UNSUPPORTED, Instruction, LineError, decoded, parse
 from .template import GoTemplate, parse_template
 
 LONGEST = 1 << 20
@@ -23,7 +24,34 @@ LONGEST = 1 << 20
 LONGEST_STOP = 1000
 """Characters of a stop string, so many of which may be held back."""
 
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
+NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?")
+
+PARAMETERS: dict[str, tuple[float, float]] = {
+    "num_ctx": (1, COUNT),
+    "num_predict": (-2, COUNT),
+    "temperature": (0.0, math.inf),
+    "top_k": (-COUNT, COUNT),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "repeat_penalty": (0.0, 1e6),
+    "repeat_last_n": (-1, COUNT),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "draft_num_predict": (0, 1024),
+}
+"""Ollama's parameters that are honoured, with the least and the most; whole numbers where these are."""
+
+FLASH: dict[str, tuple[str, float, float]] = {
+    "flash_ram_gb": ("memory", 1e-9, MOST_BYTES / 1e9),
+    "flash_threads": ("threads", 1, 256),
+    "flash_prefetch_layers": ("slots", 1, 1024),
+}
+"""mlx-flash's instructions of numbers: what they are here, the least and the most."""
+
+EVICTIONS = {"free": "auto", "dontneed": "auto", "none": "cached"}
+"""mlx-flash's ways of forgetting what was read, and the ways of reading that are like them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +65,7 @@ class Modelfile:
         messages: as chat templates take them: ``role`` and ``content``, said before the first message of the user.
         values: parameters by their names (``num_predict`` -1: as many as there is room for; ``top_k`` 0: of all;
             ``seed`` negative: another one each time), and of mlx-flash's instructions ``memory``, ``threads``,
-            ``slots``, ``io`` and ``warn_below_bits``.
+            ``slots`` and ``io``.
         lines: of each of these that the Modelfile says something of: the number of its (first) line.
     """
 
@@ -48,7 +76,6 @@ class Modelfile:
     system: str | None = None
     template: GoTemplate | None = None
     messages: tuple[Mapping[str, str], ...] = ()
-    licenses: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -128,23 +155,21 @@ def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
     if name == "parameter":
         return _parameter(instruction)
     if name in FLASH:
-        return _flash(instruction)
+        attribute, least, most = FLASH[name]
+        number = _number(instruction, least, most)
+        if attribute == "memory":
+            return attribute, f"{number:.9f}".rstrip("0").rstrip(".") + "GB"
+        # Of layers, one is computed while so many are read.
+        return attribute, number + (attribute == "slots")
+    if name in ("flash", "flash_eviction"):
+        return _word(instruction)
     if name in ("from", "draft", "adapter"):
-        attribute = "model" if name == "from" else name
-        return attribute, _place(instruction, folder)
+        return "model" if name == "from" else name, _place(instruction, folder)
     if name == "template":
         return name, parse_template(instruction)
     if name == "message":
         return "messages", ({"role": instruction.argument, "content": value},)
-    return ("licenses", (value,)) if name == "license" else (name, value)
-
-
-UNSUPPORTED = {
-    "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
-    "parser": "code that is built into Ollama; leave it out",
-    "requires": "a version of Ollama, which this is not; leave it out",
-}
-"""Instructions that cannot be honoured, and why."""
+    return (name, (value,)) if name == "license" else (name, value)
 
 
 def _place(instruction: Instruction, folder: Path) -> str:
@@ -152,70 +177,17 @@ def _place(instruction: Instruction, folder: Path) -> str:
     given = instruction.value.strip()
     if not given:
         raise instruction.refused("give a folder, or a model's name on the Hugging Face Hub")
-    adapter = instruction.name == "adapter"
     try:
         path = folder / Path(given).expanduser()
         there = path.exists()
-        if adapter and there and not path.is_dir():
-            raise instruction.refused(
-                f"{shortened(given)}: give the folder of an adapter of mlx-lm's, with adapters.safetensors and "
-                "adapter_config.json"
-            )
     except (OSError, ValueError, RuntimeError) as e:
-        if isinstance(e, UsageError):
-            raise
         raise instruction.refused(f"{shortened(given)}: {getattr(e, 'strerror', None) or e}") from e
-    if adapter and not there:
-        raise instruction.refused(f"{shortened(given)}: no such folder beside the Modelfile")
+    if instruction.name == "adapter" and not path.is_dir():
+        raise instruction.refused(
+            f"{shortened(given)}: no such folder beside the Modelfile; give that of an adapter of mlx-lm's, with "
+            "adapters.safetensors and adapter_config.json"
+        )
     return str(path.absolute()) if there or given.startswith((".", "/", "~")) else given
-
-
-Check = Callable[[str, Any], Any]
-
-
-def _whole(least: int, most: int = COUNT) -> tuple[re.Pattern[str], type, Check]:
-    return re.compile(r"[+-]?[0-9]{1,20}"), int, lambda name, value: whole(name, value, least, most)
-
-
-def _real(least: float, most: float) -> tuple[re.Pattern[str], type, Check]:
-    number = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?")
-    return number, float, lambda name, value: real(name, value, least, most)
-
-
-def _temperature(name: str, value: float) -> float:
-    if real(name, value, 0.0) and value < LEAST_TEMPERATURE:
-        raise UsageError(f"{name}={value}: 0, or at least {LEAST_TEMPERATURE:g}")
-    return value
-
-
-def _predicted(name: str, value: int) -> int:
-    if whole(name, value, -2) == 0:
-        raise UsageError(f"{name}=0: ask for at least one token, or -1 for no limit")
-    return max(value, -1)  # -2, until the context is full, is what -1 does here
-
-
-PARAMETERS: dict[str, tuple[re.Pattern[str], type, Check]] = {
-    "num_ctx": _whole(1),
-    "num_predict": (*_whole(-2)[:2], _predicted),
-    "temperature": (*_real(0, 0)[:2], _temperature),
-    "top_k": (*_whole(0)[:2], lambda name, value: max(0, whole(name, value, -COUNT))),
-    "top_p": _real(0.0, 1.0),
-    "min_p": _real(0.0, 1.0),
-    "seed": _whole(-(2**63), 2**63 - 1),
-    "repeat_penalty": _real(0.0, 1e6),
-    "repeat_last_n": _whole(-1),
-    "presence_penalty": _real(-1e6, 1e6),
-    "frequency_penalty": _real(-1e6, 1e6),
-    "draft_num_predict": _whole(0, 1024),
-}
-"""Ollama's parameters that are honoured: how a value is written, its type, and what refuses one."""
-
-OTHER_PARAMETERS = (
-    "num_thread", "num_gpu", "num_batch", "num_keep", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "tfs_z",
-    "use_mmap", "use_mlock", "low_vram", "main_gpu", "numa", "f16_kv", "penalize_newline", "num_gqa", "logits_all",
-    "vocab_only",
-)  # fmt: skip
-"""Those that are not."""
 
 
 def _parameter(instruction: Instruction) -> tuple[str, Any]:
@@ -224,56 +196,41 @@ def _parameter(instruction: Instruction) -> tuple[str, Any]:
         if not 0 < len(value) <= LONGEST_STOP:
             raise instruction.refused(f"give the text that ends an answer, of 1 to {LONGEST_STOP} characters")
         return name, (value,)
-    if name in PARAMETERS:
-        return name, _number(instruction, *PARAMETERS[name])
-    if name in OTHER_PARAMETERS:
-        raise instruction.refused("not supported: Outcore's plan, or a flag, decides it; leave it out")
-    known = ("stop", *PARAMETERS)
-    raise LineError(
-        instruction.line,
-        f"PARAMETER {shortened(name)}: there is none{meant(name, known) or '; there are ' + ', '.join(known)}",
-    )
+    if name not in PARAMETERS:
+        known = ("stop", *PARAMETERS)
+        others = meant(name, known) or "; honoured are " + ", ".join(known)
+        raise LineError(instruction.line, f"PARAMETER {shortened(name)}: not supported; leave it out{others}")
+    number = _number(instruction, *PARAMETERS[name])
+    if name == "temperature" and 0 < number < LEAST_TEMPERATURE:
+        raise instruction.refused(f"{number}: 0, or at least {LEAST_TEMPERATURE:g}")
+    if name == "num_predict" and number == 0:
+        raise instruction.refused("0: ask for at least one token, or -1 for no limit")
+    # -2, until the context is full, is what -1 does here; and no number of tokens below 0 is chosen of.
+    return name, max(number, {"num_predict": -1, "top_k": 0}.get(name, number))
 
 
-def _number(instruction: Instruction, written: re.Pattern[str], kind: type, check: Check) -> Any:
+def _number(instruction: Instruction, least: float, most: float) -> Any:
     text = instruction.value.strip()
-    if not written.fullmatch(text):
-        what = "a whole number" if kind is int else "a number"
-        raise instruction.refused(f"{shortened(text)}: {what} is needed")
+    kind = int if isinstance(least, int) else float
+    if not (WHOLE if kind is int else NUMBER).fullmatch(text):
+        raise instruction.refused(f"{shortened(text)}: {'a whole number' if kind is int else 'a number'} is needed")
     try:
-        return check(instruction.argument or instruction.name, kind(text))
+        return whole("it", int(text), int(least), int(most)) if kind is int else real("it", float(text), least, most)
     except UsageError as e:
-        raise instruction.refused(str(e).partition("=")[2] or str(e)) from None
+        raise instruction.refused(str(e).partition("=")[2]) from None
 
 
-def _flash(instruction: Instruction) -> tuple[str, Any]:
-    """mlx-flash's instructions, in terms of ours."""
-    name, word = instruction.name, instruction.value.strip().lower()
-    if name == "flash":
-        if word in FALSE:
-            raise instruction.refused(
-                "off: Outcore streams what does not fit into memory and nothing else; leave it out, or run mlx-lm"
-            )
-        if word not in TRUE:
-            raise instruction.refused(f"{shortened(word)}: true or false")
-        return "flash", True
-    if name == "flash_eviction":
-        if word not in ("free", "dontneed", "none"):
+def _word(instruction: Instruction) -> tuple[str, Any]:
+    """mlx-flash's instructions of words, in terms of ours."""
+    word = instruction.value.strip().lower()
+    if instruction.name == "flash_eviction":
+        if word not in EVICTIONS:
             raise instruction.refused(f"{shortened(word)}: free, dontneed or none")
-        return "io", "cached" if word == "none" else "auto"
-    if name == "flash_ram_gb":
-        gigabytes = _number(instruction, *_real(1e-9, MOST_BYTES / 1e9))
-        return "memory", f"{gigabytes:.9f}".rstrip("0").rstrip(".") + "GB"
-    if name == "flash_threads":
-        return "threads", _number(instruction, *_whole(1, 256))
-    if name == "flash_prefetch_layers":
-        # One is computed while so many are read.
-        return "slots", 1 + _number(instruction, *_whole(1, 1024))
-    if name == "flash_quant_warn_below":
-        return "warn_below_bits", _number(instruction, *_whole(0, 64))
-    if _number(instruction, *_whole(0)):
+        return "io", EVICTIONS[word]
+    if word in ("false", "0", "no", "off"):
         raise instruction.refused(
-            "another number of experts than the model was trained with changes its answers, which Outcore never does; "
-            "leave it out, or set 0 for the model's own number"
+            "off: Outcore streams what does not fit into memory and nothing else; leave it out, or run mlx-lm"
         )
-    return "flash_top_k", 0
+    if word not in ("true", "1", "yes", "on"):
+        raise instruction.refused(f"{shortened(word)}: true or false")
+    return "flash", True

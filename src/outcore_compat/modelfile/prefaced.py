@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outcore.serve.events import Event, GenerationRequest, ModelCard, Service
+from outcore.serve.events import Event, GenerationRequest, Service
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,12 @@ class Prefaced:
         return replace(ask, messages=messages, stop=ask.stop or self.stop)
 
     def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
-        """As ``Service`` has it; so are the others."""
+        """As ``Service`` has it."""
         return self.service.answer(self.asked(ask))
 
     async def count(self, ask: GenerationRequest) -> int:
+        """As ``Service`` has it."""
         return await self.service.count(self.asked(ask))
 
-    def models(self) -> Sequence[ModelCard]:
-        return self.service.models()
-
-    def card(self, name: str) -> ModelCard:
-        return self.service.card(name)
-
-    async def load(self, name: str, keep_alive: float | None) -> ModelCard:
-        return await self.service.load(name, keep_alive)
-
-    def state(self) -> Mapping[str, Any]:
-        return self.service.state()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.service, name)

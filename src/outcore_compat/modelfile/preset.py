@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outcore.cli.parser import ArgumentParser
 from outcore.cli.preset import Preset
@@ -69,29 +68,20 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
     said = read_modelfile(args.modelfile)
     args.preset = ModelfilePreset(said)
     given = parser.given(args.argv)
-    filled: dict[str, Setting] = {}
-
-    def fill(attribute: str, name: str, value: Any) -> None:
-        if name not in given and hasattr(args, name):
-            setattr(args, name, value)
-            filled[name] = Setting(str(said.get(attribute)), said.line(attribute))
-
     several = parser.prog == "outcore serve"
-    if several and "models_named" in given:
+    if "models_named" in given:
         given |= {"model"}
+    filled: dict[str, Setting] = {}
     for attribute, name in FLAGS.items():
         value: Any = said.get(attribute)
-        if value is None:
-            continue
         if attribute == "draft_num_predict" and value == 0:
-            if not given & {"draft", "num_draft_tokens"}:
-                fill(attribute, "draft", "none")
-        elif attribute == "seed" and value < 0:
-            fill(attribute, name, secrets.randbits(32))
-        elif several and attribute == "model":
-            fill(attribute, name, [value])
-        else:
-            fill(attribute, name, value)
+            name, value = "draft", None if given & {"draft", "num_draft_tokens"} else "none"
+        if value is None or name in given or not hasattr(args, name):
+            continue
+        if attribute == "seed" and value < 0:
+            value = secrets.randbits(32)
+        setattr(args, name, [value] if several and attribute == "model" else value)
+        filled[name] = Setting(str(said.get(attribute)), said.line(attribute))
     return filled
 
 
@@ -121,7 +111,6 @@ class ModelfilePreset(Preset):
             raise UsageError(
                 f"{said.line(before)}: this model has no chat template, and the Modelfile no TEMPLATE; add one"
             )
-        self._warn(config)
 
     def answer_tokens(self, prompt: int, most: int) -> int:
         """By ``num_ctx`` too."""
@@ -156,36 +145,21 @@ class ModelfilePreset(Preset):
         """One whose conversations begin with what the Modelfile says."""
         from .prefaced import Prefaced
 
-        return Prefaced(service, self.said.system, self.said.messages, self.said.stop)
+        return cast("Service", Prefaced(service, self.said.system, self.said.messages, self.said.stop))
 
     def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
         """``TEMPLATE``, unless ``--chat-template`` is given."""
         from outcore.checkpoint.find_model import resolve_model
-        from outcore.checkpoint.lazy_model import config_of
         from outcore.checkpoint.tokenizer import load_tokenizer
 
         if len(names) != 1:
             raise UsageError(f"--modelfile {self.said.path}: it is of one model; serve that alone")
         folder = resolve_model(names[0], args.revision)
-        self._warn(config_of(folder))
         if args.chat_template is not None or self.said.template is None:
             given: str | None = args.chat_template
             return given
         tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
         return template_text(self.said.template, tokenizer)
-
-    def _warn(self, config: Mapping[str, Any]) -> None:
-        """Tell what ``FLASH_QUANT_WARN_BELOW`` has to say of a model's config.json."""
-        least = self.said.get("warn_below_bits")
-        found = config.get("quantization") or config.get("quantization_config")
-        groups = [found, *found.values()] if isinstance(found, dict) else []
-        bits = [g["bits"] for g in groups if isinstance(g, dict) and isinstance(g.get("bits"), int)]
-        if least and bits and min(bits) < least:
-            print(
-                f"{self.said.line('warn_below_bits')}: this model has weights of {counted(min(bits), 'bit')}, fewer "
-                f"than {least}: its answers may be worse",
-                file=sys.stderr,
-            )
 
 
 def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:

@@ -14,16 +14,24 @@ from dataclasses import dataclass
 from outcore.errors import UsageError
 from outcore.text import meant, shortened
 
-FLASH = (
-    "flash", "flash_ram_gb", "flash_threads", "flash_prefetch_layers", "flash_eviction", "flash_top_k",
-    "flash_quant_warn_below",
-)  # fmt: skip
-"""mlx-flash's instructions."""
+FLASH = ("flash", "flash_ram_gb", "flash_threads", "flash_prefetch_layers", "flash_eviction")
+"""mlx-flash's instructions that are honoured."""
+
+UNSUPPORTED = {
+    "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
+    "parser": "code that is built into Ollama; leave it out",
+    "requires": "a version of Ollama, which this is not; leave it out",
+    "flash_top_k": "another number of experts than the model was trained with changes its answers; leave it out",
+    "flash_quant_warn_below": "models of any width are run; leave it out",
+}
+"""Instructions that cannot be honoured, and why."""
 
 INSTRUCTIONS = (
-    "from", "parameter", "system", "template", "message", "adapter", "license", "draft", "renderer", "parser",
-    "requires", *FLASH,
+    "from", "parameter", "system", "template", "message", "adapter", "license", "draft", *FLASH, *UNSUPPORTED,
 )  # fmt: skip
+
+EXAMPLES = {"parameter": "PARAMETER temperature 0.7", "message": "MESSAGE user Why is the sky blue?"}
+"""Instructions of two words or more."""
 
 ROLES = ("system", "user", "assistant")
 
@@ -55,14 +63,10 @@ class Instruction:
     value: str
     line: int
 
-    @property
-    def called(self) -> str:
-        """As it is named in errors."""
-        return " ".join([self.name.upper(), *[self.argument] * (self.name == "parameter")])
-
     def refused(self, why: str) -> LineError:
         """The error for one that is not taken."""
-        return LineError(self.line, f"{self.called}: {why}")
+        called = " ".join([self.name.upper(), *[self.argument] * (self.name == "parameter")])
+        return LineError(self.line, f"{called}: {why}")
 
 
 def decoded(data: bytes) -> str:
@@ -99,17 +103,22 @@ def parse(text: str) -> Iterator[Instruction]:
         if not line or line.startswith("#"):
             continue
         word, rest = _cut(line)
-        name = word.lower()
+        name, argument = word.lower(), ""
         if name not in INSTRUCTIONS:
-            raise LineError(number, f"no instruction {shortened(word)}{_meant(name)}")
-        argument = ""
-        if name in ("parameter", "message"):
+            known = meant(name, INSTRUCTIONS) or "; there are " + ", ".join(n.upper() for n in INSTRUCTIONS)
+            raise LineError(number, f"no instruction {shortened(word)}{known}")
+        if name in EXAMPLES:
             argument, rest = _cut(rest)
+            if not rest:
+                raise LineError(number, f"{name.upper()} takes two words or more, such as {EXAMPLES[name]}")
             argument = argument.lower() if name == "parameter" else argument
-            _check_argument(name, argument, rest, number)
+        if name == "message" and argument not in ROLES:
+            raise LineError(
+                number, f"MESSAGE {shortened(argument)}: the role is {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            )
         value, at = _value(rest, lines, at)
         found = Instruction(name, argument, value, number)
-        if value == "" and not rest.startswith('"'):
+        if not rest:
             raise found.refused('it has no value; an empty one is ""')
         yield found
 
@@ -118,18 +127,6 @@ def _cut(line: str) -> tuple[str, str]:
     """The first word, and what comes after it."""
     word, *rest = re.split(r"[ \t]+", line, maxsplit=1)
     return word, rest[0] if rest else ""
-
-
-def _meant(name: str) -> str:
-    return meant(name, INSTRUCTIONS) or "; there are " + ", ".join(n.upper() for n in INSTRUCTIONS)
-
-
-def _check_argument(name: str, argument: str, rest: str, line: int) -> None:
-    if not argument or not rest:
-        example = "PARAMETER temperature 0.7" if name == "parameter" else "MESSAGE user Why is the sky blue?"
-        raise LineError(line, f"{name.upper()} takes two words or more, such as {example}")
-    if name == "message" and argument not in ROLES:
-        raise LineError(line, f"MESSAGE {shortened(argument)}: the role is {', '.join(ROLES[:-1])} or {ROLES[-1]}")
 
 
 def _value(rest: str, lines: list[str], at: int) -> tuple[str, int]:
@@ -141,8 +138,7 @@ def _value(rest: str, lines: list[str], at: int) -> tuple[str, int]:
     mark = next((mark for mark in ('"""', '"') if rest.startswith(mark)), "")
     if not mark:
         return rest, at
-    begun, parts = at, [rest]
-    last = rest.rstrip()
+    begun, parts, last = at, [rest], rest.rstrip()
     closed = len(last) >= 2 * len(mark) and last.endswith(mark)
     while not closed:
         if at == len(lines):

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from outcore.text import shortened
 
 from .syntax import Instruction, LineError
-
-FIELDS = ("System", "Prompt", "Response")
 
 LONGEST = 1 << 16
 """Characters of a template."""
@@ -24,13 +20,13 @@ LONGEST = 1 << 16
 DEEPEST = 20
 """Conditions within each other: Python compiles what Jinja makes of them, and has a limit."""
 
-WORDIEST = 64
-"""Words between ``{{`` and ``}}``."""
-
-SPACE = " \t\r\n"
-COMMENT = re.compile(r"/\*.*\*/", re.DOTALL)
-WORD = re.compile(r"[()]|[^\s()]+")
-OPERATORS = {"and": " and ", "or": " or "}
+SPACE = r"[ \t\r\n]"
+ACTION = re.compile(
+    rf"(?:(?<!{SPACE}){SPACE}*\{{\{{-(?={SPACE})|\{{\{{)(.*?)(?:(?<={SPACE})-\}}\}}{SPACE}*|\}}\}})", re.DOTALL
+)
+"""What stands in braces, with the white space that it trims."""
+FIELD = re.compile(r"\.(System|Prompt|Response)")
+IF = re.compile(rf"(else )?if (not )?{FIELD.pattern}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,18 @@ def parse_template(instruction: Instruction) -> GoTemplate:
     text = instruction.value
     if len(text) > LONGEST:
         raise instruction.refused(f"{len(text)} characters; at most {LONGEST}")
-    return GoTemplate(text, _Parser(instruction).body())
+    parser = _Parser(instruction)
+    if text.find("}}", begin := text.rfind("{{")) < 0 <= begin:
+        raise parser.error(begin, "{{ without }}")
+    at = 0
+    for found in ACTION.finditer(text):
+        parser.literal(text[at : found.start()])
+        at = found.end()
+        body = " ".join(found[1].split())
+        if not (body.startswith("/*") and body.endswith("*/")):
+            parser.action(body, found.start(1))
+    parser.literal(text[at:])
+    return GoTemplate(text, parser.whole())
 
 
 class _Parser:
@@ -109,123 +116,55 @@ class _Parser:
         self._text, self._line = instruction.value, instruction.line
         self._written: list[str] = []
         self._open: list[tuple[int, int, bool]] = []  # conditions: where they began, their branches, and else was there
-        self._ended = False  # .Response stands before this
+        self._ended = self._named = False  # .Response stands before this, or is named
 
-    def body(self) -> str:
-        for at, piece in self._pieces():
-            if isinstance(piece, str):
-                self._write(_literal(piece))
-                continue
-            word, words = (piece[0], piece[1:]) if piece else ("", [])
-            if word == "if":
-                self._branch("if", words, at, (at, 0, False))
-            elif word == "else":
-                if not self._open or self._open[-1][2]:
-                    raise self._error(at, "else without an if before it")
-                if words and words[0] != "if":
-                    raise self._error(at, f"else {shortened(' '.join(words))}: there is else, and else if")
-                self._branch("elif" if words else "else", words[1:], at, self._open.pop())
-            elif word == "end" and not words:
-                if not self._open:
-                    raise self._error(at, "end without an if before it")
-                self._open.pop()
-                self._written.append("{%- endif -%}")
-                self._mark()
-            else:
-                self._write(self._field(piece, at))
-        if self._open:
-            raise self._error(self._open[-1][0], "if without an end")
-        if not any("Response" in part for part in self._written if not part.startswith('{{- "')):
-            self._write("Response")
-        return "".join(self._written)
+    def literal(self, text: str) -> None:
+        if text:
+            self._written.append(f"{{{{- {_literal(text)} -}}}}")
 
-    def _write(self, expression: str) -> None:
-        self._written.append(f"{{{{- {expression} -}}}}")
-        if expression == "Response":
-            self._ended = True
-            self._mark()
-
-    def _mark(self) -> None:
-        """Ollama runs a template up to ``.Response`` without what comes after it, in other branches too."""
-        if self._ended:
+    def action(self, body: str, at: int) -> None:
+        """What stands in braces, its white space made single."""
+        self._named |= ".Response" in body
+        if field := FIELD.fullmatch(body):
+            self._written.append(f"{{{{- {field[1]} -}}}}")
+            self._ended |= field[1] == "Response"
+        elif condition := IF.fullmatch(body):
+            begun = self._branch(at, body) if condition[1] else (at, 0, False)
+            self._open.append((begun[0], begun[1] + 1, False))
+            if sum(branches for _, branches, _ in self._open) > DEEPEST:
+                raise self.error(at, f"more than {DEEPEST} conditions within each other")
+            self._written.append(f"{{%- {'elif' if condition[1] else 'if'} {condition[2] or ''}{condition[3]} -%}}")
+        elif body == "else":
+            begun = self._branch(at, body)
+            self._open.append((begun[0], begun[1], True))
+            self._written.append("{%- else -%}")
+        elif body == "end":
+            self._branch(at, body, ends=True)
+            self._written.append("{%- endif -%}")
+        else:
+            raise self.error(
+                at,
+                f"{{{{ {shortened(body)} }}}}: only .System, .Prompt, .Response, if, if not, else and end are "
+                "understood here; use them, or leave TEMPLATE out: then the model's own chat template is used",
+            )
+        # Ollama runs a template up to .Response without what comes after it, in other branches too.
+        if self._ended and not body.startswith("if"):
             self._written.append("{{- mark -}}")
 
-    def _branch(self, word: str, words: Sequence[str], at: int, of: tuple[int, int, bool]) -> None:
-        if sum(branches for _, branches, _ in (*self._open, of)) >= DEEPEST:
-            raise self._error(at, f"more than {DEEPEST} conditions within each other")
-        condition = f" {self._condition(words, at)}" if word != "else" else ""
-        self._open.append((of[0], of[1] + 1, word == "else"))
-        self._written.append(f"{{%- {word}{condition} -%}}")
-        if word != "if":
-            self._mark()
+    def _branch(self, at: int, word: str, *, ends: bool = False) -> tuple[int, int, bool]:
+        """The condition that this belongs to, taken away."""
+        if not self._open or (self._open[-1][2] and not ends):
+            raise self.error(at, f"{shortened(word)} without an if before it")
+        return self._open.pop()
 
-    def _pieces(self) -> list[tuple[int, str | list[str]]]:
-        """Texts, and the words of actions, with where they stand; without comments, and without what is trimmed."""
-        found: list[tuple[int, str | list[str]]] = []
-        text, at, trims = self._text, 0, False
-        while (begin := text.find("{{", at)) >= 0:
-            end = text.find("}}", begin)
-            if end < 0:
-                raise self._error(begin, "{{ without }}")
-            body = text[begin + 2 : end]
-            left = body.startswith("-") and body[1:2] in (*SPACE, "")
-            right = body.endswith("-") and body[-2:-1] in (*SPACE, "")
-            between = text[at:begin].lstrip(SPACE) if trims else text[at:begin]
-            if between := between.rstrip(SPACE) if left else between:
-                found.append((at, between))
-            body = body[left : len(body) - right].strip(SPACE)
-            if not COMMENT.fullmatch(body):
-                found.append((begin, self._words(body, begin)))
-            at, trims = end + 2, right
-        rest = text[at:].lstrip(SPACE) if trims else text[at:]
-        return [*found, (at, rest)] if rest else found
+    def whole(self) -> str:
+        if self._open:
+            raise self.error(self._open[-1][0], "if without an end")
+        if not self._named:
+            self._written += ["{{- Response -}}", "{{- mark -}}"]
+        return "".join(self._written)
 
-    def _words(self, body: str, at: int) -> list[str]:
-        words = [word[0] for word in islice(WORD.finditer(body), WORDIEST + 1)]
-        if len(words) > WORDIEST or words.count("(") > DEEPEST:
-            raise self._error(at, f"{{{{ {shortened(body)} }}}} is too long")
-        return words
-
-    def _condition(self, words: Sequence[str], at: int) -> str:
-        left = list(words)
-        condition = self._operand(left, at) if len(left) == 1 else self._call(left, at)
-        if left:
-            raise self._error(at, f"{shortened(left[0])} is not expected here")
-        return condition
-
-    def _call(self, left: list[str], at: int) -> str:
-        """``and``, ``or`` or ``not`` with what belongs to it, taken away from ``left``."""
-        word = left.pop(0) if left else ""
-        if word == "not":
-            return f"(not {self._operand(left, at)})"
-        if word not in OPERATORS:
-            left.insert(0, word)
-            return self._operand(left, at)
-        operands = [self._operand(left, at)]
-        while left and left[0] != ")":
-            operands.append(self._operand(left, at))
-        return f"({OPERATORS[word].join(operands)})"
-
-    def _operand(self, left: list[str], at: int) -> str:
-        word = left.pop(0) if left else ""
-        if word != "(":
-            return self._field([word], at)
-        inner = self._call(left, at)
-        if not left or left.pop(0) != ")":
-            raise self._error(at, "( without )")
-        return inner
-
-    def _field(self, words: Sequence[str], at: int) -> str:
-        name = words[0].removeprefix(".") if words else ""
-        if len(words) == 1 and words[0].startswith(".") and name in FIELDS:
-            return name
-        raise self._error(
-            at,
-            f"{{{{ {shortened(' '.join(words))} }}}}: only .System, .Prompt, .Response, if, else, end, and, or and not "
-            "are understood here; use them, or leave TEMPLATE out: then the model's own chat template is used",
-        )
-
-    def _error(self, at: int, why: str) -> LineError:
+    def error(self, at: int, why: str) -> LineError:
         return LineError(self._line + self._text.count("\n", 0, at), f"TEMPLATE: {why}")
 
 

@@ -7,11 +7,9 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.o
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from outcore.errors import OutcoreError
 
@@ -48,42 +46,32 @@ class Cgroup:
         except OSError as e:
             raise CgroupError(f"{self.path}: cannot be made: {e.strerror}; run as root on Linux") from e
         try:
-            self._limit()
+            self.set_limit(self.limit)
         except OSError as e:
             self.path.rmdir()
             raise CgroupError(f"{self.path}: cannot be given a limit of {self.limit} bytes: {e.strerror}") from e
         return self
 
-    def _limit(self) -> None:
-        # Swap as well, where it is counted: a process that is swapped out instead would not have met its limit.
+    def set_limit(self, limit: int) -> None:
+        """Write the limit, also while processes run in the group; of swap as well, where it is counted.
+
+        Raises:
+            OSError: the kernel does not take it. Version 1 refuses (EBUSY) one below what the group holds after all was
+                freed that can be; version 2 takes any, and kills.
+        """
         if self.version == 1:
             swap = self.path / "memory.memsw.limit_in_bytes"
             # It is never the smaller of the two: first where it rises, last where it falls.
             with contextlib.suppress(OSError):
-                swap.write_text(str(self.limit))
-            (self.path / "memory.limit_in_bytes").write_text(str(self.limit))
+                swap.write_text(str(limit))
+            (self.path / "memory.limit_in_bytes").write_text(str(limit))
             with contextlib.suppress(OSError):
-                swap.write_text(str(self.limit))
+                swap.write_text(str(limit))
         else:
-            (self.path / "memory.max").write_text(str(self.limit))
+            (self.path / "memory.max").write_text(str(limit))
             with contextlib.suppress(OSError):
                 (self.path / "memory.swap.max").write_text("0")
-
-    def set_limit(self, limit: int) -> bool:
-        """Change the limit while processes run in the group; whether the kernel has taken it.
-
-        Version 1 refuses (EBUSY) a limit below what the group holds after all was freed that can be. Version 2 takes
-        any, and kills.
-        """
-        before, self.limit = self.limit, limit
-        try:
-            self._limit()
-        except OSError as e:
-            self.limit = before
-            if e.errno == errno.EBUSY:
-                return False
-            raise CgroupError(f"{self.path}: cannot be given a limit of {limit} bytes: {e.strerror}") from e
-        return True
+        self.limit = limit
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command, started inside the group: what it imports is charged to it as well."""
@@ -105,9 +93,7 @@ class Cgroup:
         fields = (line.split() for line in (self.path / name).read_text().splitlines())
         return next((int(f[1]) for f in fields if f[0] == "oom_kill"), 0)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         deadline = time.monotonic() + REMOVE_S
         while True:
             try:
