@@ -18,7 +18,8 @@ from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
 from outcore.machine import memory_calls
-from outcore.machine.device import device_facts, most_slot_bytes
+from outcore.machine.device import most_slot_bytes
+from outcore.machine.device_facts import device_facts
 from outcore.machine.memory_calls import MemoryCalls
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
 from ..machine.small_files import INDEX_BYTES
-from ..modules.cache_form import COUNTS
+from ..modules.cache_check import COUNTS
 from ..modules.call_values import flat
 from ..modules.mlx_lm_compat import BaseCache
 from .checkpoint import read_header

@@ -36,7 +36,8 @@ from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
 from ..machine.cache_folder import cache_dir, make_cache
-from ..machine.device import device_facts, device_kind, on_cpu
+from ..machine.device import device_kind, on_cpu
+from ..machine.device_facts import device_facts
 from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
 from ..machine.memory import default_budget
 from ..sizes import BLOCK, format_size, round_up

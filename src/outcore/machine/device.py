@@ -1,14 +1,11 @@
-"""The device that MLX computes on: which it is, and what bounds a buffer, a working set, and with them a slot."""
+"""The device that MLX computes on: which it is, and the largest slot that it can have."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..sizes import ARRAY_BYTES
 from . import memory_calls
-from .mac_memory import wired_limit
 from .memory_calls import MemoryCalls
 
 COMPUTE_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in ("float32", "bfloat16", "float16")}
@@ -35,42 +32,7 @@ def device_kind() -> str:
     return "cpu" if on_cpu() else "gpu"
 
 
-@dataclass(frozen=True)
-class DeviceFacts:
-    """What is known of the device. Bytes; None: this system has no such limit, or does not tell it.
-
-    Attributes:
-        name: as MLX gives it.
-        memory: of the device, which on a Mac is the machine's.
-        working_set: what Metal recommends to use at most; MLX knows what it was when the process began.
-        wired_limit: what the user lets the GPU wire (``iogpu.wired_limit_mb``); None too where macOS decides.
-        buffer: the largest one that Metal makes.
-        slot: the largest array of bytes, and with it the largest slot, alignment included.
-    """
-
-    name: str
-    memory: int | None
-    working_set: int | None
-    wired_limit: int | None
-    buffer: int | None
-    slot: int
-
-
-def device_facts(calls: MemoryCalls | None = None) -> DeviceFacts:
-    """What MLX and the system tell of the device."""
-    calls = calls or memory_calls.SYSTEM
-    info, metal = calls.device_info(), calls.metal_info()
-    buffer = int(metal.get("max_buffer_length", 0)) or None
-    return DeviceFacts(
-        name=str(info.get("device_name", "unknown")),
-        memory=int(info.get("total_memory", 0) or info.get("memory_size", 0)) or None,
-        working_set=int(metal.get("max_recommended_working_set_size", 0)) or None,
-        wired_limit=wired_limit(calls),
-        buffer=buffer,
-        slot=min(ARRAY_BYTES, buffer or ARRAY_BYTES),
-    )
-
-
 def most_slot_bytes(calls: MemoryCalls | None = None) -> int:
     """Bytes of the largest slot that can be made: one array, and on a Mac one Metal buffer, on whichever device."""
-    return device_facts(calls).slot
+    buffer = int((calls or memory_calls.SYSTEM).metal_info().get("max_buffer_length", 0))
+    return min(ARRAY_BYTES, buffer or ARRAY_BYTES)

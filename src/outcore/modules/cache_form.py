@@ -1,7 +1,4 @@
-"""What a model's caches look like, learnt when it is rehearsed; whether a cache that somebody brings is one of them.
-
-A cache of another model is no error to MLX where shapes happen to broadcast: it would be read, and make other text.
-"""
+"""What a model's caches look like, learnt when it is rehearsed."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..errors import UsageError
-from .cache_rollback import is_away
 from .call_values import flat
 
 PLAIN = "KVCache"
 INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
 """What mlx-lm puts in the place of a plain one: quantized, or bounded."""
-
-COUNTS = ("offset", "_idx", "keep", "max_size", "start_position")
-"""Attributes in which mlx-lm's caches count tokens."""
 
 KEYED = INSTEAD | {"ChunkedKVCache"}
 """Those with keys and values of shape (1, heads, tokens, features)."""
@@ -49,7 +41,7 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
     for n, c in enumerate(flat(cache)):
         earlier = dict(before[n].arrays) if before else {}
         arrays = []
-        for path, shape in _shapes(c):
+        for path, shape in shapes_of(c):
             old = earlier.get(path, shape)
             axes = [a if a == b else None for a, b in zip(shape, old, strict=False)]
             if type(c).__name__ in KEYED:
@@ -61,83 +53,7 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
     return tuple(found)
 
 
-def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: str = "prompt_cache") -> None:
-    """Refuse a cache that is not of the model whose caches have these forms. Nothing is computed.
-
-    Args:
-        forms: none: nothing is known of them.
-        cache: None: there is none.
-        name: for the error.
-
-    Raises:
-        UsageError: another number, other classes or other shapes; or a state that no text leaves behind.
-    """
-    if not forms or cache is None:
-        return
-    if not isinstance(cache, list | tuple):
-        raise UsageError(f"{name}: a {type(cache).__name__}, not a list; make_prompt_cache(model) makes one")
-    try:
-        given = flat(cache)
-        places = [at for at, c in enumerate(cache) for _ in flat([c])]
-    except (AttributeError, TypeError):
-        raise UsageError(f"{name}: not a list of mlx-lm's caches; make_prompt_cache(model) makes one") from None
-    if len(given) != len(forms):
-        raise UsageError(
-            f"{name}: {len(given)} caches, and this model has {len(forms)}: it was made with another model"
-        )
-    if places != [form.at for form in forms]:
-        raise UsageError(f"{name}: its caches are nested otherwise; make_prompt_cache(model) makes one for each layer")
-    if len({id(c) for c in given}) < len(given):
-        raise UsageError(
-            f"{name}: the same cache stands in it twice; make_prompt_cache(model) makes one for each layer"
-        )
-    for n, (c, form) in enumerate(zip(given, forms, strict=True)):
-        if is_away(c):
-            continue  # it was looked at before it was put away
-        why = _differs(c, form) or _impossible(c)
-        if why is not None:
-            raise UsageError(f"{name}: cache {n} {why}: it was made with another model, or is damaged")
-
-
-def _differs(cache: Any, form: CacheForm) -> str | None:
-    kind = type(cache).__name__
-    if kind != form.kind and not (form.kind == PLAIN and kind in INSTEAD):
-        return f"is a {kind}, and this model has a {form.kind} there"
-    try:
-        shapes = dict(_shapes(cache))
-    except (AttributeError, TypeError, ValueError, IndexError):
-        return "has no state that could be read"
-    for path, axes in form.arrays:
-        shape = shapes.get(path)
-        if shape is None:
-            if kind in KEYED and shapes:
-                return "holds keys without values"
-            continue  # nothing is in it yet
-        if len(shape) != len(axes) or any(b is not None and a != b for a, b in zip(shape, axes, strict=True)):
-            here = "x".join("n" if b is None else str(b) for b in axes)
-            return f"has a state of shape {'x'.join(map(str, shape))}, and this model has {here} there"
-    return None
-
-
-def _impossible(cache: Any) -> str | None:
-    """Why the counts that a cache keeps do not fit to what it holds; None: they do."""
-    if type(cache).__name__ not in KEYED:
-        return None
-    shapes = dict(_shapes(cache))
-    room = min((shape[2] for shape in shapes.values()), default=0)
-    if len({shape[2] for shape in shapes.values()}) > 1:
-        return "holds more keys than values"
-    counts = {name: getattr(cache, name, 0) for name in COUNTS}
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts.values()):
-        return "counts tokens with what is no count"
-    rotating = type(cache).__name__ == "RotatingKVCache"
-    used = counts["_idx"] if rotating else counts["offset"] - counts["start_position"]
-    if not 0 <= used <= room or (rotating and counts["max_size"] < 1):
-        return f"counts {used} tokens and has room for {room}"
-    return None
-
-
-def _shapes(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Path and shape of each array of a state; of keys and values that are quantized, as they would be if not."""
     if type(cache).__name__ == "QuantizedKVCache":
         for path, packed in (("0", cache.keys), ("1", cache.values)):
