@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -17,10 +15,9 @@ from fake_darwin_memory import FakeDarwin
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
-from outcore.machine import memory_calls
+from outcore.machine import device
 from outcore.machine.device import most_slot_bytes
 from outcore.machine.device_facts import device_facts
-from outcore.machine.memory_calls import MemoryCalls
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
@@ -57,7 +54,7 @@ def test_a_mac_tells_its_largest_buffer() -> None:
     mac.names["iogpu.wired_limit_mb"] = bytes(4)
     assert device_facts(mac).wired_limit is None, "0 stands for macOS's own"
     mac.names["iogpu.wired_limit_mb"] = (4096).to_bytes(4, sys.byteorder)
-    assert most_slot_bytes(mac) == GB and device_facts(mac).wired_limit == 4 << 30
+    assert most_slot_bytes(mac.metal_info()) == GB and device_facts(mac).wired_limit == 4 << 30
     if not mx.metal.is_available():
         assert device_facts().buffer is None and most_slot_bytes() == ARRAY_BYTES
 
@@ -130,21 +127,15 @@ def test_layers_that_fit_are_looked_at_as_ever() -> None:
 # Real models, on a device that makes small buffers
 
 
-class SmallBuffers(MemoryCalls):
+def small_buffers(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """This machine, with a largest buffer."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def metal_info(self) -> Mapping[str, Any]:
-        return {"max_buffer_length": self.limit}
+    monkeypatch.setattr(device, "metal_info", lambda: {"max_buffer_length": limit})
 
 
 def test_a_slot_that_cannot_be_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BudgetError, match=r"a slot of 2\.15 GB cannot be made"):
         Slot(MOST + 2 * PAGE)
-    monkeypatch.setattr(memory_calls, "SYSTEM", SmallBuffers(10**6))
+    small_buffers(monkeypatch, 10**6)
     with pytest.raises(BudgetError, match=r"1\.00 MB at most"):
         Slot(10**6)
     assert len(Slot(most_unit(10**6)).payload) == most_unit(10**6)
@@ -158,7 +149,7 @@ def test_a_model_whose_layers_are_larger_than_a_buffer_runs_in_parts(
     layer = max(prepare(demo_model, memory="60MB").profile.size.layers, key=smallest_slot)
     limit = slot_bytes(smallest_slot(layer)) + BLOCK
     assert limit < layer.slot
-    monkeypatch.setattr(memory_calls, "SYSTEM", SmallBuffers(limit))
+    small_buffers(monkeypatch, limit)
     model, tokenizer = outcore.load(str(demo_model), memory="60MB", resident=0, prompt=32, govern=False)
     with model.outcore as session:
         assert session.plan.streams and session.plan.split
@@ -169,7 +160,7 @@ def test_a_model_whose_layers_are_larger_than_a_buffer_runs_in_parts(
 def test_a_model_whose_pieces_are_larger_than_a_buffer_stays_in_memory_and_says_why(
     demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_calls, "SYSTEM", SmallBuffers(100_000))
+    small_buffers(monkeypatch, 100_000)
     found = prepare(demo_model, memory="1GB").profile
     assert not any(layer.streamable for layer in found.size.layers) and set(found.units) == {None}
     assert any("too large for a slot of this device (94.2 KB at most)" in note for note in found.notes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import mlx.core as mx
 
 from ..sizes import ARRAY_BYTES
-from . import memory_calls
-from .memory_calls import MemoryCalls
 
 COMPUTE_DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in ("float32", "bfloat16", "float16")}
 """What can be computed in."""
@@ -32,7 +33,13 @@ def device_kind() -> str:
     return "cpu" if on_cpu() else "gpu"
 
 
-def most_slot_bytes(calls: MemoryCalls | None = None) -> int:
+def metal_info() -> Mapping[str, Any]:
+    """What MLX says of Metal's GPU, which on a Mac has the buffers of the CPU device too; empty elsewhere."""
+    found: Mapping[str, Any] = mx.device_info(mx.gpu) if mx.metal.is_available() else {}
+    return found
+
+
+def most_slot_bytes(info: Mapping[str, Any] | None = None) -> int:
     """Bytes of the largest slot that can be made: one array, and on a Mac one Metal buffer, on whichever device."""
-    buffer = int((calls or memory_calls.SYSTEM).metal_info().get("max_buffer_length", 0))
+    buffer = int((metal_info() if info is None else info).get("max_buffer_length", 0))
     return min(ARRAY_BYTES, buffer or ARRAY_BYTES)

@@ -42,5 +42,5 @@ def device_facts(calls: MemoryCalls | None = None) -> DeviceFacts:
         working_set=int(metal.get("max_recommended_working_set_size", 0)) or None,
         wired_limit=wired_limit(calls),
         buffer=buffer,
-        slot=most_slot_bytes(calls),
+        slot=most_slot_bytes(metal),
     )

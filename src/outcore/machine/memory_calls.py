@@ -16,6 +16,8 @@ from typing import Any
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
+from . import device
+
 _LONGEST = 256
 """Bytes of a value; names of processors are shorter."""
 
@@ -113,9 +115,8 @@ class MemoryCalls:
         return found
 
     def metal_info(self) -> Mapping[str, Any]:
-        """What MLX says of Metal's GPU, which on a Mac has the buffers of the CPU device too; empty elsewhere."""
-        found: Mapping[str, Any] = mx.device_info(mx.gpu) if self.metal() else {}
-        return found
+        """As ``device.metal_info``."""
+        return device.metal_info()
 
     def device_bytes(self) -> tuple[int, int]:
         """Bytes that MLX holds: in arrays, and for reuse."""
