@@ -133,15 +133,11 @@ def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:
     return replace(
         profile,
         layers=mine(profile.layers),
-        pieces=mine(profile.pieces),
-        units=mine(profile.units),
-        casts=mine(profile.casts),
-        decoders=mine(profile.decoders),
-        switches=mine(profile.switches),
+        parts=mine(profile.parts),
         tables=tables,
         order=tuple(numbers[i] for i in profile.order if i in numbers),
         size=_size(profile, share, own, tables),
-        forms=(),
+        trace=replace(profile.trace, forms=()),
         kept_apart={},
         share=share,
     )
@@ -156,7 +152,7 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
     size = profile.size
     mine = set(own)
     all_of_them = share.filled and share.link.rank == 0
-    caches = [c for n, c in enumerate(profile.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
+    caches = [c for n, c in enumerate(profile.trace.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
     growing = tuple(c.growing for c in caches if c.growing is not None)
     states = sum(c.fixed for c in caches)
     left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)

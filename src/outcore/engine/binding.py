@@ -108,26 +108,25 @@ def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
     return [
         i
         for i in plan.resident
-        if profile.units[i] is not None
+        if profile.parts[i].unit is not None
         and all(p.slot <= plan.unit_bytes for p in split_layer(profile.size.layers[i], (), plan.unit_bytes))
     ]
 
 
 def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
     """A layer, or a part of it, as a unit of the ring."""
-    layer, casts = profile.layers[part.layer], profile.casts[part.layer]
+    layer, known = profile.layers[part.layer], profile.parts[part.layer]
     if not part.pieces:
-        unit = profile.units[part.layer]
-        assert unit is not None
-        return StreamedUnit(layer, unit, casts, decoders=profile.decoders[part.layer])
-    pieces = [profile.pieces[part.layer][n] for n in part.pieces]
+        assert known.unit is not None
+        return StreamedUnit(layer, known.unit, known.casts, decoders=known.decoders)
+    pieces = [known.pieces[n] for n in part.pieces]
     numbers = [n for piece in pieces for n in piece.parameters]
     return StreamedUnit(
         part_of(layer, numbers),
         profile.unit_of(part.layer, numbers),
-        tuple(casts[n] for n in numbers),
+        tuple(known.casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
-        decoders=tuple(profile.decoders[part.layer][n] for n in numbers),
+        decoders=tuple(known.decoders[n] for n in numbers),
     )
 
 

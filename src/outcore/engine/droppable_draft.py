@@ -3,15 +3,13 @@ which were in memory as a draft's, are read with the low ones from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import mlx.core as mx
-
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import DTYPES, Decoder
+from ..checkpoint.lazy_model import DTYPES
 from ..machine.device import on_cuda
-from ..modules.layers import Layer, Parameter, Projection
+from ..modules.layers import Layer, Parameter
 from ..modules.module_tree import named_modules
 from ..modules.nested_linear import NestedLinear
 from ..plan.draft_cost import Draft
@@ -19,7 +17,7 @@ from ..plan.model_size import ModelSize
 from ..plan.partition import LayerSize
 from ..sizes import held_bytes
 from .layer_sizes import on_cuda_size, weighed
-from .model_profile import ModelProfile
+from .model_profile import LayerParts, ModelProfile
 
 KEYS = ("weight", "scales")
 """What a draft's layer has of its own."""
@@ -33,27 +31,19 @@ def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -
         where: the draft's tensors on disk, by their paths in the model.
     """
     place = replace(profile.place, where={**profile.place.where, **where})
-    grown = [_grown(*each, where) for each in zip(profile.layers, profile.pieces, profile.casts, strict=True)]
-    profile = replace(
-        profile,
-        place=place,
-        layers=tuple(layer for layer, _, _ in grown),
-        pieces=tuple(pieces for _, pieces, _ in grown),
-        casts=tuple(casts for _, _, casts in grown),
-        decoders=tuple(_decoders(layer, d) for (layer, _, _), d in zip(grown, profile.decoders, strict=True)),
-    )
-    units = (u if u is None else place.unit(layer) for u, layer in zip(profile.units, profile.layers, strict=True))
+    grown = [_grown(layer, parts, where) for layer, parts in zip(profile.layers, profile.parts, strict=True)]
+    parts = (p if p.unit is None else replace(p, unit=place.unit(layer)) for layer, p in grown)
+    profile = replace(profile, place=place, layers=tuple(layer for layer, _ in grown), parts=tuple(parts))
     sizes = tuple(_size(profile, i, size) for i, size in enumerate(profile.size.layers))
-    return replace(profile, units=tuple(units), size=replace(profile.size, layers=sizes))
+    return replace(profile, size=replace(profile.size, layers=sizes))
 
 
-def _grown(
-    layer: Layer, pieces: Sequence[Projection], casts: Sequence[mx.Dtype | None], where: Mapping[str, TensorInfo]
-) -> tuple[Layer, tuple[Projection, ...], tuple[mx.Dtype | None, ...]]:
-    """A layer with its modules' high bits as parameters of its own."""
-    parameters, all_casts = list(layer.parameters), list(casts)
+def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> tuple[Layer, LayerParts]:
+    """A layer with its modules' high bits as parameters of its own. What codes of nested modules are put together from
+    is all in the slot then: each call does it, and nothing decodes them. Others are decoded as before."""
+    parameters, casts = list(layer.parameters), list(parts.casts)
     owners = {id(p.module): n for n, p in enumerate(parameters)}
-    numbers = [list(piece.parameters) for piece in pieces]
+    numbers = [list(piece.parameters) for piece in parts.pieces]
     for path, module in named_modules(layer.module):
         if not isinstance(module, NestedLinear) or module.coarse is None or id(module) not in owners:
             continue
@@ -64,20 +54,16 @@ def _grown(
             parameters.append(Parameter(f"{path}.{key}", module.coarse, key))
             # As the draft has them in memory.
             dtype, stored = module.coarse[key].dtype, DTYPES[where[f"{layer.path}.{path}.{key}"].dtype]
-            all_casts.append(None if dtype == stored else dtype)
-    whole = Layer(layer.path, layer.module, tuple(parameters))
-    return whole, tuple(replace(p, parameters=tuple(n)) for p, n in zip(pieces, numbers, strict=True)), tuple(all_casts)
-
-
-def _decoders(layer: Layer, before: Sequence[Decoder | None]) -> tuple[Decoder | None, ...]:
-    """What codes of nested modules are put together from is all in the slot: each call does it. Others are decoded as
-    before."""
-    kept = (None if isinstance(d, NestedLinear) else d for d in before)
-    return (*kept, *(None,) * (len(layer.parameters) - len(before)))
+            casts.append(None if dtype == stored else dtype)
+    pieces = tuple(replace(p, parameters=tuple(n)) for p, n in zip(parts.pieces, numbers, strict=True))
+    kept = (None if isinstance(d, NestedLinear) else d for d in parts.decoders)
+    decoders = (*kept, *(None,) * (len(parameters) - len(layer.parameters)))
+    parts = replace(parts, pieces=pieces, casts=tuple(casts), decoders=decoders)
+    return Layer(layer.path, layer.module, tuple(parameters)), parts
 
 
 def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
-    whole, parts = weighed(profile.layers[i], profile.pieces[i], profile.casts[i], profile.place)
+    whole, parts = weighed(profile.layers[i], profile.parts[i].pieces, profile.parts[i].casts, profile.place)
     pieces = tuple(replace(p, out=b.out, block=b.block) for p, b in zip(parts, size.pieces, strict=True))
     size = replace(size, resident=whole.resident, slot=whole.slot, read=whole.read, cast=whole.cast, pieces=pieces)
     return on_cuda_size(size, profile.copies) if on_cuda() else size

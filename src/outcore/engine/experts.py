@@ -275,9 +275,10 @@ def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Expe
     slots for it."""
     units, slots = [], [n for _, n in plan.pools]
     for i, _ in plan.pools:
-        layer, switch, size = profile.layers[i], profile.switches[i], profile.size.layers[i].experts
+        layer, known, size = profile.layers[i], profile.parts[i], profile.size.layers[i].experts
+        switch = known.switch
         assert size is not None
-        tensors = tuple(stacked(layer, switch, profile.casts[i], profile.place))
+        tensors = tuple(stacked(layer, switch, known.casts, profile.place))
         parameters = tuple(layer.parameters[n] for n in switch.streamed)
         units.append(SwitchUnit(layer.path, switch, parameters, tensors, size.used, block_of(layer, switch)))
     before = streaming.experts

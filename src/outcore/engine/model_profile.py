@@ -14,7 +14,6 @@ from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, positio
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
-from ..modules.cache_form import CacheForm
 from ..modules.cache_growth import Growth
 from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
@@ -29,7 +28,7 @@ from ..plan.model_size import (
     UNKNOWN_BYTES,
     ModelSize,
 )
-from ..plan.partition import ExpertNumbers, LayerSize, smallest_slot
+from ..plan.partition import LayerSize, smallest_slot
 from ..sizes import format_size, most_unit
 from .layer_sizes import (
     CUDA_OPERATION,
@@ -50,39 +49,29 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
+from .seams import Sources
 from .vocabulary import Slice, Table, slices_of
 
-
-class Sources:
-    """Where a model's parameters lie on disk, and which experts can be read one by one: as published, and none. The
-    seam to packed copies and experts (``whole_profile``)."""
-
-    def loaded(self, lazy: LazyModel) -> Collection[str]:
-        """Paths of parameters that have, or will have, a place on disk."""
-        return lazy.origins
-
-    def places(self, lazy: LazyModel, layers: Sequence[Layer]) -> tuple[Mapping[str, TensorInfo], Any]:
-        """Where they lie, and what has to be written for that."""
-        return lazy.origins, None
-
-    def routed(self, layer: Layer) -> Sequence[nn.Module]:
-        """Modules that are called with numbers of experts."""
-        return ()
-
-    def experts(
-        self,
-        layer: Layer,
-        pieces: Sequence[Projection],
-        casts: Sequence[mx.Dtype | None],
-        place: Place,
-        used: int,
-        to: Cast,
-    ) -> tuple[Any, ExpertNumbers | None]:
-        """A layer's experts, of which a token uses so many, and what they weigh; None where there are none."""
-        return None, None
-
-
 PUBLISHED = Sources()
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What is known of a layer beside what it weighs.
+
+    Attributes:
+        pieces: in the order of ``LayerSize.pieces``.
+        casts: the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        decoders: of each of its parameters that is stored in another form than it is used in.
+        unit: as it would be streamed; None for one that must stay resident.
+        switch: its experts, which can be read one by one; None where there are none.
+    """
+
+    pieces: tuple[Projection, ...]
+    casts: tuple[mx.Dtype | None, ...]
+    decoders: tuple[Decoder | None, ...]
+    unit: Unit | None
+    switch: Any = None
 
 
 @dataclass(frozen=True)
@@ -90,45 +79,50 @@ class ModelProfile:
     """A lazily opened model and what is known of it.
 
     Attributes:
-        layers: every layer that a layer list holds. ``pieces``: of each, in the order of ``LayerSize.pieces``.
-        units: each layer as it would be streamed; None for one that must stay resident.
+        layers: every layer that a layer list holds; ``parts`` of each.
         tables: embeddings and linear layers outside of layers that need not be in memory.
-        casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
-        decoders: per layer, of each of its parameters that is stored in another form than it is used in.
-        place: how units are laid out.
-        copies: memory is planned for copies of weights on a device with memory of its own.
-        forms: what its caches look like; none where that is not known.
-        kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
-        switches: of each layer, the experts that can be read one by one; None where there are none.
-        caches: how each of the model's caches grows.
-        overlay: what has to be written before it is streamed.
-        share: what this rank holds (``transport.Share``), where the model lies on several; None: it is all here.
+        cast: which parameters are computed in another dtype.
+        order: of units in a forward pass; numbers beyond those of layers are tables'.
+        trace: what the rehearsal has shown.
         notes: lines for the user.
+        place: how units are laid out.
+        overlay: what has to be written before it is streamed.
+        copies: memory is planned for copies of weights on a device with memory of its own.
+        kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
+        share: what this rank holds (``transport.Share``), where the model lies on several; None: it is all here.
         drafts: low-bit copies of it as they would be (``self_draft``), by bits, of those that were looked at.
     """
 
     lazy: LazyModel
     layers: tuple[Layer, ...]
-    pieces: tuple[tuple[Projection, ...], ...]
-    units: tuple[Unit | None, ...]
+    parts: tuple[LayerParts, ...]
     tables: tuple[Table, ...]
-    casts: tuple[tuple[mx.Dtype | None, ...], ...]
-    decoders: tuple[tuple[Decoder | None, ...], ...]
     cast: Cast
     order: tuple[int, ...]
-    evaluates: bool
+    trace: Trace
     size: ModelSize
-    max_context: int | None
     notes: tuple[str, ...]
     place: Place
     overlay: Any
     copies: bool = False
-    forms: tuple[CacheForm, ...] = ()
-    switches: tuple[Any, ...] = ()
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    caches: tuple[Growth, ...] = ()
     share: Any = None
     drafts: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def units(self) -> list[Unit | None]:
+        """Each layer as it would be streamed; None for one that must stay resident."""
+        return [each.unit for each in self.parts]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model evaluates arrays inside its forward pass."""
+        return self.trace.evaluates
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model was made for; None if it does not say."""
+        return longest_context(self.lazy.config)
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -162,23 +156,23 @@ def profile_of(
     Raises:
         UsageError, PromptError: as ``planned_context``.
     """
-    model, to, longest = lazy.model, Cast(lazy.model, dtype), longest_context(lazy.config)
-    context = planned_context(longest, position_limit(lazy.config), context, prompt)
+    to = Cast(lazy.model, dtype)
+    context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
     layers = _layers_on_disk(lazy, sources.loaded(lazy))
     rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, sources)
     where, planned = sources.places(lazy, layers)
     place = Place(where, direct, device_alignment())
-    casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
-    item, called = item_bytes(dict(named_parameters(model)), dtype), set(rehearsal.order)
-    sizes, switches = list[LayerSize](), list[Any]()
+    item, called = item_bytes(dict(named_parameters(lazy.model)), dtype), set(rehearsal.order)
+    sizes, parts = list[LayerSize](), list[LayerParts]()
     for i, layer in enumerate(layers):
+        casts = tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters)
         split, used = i in rehearsal.pieces, rehearsal.used.get(i, 0)
-        switch, experts = sources.experts(layer, pieces[i], casts[i], place, used, to) if split else (None, None)
+        switch, experts = sources.experts(layer, pieces[i], casts, place, used, to) if split else (None, None)
         size = layer_size(
             layer,
             pieces[i],
-            casts[i],
+            casts,
             place,
             streamable=i in called,
             splittable=split,
@@ -186,7 +180,7 @@ def profile_of(
             width=lambda part: item * output_width(lazy.config, part),
         )
         sizes.append(size)
-        switches.append(switch)
+        parts.append(LayerParts(pieces[i], casts, _decoders(lazy, layer, place), None, switch))
     sizes, too_large = _within_slots(sizes, layers)
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
     tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
@@ -194,30 +188,27 @@ def profile_of(
     own = {} if rehearsal.evaluates else {i: n for i, n in rehearsal.own.items() if i not in resident}
     kept_apart = {i: n for i, n in own.items() if all(_unbounded(rehearsal.caches[k]) for k in n)}
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
+    kept_bytes = tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n)
     return ModelProfile(
         lazy=lazy,
         layers=tuple(layers),
-        pieces=tuple(pieces),
-        units=tuple(None if i in resident else place.unit(layer) for i, layer in enumerate(layers)),
+        parts=tuple(
+            p if i in resident else replace(p, unit=place.unit(layer))
+            for i, (p, layer) in enumerate(zip(parts, layers, strict=True))
+        ),
         tables=tuple(tables),
-        casts=tuple(casts),
-        decoders=tuple(_decoders(lazy, layer, place) for layer in layers),
         cast=to,
         order=tuple(order),
-        evaluates=rehearsal.evaluates,
+        trace=rehearsal,
         size=replace(
             _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt),
-            kept_apart=tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n),
+            kept_apart=kept_bytes,
         ),
-        max_context=longest,
         notes=(*notes, *too_large),
         place=place,
         overlay=planned,
         copies=copies,
-        forms=rehearsal.forms,
-        switches=tuple(switches),
         kept_apart=kept_apart,
-        caches=rehearsal.caches,
     )
 
 

@@ -1,4 +1,4 @@
-"""What joins a streamed model without being part of it: KV offload, experts on demand, and other machines' layers.
+"""What joins a streamed model without being part of it: KV offload, experts on demand, packed copies, other machines.
 
 The engine knows these protocols alone. Whatever is not there is None, or does nothing (``AloneStage``).
 """
@@ -6,7 +6,7 @@ The engine knows these protocols alone. Whatever is not there is None, or does n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,11 @@ from ..disk.ring import Lease, Ring
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..checkpoint.checkpoint import TensorInfo
+    from ..checkpoint.lazy_model import LazyModel
+    from ..modules.layers import Layer, Projection
+    from ..plan.partition import ExpertNumbers
+    from .layer_sizes import Cast, Place
     from .recorded_pass import Leaving, RecordedPass
     from .streamed_layers import StreamedUnit
     from .undo import Moved, Undo
@@ -187,3 +192,32 @@ class AloneStage:
     def abandon(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Sources:
+    """Where a model's parameters lie on disk, and which experts can be read one by one: as published, and none. The
+    seam to packed copies and experts (``whole_profile``)."""
+
+    def loaded(self, lazy: LazyModel) -> Collection[str]:
+        """Paths of parameters that have, or will have, a place on disk."""
+        return lazy.origins
+
+    def places(self, lazy: LazyModel, layers: Sequence[Layer]) -> tuple[Mapping[str, TensorInfo], Any]:
+        """Where they lie, and what has to be written for that."""
+        return lazy.origins, None
+
+    def routed(self, layer: Layer) -> Sequence[nn.Module]:
+        """Modules that are called with numbers of experts."""
+        return ()
+
+    def experts(
+        self,
+        layer: Layer,
+        pieces: Sequence[Projection],
+        casts: Sequence[mx.Dtype | None],
+        place: Place,
+        used: int,
+        to: Cast,
+    ) -> tuple[Any, ExpertNumbers | None]:
+        """A layer's experts, of which a token uses so many, and what they weigh; None where there are none."""
+        return None, None

@@ -138,7 +138,7 @@ class Session(Engine):
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.forms, self.positions = profile.forms, position_limit(profile.lazy.config)
+        self.forms, self.positions = profile.trace.forms, position_limit(profile.lazy.config)
         self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
         self.text: list[int] | None = None

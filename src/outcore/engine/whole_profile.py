@@ -22,7 +22,8 @@ from ..plan.partition import ExpertNumbers
 from . import model_profile
 from .expert_cache import Stacked
 from .layer_sizes import Cast, Place, nbytes
-from .model_profile import ModelProfile, Sources
+from .model_profile import ModelProfile
+from .seams import Sources
 
 
 class AllSources(Sources):
