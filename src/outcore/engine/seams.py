@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..disk.ring import Lease, Ring
