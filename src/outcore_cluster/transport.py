@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
+from outcore.engine.transport import Transport
 
 from .foreign import hold_alike
 from .leading import Leader
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .rank_share import RankShare
 
 
-class RankTransport(RankRoom, PipelineStage):
+class RankTransport(RankRoom, PipelineStage, Transport):
     """The other ranks of a model, as this one sees them (``engine.transport.Transport``).
 
     Args:

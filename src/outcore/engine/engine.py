@@ -20,7 +20,7 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from .binding import ReadSettings, check_when_read, forget, make_resident, ring_units, row_readers, streamed_tables
 from .model_profile import ModelProfile
-from .seams import AloneStage, Stage
+from .seams import Stage
 from .streaming import Streaming
 from .vocabulary import StreamedTable
 
@@ -155,7 +155,7 @@ class Engine:
 
     def _connect(self) -> Stage:
         """The transport: all of the model is here."""
-        return AloneStage()
+        return Stage()
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
         """What goes with the layers' turns beside weights is made to fit a plan: before slots are made anew, and when

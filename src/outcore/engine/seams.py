@@ -1,6 +1,6 @@
 """What joins a streamed model without being part of it: KV offload, experts on demand, packed copies, other machines.
 
-The engine knows these protocols alone. Whatever is not there is None, or does nothing (``AloneStage``).
+The engine knows these alone. Whatever is not there is None, or does nothing (``Stage``, ``Sources``).
 """
 
 from __future__ import annotations
@@ -93,18 +93,16 @@ class PassRecorder(Protocol):
     def reached(self, moved: Moved) -> None: ...
 
 
-class Stage(Protocol):
-    """The ranks that have other layers of the model.
+class Stage:
+    """The ranks that have other layers of the model. Of this class itself: there are none, so nothing is sent, and
+    nobody is waited for.
 
     Attributes:
         alone: there are none. ``eager``: the model evaluates arrays in its forward pass, on whichever rank.
     """
 
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def eager(self) -> bool: ...
+    alone = True
+    eager = False
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
         """Calls of streamed layers go through ``recorder``. ``before_send`` is called before anything is sent."""
@@ -127,10 +125,12 @@ class Stage(Protocol):
 
     def passes(self) -> AbstractContextManager[Callable[[], None]]:
         """Several passes are recorded meanwhile; what it gives is called before each of them."""
+        return contextlib.nullcontext(lambda: None)
 
     @property
     def waits(self) -> bool:
         """Whether ``settle`` would wait."""
+        return False
 
     def settle(self) -> None:
         """Wait for all that was built so far depends on, where passes are not recorded.
@@ -141,6 +141,7 @@ class Stage(Protocol):
 
     def leaving(self, module: int, out: Any) -> Leaving:
         """What other ranks need of a layer's outputs; ``module``: the layer's id."""
+        return []
 
     def depart(self, leaving: Leaving) -> None:
         """Compute it and send it."""
@@ -154,45 +155,8 @@ class Stage(Protocol):
     def transaction(self, undo: Undo | None) -> None:
         """What takes caches back if a pass fails, where nothing is streamed; None: it is over."""
 
-    def working(self) -> AbstractContextManager[object]:
-        """This rank waits for its device meanwhile, so others have patience with it."""
-
-
-class AloneStage:
-    """All of the model is here: nothing is sent, and nobody is waited for."""
-
-    alone = True
-    eager = waits = False
-
-    working = staticmethod(contextlib.nullcontext)
-
-    def transaction(self, undo: Undo | None) -> None: ...
-
-    def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None: ...
-
-    def whole(self, model: nn.Module) -> None: ...
-
-    def fill(self, copy: nn.Module | None) -> None: ...
-
-    def watch(self, module: nn.Module) -> None: ...
-
-    def unwatch(self, module: nn.Module) -> None: ...
-
-    def begin_sweep(self, *, pooled: bool) -> None: ...
-
-    def passes(self) -> AbstractContextManager[Callable[[], None]]:
-        return contextlib.nullcontext(lambda: None)
-
-    def settle(self) -> None: ...
-
-    def leaving(self, module: int, out: Any) -> Leaving:
-        return []
-
-    def depart(self, leaving: Leaving) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
+    working: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
+    """This rank waits for its device meanwhile, so others have patience with it."""
 
 
 class Sources:

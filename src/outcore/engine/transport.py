@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..modules.layers import Layer
 from ..plan.model_size import Graph
 from .recorded_pass import Wanted
-from .seams import AloneStage, Stage
+from .seams import Stage
 
 if TYPE_CHECKING:
     from .session import Session
@@ -88,30 +88,31 @@ class Leader(Protocol):
         """This rank cannot go on, so none can."""
 
 
-class Agreement(Protocol):
-    """What ranks agree on. What all ranks ask has to be asked by all of them, in the same order.
+class Agreement:
+    """What ranks agree on. What all ranks ask has to be asked by all of them, in the same order. Of this class itself:
+    there are no others.
 
     Attributes:
-        alone: there are no others. ``chooses``: this rank has the logits, so it chooses tokens.
+        chooses: this rank has the logits, so it chooses tokens.
     """
 
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def chooses(self) -> bool: ...
+    chooses = True
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
         """Whole numbers that the first rank chooses; all ranks ask."""
+        return list(choose())
 
     def text(self, tell: Callable[[], str]) -> str:
         """A text that the first rank has; all ranks ask."""
+        return tell()
 
     def leasts(self, values: Sequence[int]) -> list[int]:
         """Of each value, the least that any rank has; all ranks ask."""
+        return list(values)
 
     def seconds(self, value: float) -> float:
         """The sum of all ranks' values; all ranks ask."""
+        return value
 
     def give_up(self, error: Exception) -> None:
         """What this rank alone does, and others wait for, has failed: end the run on all ranks."""
@@ -132,7 +133,7 @@ class Share(Protocol):
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
 
 
-class Transport(Agreement, Stage, Protocol):
+class Transport(Agreement, Stage):
     """The other ranks of a model, as this one sees them.
 
     Attributes:
@@ -140,11 +141,8 @@ class Transport(Agreement, Stage, Protocol):
         look_ahead: decodes a model that is all in memory here; None: as one machine does.
     """
 
-    @property
-    def forecast(self) -> Forecast | None: ...
-
-    @property
-    def look_ahead(self) -> Decoder | None: ...
+    forecast: Forecast | None = None
+    look_ahead: Decoder | None = None
 
     # Room
 
@@ -157,9 +155,11 @@ class Transport(Agreement, Stage, Protocol):
         Raises:
             PromptError, BudgetError: a rank has no room. UsageError: ranks were given different texts.
         """
+        return has_room()
 
     def chunk(self, most: int, *, asked: bool) -> int:
         """Tokens of a prompt to compute at a time, at most ``most``; all ranks ask."""
+        return most
 
     def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
         """Make room by ``here`` on all ranks, which all ask; tokens of a prompt at a time, where ranks have agreed.
@@ -167,6 +167,8 @@ class Transport(Agreement, Stage, Protocol):
         Raises:
             BudgetError: a rank has no room.
         """
+        here(lengths, joining, begun)
+        return None
 
     def rest(self) -> None:
         """Sequences gave back the room that they had."""
@@ -176,51 +178,18 @@ class Transport(Agreement, Stage, Protocol):
     def leader(self, sequences: Any) -> Leader | None:
         """What a server asks in place of ``sequences`` (``Continuous``), so that other ranks follow; None: there are
         none."""
+        return None
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
         """Caches of several sequences, of each one for every layer, are about to be merged."""
 
     def sweeps(self) -> Sweeps | None:
         """What computes several passes layer by layer, where nothing is streamed; None: they follow each other."""
-
-
-class Solo(AloneStage):
-    """The transport of a model that is all here: nobody has to agree, and nothing is sent."""
-
-    chooses = True
-    forecast = look_ahead = None
-
-    def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
-        return list(choose())
-
-    def text(self, tell: Callable[[], str]) -> str:
-        return tell()
-
-    def leasts(self, values: Sequence[int]) -> list[int]:
-        return list(values)
-
-    def seconds(self, value: float) -> float:
-        return value
-
-    def give_up(self, error: Exception) -> None: ...
-
-    def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        return has_room()
-
-    def chunk(self, most: int, *, asked: bool) -> int:
-        return most
-
-    def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
-        here(lengths, joining, begun)
         return None
 
-    def rest(self) -> None: ...
 
-    def leader(self, sequences: Any) -> None: ...
-
-    def merging(self, caches: Sequence[Sequence[Any]]) -> None: ...
-
-    def sweeps(self) -> None: ...
+class Solo(Transport):
+    """All of the model is here: nobody has to agree, and nothing is sent."""
 
 
 def transport_of(model: Any) -> Transport:
