@@ -12,9 +12,8 @@ import pytest
 
 import outcore
 from fake_darwin_memory import GB, PAGE, FakeDarwin
-from outcore.engine.governor import MOST_CALM_S, Decision, Governor, reserve, room
+from outcore.engine.governor import DECOMPRESSIONS, HOLD_S, MOST_CALM_S, PAGING, Decision, Governor, reserve, room
 from outcore.engine.memory_monitor import Watch
-from outcore.engine.pressure_signs import DECOMPRESSIONS, HOLD_S, PAGING
 from outcore.machine.pressure import read_pressure
 
 UNIT = 200_000_000
