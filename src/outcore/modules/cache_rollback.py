@@ -92,9 +92,10 @@ def _save(cache: Any, apart: Collection[int] = ()) -> Restore:
         return _all([])
     if isinstance(cache, CacheList):
         return _all([_save(c, apart) for c in cache.caches])
-    names = ("offset",) if by_offset(cache) else tuple(vars(cache))
-    values = {name: _held(getattr(cache, name), apart) for name in names}
-    empty = by_offset(cache) and not is_away(cache) and cache.keys is None
+    offset = by_offset(cache)
+    values = {name: _held(getattr(cache, name), apart) for name in (("offset",) if offset else tuple(vars(cache)))}
+    # One that is away would read its keys for who asks.
+    empty = offset and cache.__dict__.get("keys", cache) is None
 
     def restore() -> None:
         for name, value in values.items():
