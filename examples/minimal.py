@@ -21,14 +21,14 @@ from outcore.plan.planner import make_plan, smallest_budget
 
 def load(folder: Path, budget: int, context: int = 512) -> Engine:
     """The model of a folder, within so many bytes; ``load(...).model`` works in mlx-lm's functions unchanged."""
-    profile = profile_of(open_lazily(open_checkpoint(folder)), context=context, prompt=None, dtype=None)
+    profile = profile_of(open_lazily(open_checkpoint(folder)), context=context, prompt=context)
     return Engine(make_plan(profile.size, budget), profile, ReadSettings())
 
 
 def smallest(folder: Path, context: int = 512) -> int:
     """Bytes of the smallest budget that works."""
     lazy = open_lazily(open_checkpoint(folder))
-    return smallest_budget(profile_of(lazy, context=context, prompt=None, dtype=None).size)
+    return smallest_budget(profile_of(lazy, context=context, prompt=context).size)
 
 
 def tokens(engine: Engine, prompt: list[int], count: int) -> Iterator[int]:

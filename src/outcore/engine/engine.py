@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -14,7 +16,6 @@ from ..disk.metrics import Metrics
 from ..disk.ring import Ring
 from ..machine.allocator import Needs, clear_cache, limits
 from ..machine.device import device_kind, on_cpu
-from ..machine.exclusive import Exclusive
 from ..modules.hooks import swap, unswap
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -40,6 +41,7 @@ class Engine:
     Args:
         profile: the lazily opened model.
         lazy: what stays in memory is read when it is first needed, where nothing is streamed.
+        exclusive: held while the model is computed with, or changed; None: nobody else does.
 
     Attributes:
         plan: what is resident, what is streamed, and where the bytes go.
@@ -47,7 +49,6 @@ class Engine:
         metrics: live counters.
         streaming: what streams the model; None while everything is resident.
         transport: to the ranks that have other layers of the model.
-        exclusive: which thread computes with the model.
         reading: how files are read.
         io: how they are: ``direct``, ``cached``, or ``none`` when everything is resident.
 
@@ -56,9 +57,18 @@ class Engine:
         CheckpointError: a file was written to since the model was opened.
     """
 
-    def __init__(self, plan: Plan, profile: ModelProfile, reading: ReadSettings, *, lazy: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        profile: ModelProfile,
+        reading: ReadSettings,
+        *,
+        lazy: bool = False,
+        exclusive: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.plan, self.size, self.profile, self.reading = plan, profile.size, profile, reading
-        self.metrics, self.exclusive, self.io = Metrics(), Exclusive(), "none"
+        self.metrics, self.io = Metrics(), "none"
+        self.exclusive: AbstractContextManager[object] = contextlib.nullcontext() if exclusive is None else exclusive
         self.streaming: Streaming | None = None
         self._closed = False
         self._unbound: Plan | None = None  # could not be bound while the model ran: whoever calls it next tries again

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
+from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
@@ -19,7 +19,6 @@ from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers
 from ..modules.module_tree import named_parameters
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
-from ..plan.context import planned_context
 from ..plan.model_size import (
     METAL_REUSE_BYTES,
     REST_BYTES,
@@ -136,9 +135,9 @@ class ModelProfile:
 def profile_of(
     lazy: LazyModel,
     *,
-    context: int | None,
-    prompt: int | None,
-    dtype: mx.Dtype | None,
+    context: int,
+    prompt: int,
+    dtype: mx.Dtype | None = None,
     direct: bool = True,
     together: bool = False,
     sources: Sources = PUBLISHED,
@@ -146,19 +145,13 @@ def profile_of(
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
     Args:
-        context: tokens of prompt and answer; None: as many as are usual.
-        prompt: tokens of the longest prompt, if known.
+        context: tokens of prompt and answer. prompt: of the longest prompt.
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
         together: several sequences will share sweeps.
         sources: where parameters lie.
-
-    Raises:
-        UsageError, PromptError: as ``planned_context``.
     """
     to = Cast(lazy.model, dtype)
-    context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
-    prompt = min(context, prompt or context)
     layers = _layers_on_disk(lazy, sources.loaded(lazy))
     rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, sources)
     where, planned = sources.places(lazy, layers)

@@ -19,6 +19,7 @@ from ..disk.replica import Replicas
 from ..disk.row_reader import RowReader
 from ..errors import BudgetError
 from ..machine.device import on_cpu
+from ..machine.exclusive import Exclusive
 from ..machine.memory import memory_limits
 from ..modules.module_tree import modules
 from ..modules.split_linear import split_rows
@@ -118,6 +119,7 @@ class Session(Engine):
 
     transport: Transport
     reading: Folders
+    exclusive: Exclusive
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Session(Engine):
         smaller = come_down(profile.size, plan, room(memory_limits()), calibration) if govern else plan
         if smaller.streams:
             pack_overlay(profile.lazy, profile.layers, profile.overlay, reading.progress)
-        super().__init__(smaller, profile, reading, lazy=lazy)
+        super().__init__(smaller, profile, reading, lazy=lazy, exclusive=Exclusive())
         self.residency = Residency(self, calibration, prefill_step_size)
         self.residency.layers.shed_layers |= set(plan.resident) - set(smaller.resident)
         if govern and self.residency.layers.spare_bytes:

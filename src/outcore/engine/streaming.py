@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,6 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
 from ..machine.allocator import clear_cache
-from ..machine.exclusive import Exclusive
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, handles
 from ..modules.hooks import absent, put, swap, unswap
@@ -57,7 +56,7 @@ class Streaming:
         metrics: Metrics,
         copies: bool,
         evaluates: bool,
-        exclusive: Exclusive,
+        exclusive: AbstractContextManager[object],
         graph: Graph,
         transport: Stage,
     ) -> None:

@@ -10,13 +10,14 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import LazyModel
+from ..checkpoint.lazy_model import LazyModel, longest_context, position_limit
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..errors import UsageError
 from ..machine.device import on_cpu
 from ..modules.layers import Layer, Projection
 from ..modules.module_tree import named_modules
 from ..modules.switches import Switch, find_switch, switches_in
+from ..plan.context import planned_context
 from ..plan.expert_plan import ExpertSize
 from ..plan.partition import ExpertNumbers
 from . import model_profile
@@ -52,9 +53,19 @@ class AllSources(Sources):
         return switch, None if switch is None or not used else expert_size(layer, switch, casts, place, used, to)
 
 
-def profile_of(lazy: LazyModel, **how: Any) -> ModelProfile:
-    """As ``model_profile.profile_of``, from all sources."""
-    return model_profile.profile_of(lazy, sources=AllSources(), **how)
+def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
+    """As ``model_profile.profile_of``, from all sources.
+
+    Args:
+        context: tokens of prompt and answer; None: as many as are usual.
+        prompt: tokens of the longest prompt, if known.
+
+    Raises:
+        UsageError, PromptError: as ``planned_context``.
+    """
+    context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
+    prompt = min(context, prompt or context)
+    return model_profile.profile_of(lazy, context=context, prompt=prompt, sources=AllSources(), **how)
 
 
 def expert_size(
