@@ -24,7 +24,7 @@ from outcore import OutcoreError, load_model
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.cli.batch import read_tasks
+from outcore.cli.batch import read_requests
 from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
 from outcore.decode.batch_file import Output, line_error, read_lines
@@ -162,18 +162,18 @@ def _batch(folder: Path) -> Target:
     def run(example: bytes) -> None:
         source.write_bytes(example + b"\n" + json.dumps(text | {"custom_id": "last"}).encode())
         lines = list(read_lines(source))
-        tasks, errors = read_tasks(lines, tokenizer, 5, 4096, ProgressBar())
+        requests, errors = read_requests(lines, tokenizer, 5, 4096, ProgressBar())
         # Whatever the first line is, the last one is answered, and none of the errors is one that nobody foresaw.
-        assert "last" in [t.line.custom_id for t in tasks]
+        assert "last" in [lines[r.uid].custom_id for r in requests]
         for _, error in errors:
             if line_error(error).code == "internal_error":
                 raise error
-        for task in tasks:
+        for request in requests:
             changed = logits
-            for process in task.request.processors:
-                changed = process(mx.array(list(task.request.tokens)), changed)
-            if task.request.sampler is not None:
-                mx.eval(task.request.sampler(changed - mx.logsumexp(changed, axis=-1, keepdims=True)))
+            for process in request.processors:
+                changed = process(mx.array(list(request.tokens)), changed)
+            if request.sampler is not None:
+                mx.eval(request.sampler(changed - mx.logsumexp(changed, axis=-1, keepdims=True)))
 
     return Target(st.one_of(*map(mutations.texts, (chat, text, ids))), run)
 

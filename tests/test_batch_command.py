@@ -19,8 +19,8 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
+from outcore.cli.commands import parser_of
 from outcore.cli.main import main
-from outcore.cli.parsers import batch as setup_arg_parser
 from outcore.decode.batch_file import CHAT, COMPLETION, NO_MEMORY, BatchRequest, Output, read_lines
 from outcore.loading.preparation import prepare
 from outcore.serve import batch_lines
@@ -448,5 +448,5 @@ def test_lines_are_known_by_what_they_say(tmp_path: Path) -> None:
 
 
 def test_flags_are_the_engines() -> None:
-    args = setup_arg_parser().parse_args(["--model", "m", "-i", "a", "-o", "b"])
+    args = parser_of("batch").parse_args(["--model", "m", "-i", "a", "-o", "b"])
     assert (args.max_tokens, args.decode_concurrency, args.memory, args.io) == (512, 32, None, "auto")

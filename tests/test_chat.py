@@ -174,7 +174,7 @@ def test_a_full_conversation_tells_one_number_and_has_used_the_room_of_longer_me
     shutil.copy(demo_model / "chat_template.jinja", folder)
     least = [*tight(folder, 48, kv_disk="off"), "--kv-disk", "off"]
     record, _, err = chat(capsys, monkeypatch, folder, ["hi"] * 2, "-m", "400", *least)
-    (ended,) = re.findall(r"no memory for more than (\d+) tokens", err)
+    (ended,) = re.findall(r"ends here, at the (\d+) that there is memory for", err)
     refused = re.findall(r"an answer pass the (\d+) that there is memory for", err)
     assert refused and set(refused) == {ended}
     assert record["context_tokens"] == int(ended) > 48
@@ -197,7 +197,7 @@ def test_an_answer_is_cut_where_the_context_ends(quick: Path, capsys: Any, monke
     record, _, err = chat(capsys, monkeypatch, quick, ["class A:"], "-m", "4000", *tight(quick, 20))
     # 20 with room for as long a message, which this one is not.
     assert 20 <= record["context_tokens"] < 40 and record["turns"][0]["finish_reason"] == "length"
-    assert f"no memory for more than {record['context_tokens']} tokens" in err
+    assert f"ends here, at the {record['context_tokens']} that there is memory for" in err
 
 
 def test_a_disk_that_is_full_ends_an_answer_and_not_the_conversation(

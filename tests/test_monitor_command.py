@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,23 +146,6 @@ def test_processes_come_and_go_and_keys_switch_between_models(folder: Path) -> N
     assert "gamma" in after() and "chat" not in after()
     live.press("q")
     assert live.over
-
-
-def test_k_ends_the_process_when_it_is_sure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number)))
-    live = LiveView()
-    live.look()
-    live.press("k")
-    assert "as Ctrl-C would" in drawn(live.look())
-    live.press("q")
-    assert not ended and not live.over
-    live.press("k")
-    live.press("y")
-    live.press("k")
-    assert "it was asked before" in drawn(live.look())
-    live.press("y")
-    assert ended == [(os.getpid(), signal.SIGINT), (os.getpid(), signal.SIGTERM)]
 
 
 def test_the_view_takes_a_terminal_over_and_gives_it_back(folder: Path) -> None:

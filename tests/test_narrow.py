@@ -45,7 +45,7 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     prepared = prepare(demo_model, memory="20MB", context=64)
     plan = prepared.plan
     # Longest words, and both marks in one row.
-    shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, width, foretold=True), width)
+    shown = printed(_curve_table([replace(plan, ttft_s=1234.5), plan], plan, plan, foretold=True), width)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
     assert "a token" in shown and "tokens/s" in shown

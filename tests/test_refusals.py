@@ -162,7 +162,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--system-prompt", "\udcff"], "--system-prompt: not UTF-8"),
     (["--prompt", ""], "--prompt: it is empty"),
     (["--max-tokens", "1" + "0" * 30], "--max-tokens 10000000000"),
-    (["--memory", "40000000"], "no unit; write 40000000B for bytes, 40.0 MB"),
+    (["--memory", "40000000"], "no unit; write 40000000B for bytes"),
     (["--memory", "4"], "write 4GB or 4GiB"),
     (["--memory", "0"], "--memory 0: a size must be at least one byte"),
     (["--memory", "-5MB"], "--memory -5MB: a size cannot be negative"),

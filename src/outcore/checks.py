@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .sizes import MOST_BYTES, format_size
+from .sizes import MOST_BYTES
 from .text import shortened
 
 COUNT = 2**31 - 1
@@ -53,10 +53,9 @@ def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise UsageError(f"{shown_value(name, value)}: a number is needed")
-    if not least <= value <= most or value in (math.inf, -math.inf):
-        if math.isfinite(least) and math.isfinite(most):
-            raise UsageError(f"{shown_value(name, value)}: from {least:g} to {most:g}")
+    if not least <= value <= most or math.isinf(value):
         bounds = f"at least {least:g}" if value < least else "a finite number is needed"
+        bounds = f"from {least:g} to {most:g}" if math.isfinite(least) and math.isfinite(most) else bounds
         raise UsageError(f"{shown_value(name, value)}: {bounds}")
     return float(value)
 
@@ -114,31 +113,22 @@ def parse_size(text: str, *, flag: str = "--memory") -> int:
     Raises:
         UsageError: no unit, an unknown unit, no number, or a size that is not between 1 byte and 2**63 - 1.
     """
-    shown = text if len(text) <= _MOST_CHARACTERS and text.isprintable() else f"{text[:_MOST_CHARACTERS]!r}..."
-    where = f"{flag} {shown}" if text.strip() else f"{flag} {text!r}"
     match = _SIZE.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    sign, number, unit = match.groups() if match is not None else ("", "0", "")
+    nbytes = int(Decimal(number) * _UNITS.get(unit.upper(), 1))
     if match is None:
-        raise UsageError(f"{where}: not a size; write {_ACCEPTED}, such as 4GB")
-    sign, number, unit = match.groups()
-    if sign == "-":
-        raise UsageError(f"{where}: a size cannot be negative")
-    if not unit and not Decimal(number):
-        raise UsageError(f"{where}: a size must be at least one byte, such as 4GB")
-    if not unit:
-        raise UsageError(f"{where}: no unit; write {_with_unit(number)}")
-    if unit.upper() not in _UNITS:
-        raise UsageError(f"{where}: unknown unit {unit}; write {_ACCEPTED}")
-    nbytes = int(Decimal(number) * _UNITS[unit.upper()])
-    if nbytes == 0:
-        raise UsageError(f"{where}: a size must be at least one byte")
-    if nbytes > MOST_BYTES:
-        raise UsageError(f"{where}: more bytes than any machine can address; write a smaller size")
-    return nbytes
-
-
-def _with_unit(number: str) -> str:
-    """What somebody may have meant who wrote no unit: a number of gigabytes, or of bytes."""
-    if Decimal(number) < _UNITS["MB"]:
-        return f"{number}GB or {number}GiB"
-    nbytes = int(Decimal(number))
-    return f"{nbytes}B for bytes" + (f", {format_size(nbytes)}" if nbytes <= MOST_BYTES else "")
+        why = f"not a size; write {_ACCEPTED}, such as 4GB"
+    elif sign == "-":
+        why = "a size cannot be negative"
+    elif unit and unit.upper() not in _UNITS:
+        why = f"unknown unit {unit}; write {_ACCEPTED}"
+    elif not unit and nbytes:
+        why = f"no unit; write {f'{number}GB or {number}GiB' if nbytes < _UNITS['MB'] else f'{number}B for bytes'}"
+    elif nbytes == 0:
+        why = "a size must be at least one byte, such as 4GB"
+    elif nbytes > MOST_BYTES:
+        why = "more bytes than any machine can address; write a smaller size"
+    else:
+        return nbytes
+    shown = text if len(text) <= _MOST_CHARACTERS and text.isprintable() else f"{text[:_MOST_CHARACTERS]!r}..."
+    raise UsageError(f"{flag} {shown if text.strip() else repr(text)}: {why}")

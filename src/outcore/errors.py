@@ -1,23 +1,5 @@
 """Every error that Outcore raises on purpose.
 
-    OutcoreError
-    ├── UsageError(ValueError)         an argument that cannot be meant: a size without a unit, a negative count
-    ├── BudgetError(ValueError)        a budget that is too small for the model, or larger than the machine
-    ├── CheckpointError                a model folder that cannot be trusted or is not whole
-    │   ├── MissingFileError           a shard, an index entry or config.json that is not there
-    │   ├── HeaderError                a safetensors file whose header or length is wrong
-    │   └── UnsupportedModelError      a model type that mlx-lm does not know, or code that was not allowed to run
-    ├── StoreError                     a packed copy that cannot be written or no longer fits
-    │   └── StoreSpaceError            no room on the disk for a packed copy
-    ├── ReadError                      reading a unit failed while the model was running
-    ├── LinkError                      another rank is gone, silent, or said what it should not
-    ├── CalibrationError               this machine cannot be measured, or the result cannot be kept
-    ├── PromptError(ValueError)        a prompt that is empty, no text, or longer than the context
-    ├── RequestError(ValueError)       a request of a batch that is malformed or asks for what is not there
-    ├── OutputError                    answers that cannot be written
-    ├── BusyError                      a model that another thread is generating with
-    └── ClosedError                    a streamed model used after it was closed
-
 A message is one line: what was wrong, where (file, tensor, unit, byte), and what to do about it.
 """
 

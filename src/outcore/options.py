@@ -233,42 +233,66 @@ class LoadOptions:
     """Other machines that have layers of the model (``loading.preparation.Ranks``); None: it is all here."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            self._check_field(each)
+        checked = {each.name: self._checked(each) for each in fields(self)}
+        checked |= {"mirror": self._mirrors(), "prefix_cache": self._prefix_bytes(), "memory": self._bytes()}
         if not hasattr(self.sequences, "most"):
-            object.__setattr__(self, "sequences", whole(self.name("sequences"), self.sequences))
+            checked["sequences"] = whole(self.name("sequences"), self.sequences)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
             raise UsageError(f"{shown_value(self.name('kv_dir'), self.kv_dir)}: a folder")
-        self._check_mirrors()
         if self.kv_disk == "on" and self.sequences != 1:
             raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
-        reserved_tokens(self.priority, self.name("priority"))
         if self.experts and self.resident is not None:
             raise UsageError(
                 f"{self.name('experts')} {self.experts} and {self.name('resident')} {self.resident}: give one or the "
                 "other; where experts are read one by one, all other layers stay in memory"
             )
-        if self.prefix_cache not in ("on", "off"):
-            object.__setattr__(self, "prefix_cache", self._prefix_bytes())
-        self._check_memory()
 
-    def _check_field(self, each: Field[Any]) -> None:
-        """What the field's declaration says of it: a count from ``least``, one of ``words``, or a truth."""
+    def _checked(self, each: Field[Any]) -> Any:
+        """A field's value, as its declaration has it: a count from ``least``, one of ``words``, or a truth."""
         name, value, said = self.name(each.name), getattr(self, each.name), each.metadata
+        if each.name == "priority":
+            choice(name, PUBLISHED_PRIORITIES.get(value, value) if isinstance(value, str) else value, PRIORITIES)
         if not said or (value is None and each.default is None):
-            return
+            return value
         if said["least"] is not None:
-            object.__setattr__(self, each.name, whole(name, value, said["least"]))
-        elif said["words"]:
-            choice(name, value, said["words"])
-        elif str(each.type).startswith("bool") and not isinstance(value, bool):
+            return whole(name, value, said["least"])
+        if said["words"]:
+            return choice(name, value, said["words"])
+        if str(each.type).startswith("bool") and not isinstance(value, bool):
             raise UsageError(f"{shown_value(name, value)}: True or False")
+        return value
 
-    def _prefix_bytes(self) -> int:
+    def _prefix_bytes(self) -> int | str:
         name, size = self.name("prefix_cache"), self.prefix_cache
+        if size in ("on", "off"):
+            return size
         if isinstance(size, str) and not any(c.isdigit() for c in size):
             raise UsageError(f"{shown_value(name, size)}: on, off or a size such as 5GB")
         return parse_size(size, flag=name) if isinstance(size, str) else whole(name, size)
+
+    def _mirrors(self) -> tuple[str | Path, ...] | None:
+        given: Any = self.mirror
+        mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
+        if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
+            raise UsageError(f"{shown_value(self.name('mirror'), given)}: a folder, or several")
+        if len({str(Path(m)) for m in mirrors}) < len(mirrors):
+            raise UsageError(f"{self.name('mirror')}: one folder is there twice")
+        return tuple(mirrors) or None
+
+    def _bytes(self) -> int | float | str | None:
+        memory, name = self.memory, self.name("memory")
+        if not self.asked:
+            return memory
+        if not isinstance(memory, str):
+            return whole(name, memory, most=MOST_BYTES)
+        share = SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
+        if share is None:
+            parse_size(memory, flag=name)
+        elif not 0 < float(share[1]) <= 100:
+            raise UsageError(f"{shown_value(name, memory.strip())}: from 1% to 100% of what may be used now")
+        return memory
 
     def name(self, argument: str) -> str:
         """What the user calls an argument."""
@@ -282,7 +306,7 @@ class LoadOptions:
     @property
     def reserved(self) -> int | None:
         """Tokens of context that memory is reserved for at first; None: all."""
-        return reserved_tokens(self.priority)
+        return PRIORITIES[PUBLISHED_PRIORITIES.get(self.priority, self.priority)]
 
     @property
     def most_sequences(self) -> int:
@@ -294,39 +318,18 @@ class LoadOptions:
         """Folders with copies of the model."""
         return tuple(Path(m) for m in self.mirror) if isinstance(self.mirror, tuple) else ()
 
-    def _check_mirrors(self) -> None:
-        given: Any = self.mirror
-        mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
-        if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
-            raise UsageError(f"{shown_value(self.name('mirror'), given)}: a folder, or several")
-        if len({str(Path(m)) for m in mirrors}) < len(mirrors):
-            raise UsageError(f"{self.name('mirror')}: one folder is there twice")
-        object.__setattr__(self, "mirror", tuple(mirrors) or None)
 
-    def _check_memory(self) -> None:
-        if not self.asked:
-            return
-        memory, name = self.memory, self.name("memory")
-        if not isinstance(memory, str):
-            object.__setattr__(self, "memory", whole(name, memory, most=MOST_BYTES))
-            return
-        share = SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
-        if share is None:
-            parse_size(memory, flag=name)
-        elif not 0 < float(share[1]) <= 100:
-            raise UsageError(f"{shown_value(name, memory.strip())}: from 1% to 100% of what may be used now")
-
-
-def told(name: str) -> str:
-    """What a field decides, the words that it may be, and its default."""
-    each = LoadOptions.__dataclass_fields__[name]
-    said, default = each.metadata, each.default
-    words = f" One of {', '.join(said['words'])}." if said["words"] else ""
-    return f"{said['help']}{words}" if "Default" in said["help"] else f"{said['help']}{words} Default: {default}."
+def said_of(name: str) -> str:
+    """What a field decides, the words that it may be, and its default where that needs words."""
+    said = LoadOptions.__dataclass_fields__[name].metadata
+    text, there, default = said["help"].partition(" Default:")
+    return text + (f" {', '.join(said['words'])}." if said["words"] else "") + there + default
 
 
 LoadOptions.__doc__ = f"{LoadOptions.__doc__}\n    Attributes:\n" + "".join(
-    f"        {name}: {told(name)}\n" for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata
+    f"        {name}: {said_of(name)}{'' if 'Default' in said_of(name) else f' Default: {each.default}.'}\n"
+    for name, each in LoadOptions.__dataclass_fields__.items()
+    if each.metadata
 )
 
 
@@ -368,13 +371,3 @@ def in_python(text: str) -> str:
     """A text with arguments' names in place of flags'."""
     flags = {FLAGS.get(name, "--" + name.replace("_", "-")): name for name in LoadOptions.__dataclass_fields__}
     return re.sub(r"(?<![\w-])--[a-z][a-z-]*[a-z]", lambda m: flags.get(m[0], m[0]), text)
-
-
-def reserved_tokens(priority: str, name: str = "priority") -> int | None:
-    """Tokens of context that a priority reserves memory for at first; None: all.
-
-    Raises:
-        UsageError: there is no such priority.
-    """
-    known = PUBLISHED_PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
-    return PRIORITIES[choice(name, known, PRIORITIES)]

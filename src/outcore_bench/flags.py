@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outcore.cli.flag_table import FLAGS, Flag, command_parser, flag, grouped
-from outcore.cli.parser import ArgumentParser
+from outcore.cli.flags import FLAGS, command_parser
+from outcore.cli.parser import ArgumentParser, Flag, flag, grouped
 from outcore.options import IO_MODES
 
 from .words import AUTO, BUDGETS, CACHES, IO, WAYS

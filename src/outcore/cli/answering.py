@@ -1,13 +1,15 @@
-"""What ``generate``, ``chat`` and ``cache-prompt`` share: flags as arguments of ``stream_generate``, an answer as it is
-made, strings that end one, and a Ctrl-C that breaks nothing off by itself."""
+"""What ``generate``, ``chat`` and ``cache-prompt`` share: flags as arguments of ``stream_generate``, prompts, an answer
+as it is made, strings that end one, and a Ctrl-C that breaks nothing off by itself."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +26,12 @@ from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..errors import UsageError
 from ..serve.parsing import Stopper
-from .model_folder import model_folder
+from ..text import one_line
+from .arguments import text_of
+from .engine import model_folder
+from .output import say
 
-KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+QUANTIZED = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
 """What MLX quantizes to."""
 
 
@@ -36,9 +41,6 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
     Args:
         settings: further arguments of the tokenizer.
         preset: arguments of ``Preset.prepare``.
-
-    Raises:
-        UsageError: no token could be drawn by these flags, with any model or with this one.
     """
     folder = model_folder(args)
     config = config_of(folder)
@@ -54,11 +56,7 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
 
 
 def draft_tokens(args: argparse.Namespace) -> dict[str, int]:
-    """``--num-draft-tokens`` as an argument of ``stream_generate``.
-
-    Raises:
-        UsageError: a number that cannot be meant.
-    """
+    """``--num-draft-tokens`` as an argument of ``stream_generate``."""
     most = args.num_draft_tokens
     return {} if most is None else {"num_draft_tokens": check_draft_length(most, "--num-draft-tokens")}
 
@@ -87,19 +85,14 @@ def cache_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_cache_flags(args: argparse.Namespace) -> None:
-    """The flags of ``cache_options``, and ``--max-kv-size``.
-
-    Raises:
-        UsageError: MLX quantizes to no such numbers.
-    """
-    if args.kv_bits is not None and args.kv_bits not in KV_BITS:
-        raise UsageError(f"--kv-bits {args.kv_bits}: choose from {', '.join(map(str, KV_BITS))}")
-    if args.kv_group_size not in KV_GROUPS:
-        raise UsageError(f"--kv-group-size {args.kv_group_size}: choose from {', '.join(map(str, KV_GROUPS))}")
-    whole("--quantized-kv-start", args.quantized_kv_start, 0)
-    for flag, number in (("--max-kv-size", args.max_kv_size), ("--prefill-step-size", args.prefill_step_size)):
-        if number is not None:
-            whole(flag, number)
+    """The flags of ``cache_options``, and ``--max-kv-size``."""
+    least = {"quantized_kv_start": 0, "max_kv_size": 1, "prefill_step_size": 1}
+    for name in (*QUANTIZED, *least):
+        flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
+        if number is not None and number not in QUANTIZED.get(name, [number]):
+            raise UsageError(f"{flag} {number}: choose from {', '.join(map(str, QUANTIZED[name]))}")
+        if number is not None and name in least:
+            whole(flag, number, least[name])
 
 
 def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) -> None:
@@ -108,6 +101,27 @@ def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) ->
     if args.kv_bits is not None and tokens - 1 < args.quantized_kv_start:
         start = f"begins at token {args.quantized_kv_start} (--quantized-kv-start)"
         session.note(f"--kv-bits {args.kv_bits} {start}: nothing of these {tokens} was quantized")
+
+
+def prompt_text(given: str) -> str:
+    """``--prompt``, or for ``-`` all of standard input."""
+    try:
+        if given == "-":
+            given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"--prompt -: standard input is not UTF-8 at byte {e.start}; convert it") from e
+    except OSError as e:
+        raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
+    return text_of("--prompt", given)
+
+
+def rendered(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], hint: str = "", **options: Any) -> str:
+    """What the chat template makes of messages, as mlx-lm does; ``hint``: what else can be tried."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as e:  # a template is code that comes with the model: it raises what it likes
+        raise UsageError(f"the model's chat template refuses this: {one_line(e)}{hint}") from e
+    return text_of("the chat template's text", str(text))
 
 
 class AnswerOutput:
@@ -126,14 +140,23 @@ class AnswerOutput:
         self.finish = "memory"
         self._began = time.perf_counter()
 
-    def add(self, response: GenerationResponse) -> None:
-        """One token more."""
-        if self.last is None:
-            self.ttft = time.perf_counter() - self._began
-        self.last = response
-        self.text += response.text
-        self.tokens.append(response.token)
-        self.finish = response.finish_reason or self.finish
+    def shown(
+        self, responses: Iterator[GenerationResponse], stops: Sequence[str], begun: Callable[[], None]
+    ) -> Generator[GenerationResponse, None, None]:
+        """The responses up to a stop string, each of them noted and written to standard output; ``begun`` is called
+        with the first."""
+        # Closed at once: only then do the caches hold what was said.
+        with closing(until_stop(responses, stops)) as until:
+            for response in until:
+                if self.last is None:
+                    begun()
+                    self.ttft = time.perf_counter() - self._began
+                self.last = response
+                self.text += response.text
+                self.tokens.append(response.token)
+                self.finish = response.finish_reason or self.finish
+                say(response.text)
+                yield response
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -151,7 +174,9 @@ class AnswerOutput:
         }
 
 
-def until_stop(responses: Iterator[GenerationResponse], stops: Sequence[str]) -> Iterator[GenerationResponse]:
+def until_stop(
+    responses: Iterator[GenerationResponse], stops: Sequence[str]
+) -> Generator[GenerationResponse, None, None]:
     """The same responses up to the first of these strings, without it; ``finish_reason`` is ``stop`` then.
 
     Text that a stop string may begin with comes later, when it is known that it does not.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,20 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.eviction import note_bounds
 from ..decode.generate import stream_generate
-from ..decode.prompt import check_prompt
+from ..decode.prompt import most_tokens
 from ..decode.saved_conversation import SavedTurn
 from ..decode.speculative.speculate import Processor
 from ..engine.session import Session
-from ..engine.transport import Agreement, transport_of
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..sizes import format_size
-from .answering import AnswerOutput, interruptible, until_stop
+from .answering import AnswerOutput, interruptible
 from .engine import ProgressBar, sweep_progress
-from .kept_chat import KeptChat
-from .output import say
+from .kept_chat import WARN, KeptChat
 from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED, TYPED_ELSEWHERE
 
 COMMAND = re.compile(r"/[a-z]+")
 
-RESET, WARN = "r resets the conversation", "yellow"
+RESET = "r resets the conversation"
 
 
 class _Stopped(Exception):
@@ -64,24 +61,19 @@ class Chat:
     ) -> None:
         self.turns: list[dict[str, Any]] = []
         self.tokens: list[int] = []
-        self._name, self._stop = name, stop
-        self._longest = 0  # tokens that a conversation was found to have memory for at most
-        self._model, self._options, self._bar = model, options, bar
+        self._name, self._stop, self._model, self._options, self._bar = name, stop, model, options, bar
+        self._room = 0  # tokens that a conversation was found to have memory for at most
         self._session: Session = model.outcore
+        self._agreement = self._session.transport
         self._tokenizer = template.tokenizer
+        # Tokens that the conversation may have, where none of them goes.
+        self._bound: int | None = options["max_kv_size"] if options["kv_eviction"] == "none" else None
         # Otherwise what goes is chosen by the text, and caches keep all that they are given.
-        self._rotates = options["kv_eviction"] in (None, "window")
-        window = options["max_kv_size"] if self._rotates else None
+        window = options["max_kv_size"] if options["kv_eviction"] in (None, "window") else None
         if window is not None:
             note_bounds(model, self._session)
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
-        self.kept = KeptChat(
-            self._session,
-            self._conversation,
-            self._tokenizer,
-            name,
-            lambda text, warns: self._say(text, WARN if warns else "dim"),
-        )
+        self.kept = KeptChat(self._session, self._conversation, self._tokenizer, name, self._say)
 
     def greet(self) -> None:
         """Say what runs, and what can be typed."""
@@ -116,7 +108,7 @@ class Chat:
         """Further keys, but for those that say nothing here."""
         if TYPED_ELSEWHERE in os.environ:
             return CHAT_LINES
-        return f"{CHAT_FILES}, {CHAT_TYPED}" if transport_of(self._model).alone else CHAT_TYPED
+        return f"{CHAT_FILES}, {CHAT_TYPED}" if self._agreement.alone else CHAT_TYPED
 
     def _command(self, word: str, rest: str) -> None:
         if word == "/help":
@@ -125,7 +117,7 @@ class Chat:
             self._say(f"{word}: no such command; a space before it makes it a message. {self._more()}", WARN)
         elif not rest:
             self._say(f"{word}: give a file", WARN)
-        elif not transport_of(self._model).alone:
+        elif not self._agreement.alone:
             self._say(f"{word}: not over several machines", WARN)
         else:
             try:
@@ -153,38 +145,7 @@ class Chat:
         sweeps = session.metrics.sweeps
         self.kept.unsure = True
         answer = AnswerOutput()
-        failed: Exception | None = None
-        agreement = transport_of(self._model)
-        alone, agreed = agreement.alone, False
-        with (
-            interruptible() as pressed,
-            self._prompt_progress(pressed if alone else lambda: False) as (progress, begun),
-        ):
-            try:
-                most = self._agreed_most(agreement, len(prompt))
-                agreed = True
-                caches: dict[str, Any] = {
-                    "prompt_cache": conversation.cache,
-                    "history": conversation.text[: conversation.held],
-                    # The next message's sweep computes it.
-                    "leave_last": True,
-                    "shared_prefix": conversation.shared(prompt),
-                }
-                given = {**caches, **progress, **self._options, **self._processors(), "max_tokens": most}
-                responses = until_stop(stream_generate(self._model, self._tokenizer, prompt, **given), self._stop)
-                # Closed at once: only then do the caches hold what was said.
-                with closing(responses):  # type: ignore[type-var]
-                    for response in responses:
-                        begun()
-                        answer.add(response)
-                        say(response.text)
-                        if agreement.numbers(lambda: [int(pressed())])[0] and response.finish_reason is None:
-                            answer.finish = "interrupted"
-                            break
-            except (PromptError, BudgetError, StoreError, _Stopped) as e:  # the caches are as they were
-                if agreed and not alone:  # others go on with an answer that this one cannot give
-                    raise
-                failed = e
+        failed = self._generate(prompt, answer)
         self.kept.unsure = bool(answer.tokens)
         all_of_it = conversation.held + len(prompt) + len(answer.tokens)
         gone = "" if session.text is None else f", {all_of_it - len(session.text)} older ones went"
@@ -202,6 +163,43 @@ class Chat:
         if answer.last is not None:
             self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps, gone)
 
+    def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
+        """Answer a prompt; returns why there is no answer or no more of it: the caches are as they were then."""
+        conversation, agreement, agreed = self._conversation, self._agreement, False
+        with interruptible() as pressed:
+
+            def check(*_: int) -> None:
+                if agreement.alone and pressed():
+                    raise _Stopped
+
+            begun = sweep_progress(self._bar, self._session, check)
+            try:
+                most = self._agreed_most(len(prompt))
+                agreed = True
+                given: dict[str, Any] = {
+                    "prompt_cache": conversation.cache,
+                    "history": conversation.text[: conversation.held],
+                    "leave_last": True,  # the next message's sweep computes it
+                    "shared_prefix": conversation.shared(prompt),
+                    "prompt_progress_callback": lambda done, total: check() if done < total else None,
+                    **self._options,
+                    **self._processors(),
+                    "max_tokens": most,
+                }
+                tokens = stream_generate(self._model, self._tokenizer, prompt, **given)
+                with closing(answer.shown(tokens, self._stop, begun)) as responses:
+                    for response in responses:
+                        if agreement.numbers(lambda: [int(pressed())])[0] and response.finish_reason is None:
+                            answer.finish = "interrupted"
+                            break
+            except (PromptError, BudgetError, StoreError, _Stopped) as e:
+                if agreed and not agreement.alone:  # others go on with an answer that this one cannot give
+                    raise
+                return e
+            finally:
+                begun()
+        return None
+
     def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int, gone: str) -> None:
         """Note an answer to a prompt of so many tokens, and say how long it took."""
         found, last = self._session.found, answer.last
@@ -217,22 +215,20 @@ class Chat:
         if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
             self._say(self._full, WARN)
 
-    @property
-    def _bound(self) -> int | None:
-        """Tokens that the conversation may have, where none of them goes."""
-        most: int | None = self._options["max_kv_size"] if self._options["kv_eviction"] == "none" else None
-        return most
+    def _limit(self, tokens: int, room: int) -> str:
+        """What a conversation of so many tokens has come to; ``room``: tokens that there is memory for."""
+        longest = self._session.positions
+        if self._bound is not None and tokens >= self._bound:
+            return f"the {self._bound} of --max-kv-size"
+        if longest is not None and tokens > longest:  # the last token has no position
+            return f"the {longest} that the model has positions for"
+        return f"the {room} that there is memory for"
 
     @property
     def _full(self) -> str:
         """Why an answer ends that the model did not end."""
         said = len(self._conversation.text)
-        if self._bound is not None and said >= self._bound:
-            return f"the answer ends here: --max-kv-size {self._bound}; {RESET}"
-        longest = self._session.positions
-        if longest is not None and said > longest:  # the last token has none
-            return f"the answer ends here: the model has positions for {longest} tokens; {RESET}"
-        return f"the answer ends here: no memory for more than {said} tokens; {RESET}"
+        return f"the answer ends here, at {self._limit(said, said)}; {RESET}"
 
     def _stopped(self, answer: AnswerOutput) -> bool:
         """Whether a stop string ended it: then it is among its tokens, and not in its text."""
@@ -252,45 +248,27 @@ class Chat:
         found = self._options.get("logits_processors")
         return {"logits_processors": [whole(process) for process in found]} if found else {}
 
-    def _agreed_most(self, agreement: Agreement, prompt: int) -> int:
+    def _agreed_most(self, prompt: int) -> int:
         """``_most``, of the rank that has the least room; whatever it raises, all raise."""
         why, most = PromptError("another machine has no room for it"), 0
         try:
             most = self._most(prompt)
         except PromptError as e:
             why = e
-        (agreed,) = agreement.leasts([most])
+        (agreed,) = self._agreement.leasts([most])
         if agreed == 0:
             raise why
         return agreed
 
     def _most(self, prompt: int) -> int:
         """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
-        most, held = self._options["max_tokens"], self._conversation.held
-        bounded = self._options["max_kv_size"] is None
+        asked, held = self._options["max_tokens"], self._conversation.held
         if self._options["kv_eviction"] == "halve":
-            return int(most)  # there is always room
-
-        def had(tokens: int) -> int:
-            return check_prompt(prompt, tokens, self._session, held, bounded)
-
-        with suppress(PromptError):
-            return had(most)
-        if most < 2:
-            return had(most)
-
-        def refused(tokens: int) -> bool:
-            try:
-                return had(tokens) < 0
-            except PromptError:
-                return True
-
-        # The most that there can be memory for: what is needed grows with each token.
-        fits = bisect_left(range(1, int(most)), True, key=refused)
-        if fits == 0:
-            return had(1)
-        self._longest = held + prompt + fits
-        return had(fits)
+            return int(asked)  # there is always room
+        most = most_tokens(prompt, asked, self._session, held, self._options["max_kv_size"] is None)
+        if most < asked:
+            self._room = held + prompt + most
+        return most
 
     def _why(self, failed: Exception, prompt: int, answer: AnswerOutput) -> tuple[str, str]:
         """What to tell of an answer that did not come, or not to its end; and how."""
@@ -299,48 +277,13 @@ class Chat:
         if isinstance(failed, StoreError):
             kept = "what was said is kept" if answer.tokens else "the message is not part of the conversation"
             return f"{failed}; {kept}", WARN
-        said, longest = len(self._conversation.text), self._session.positions
         if answer.tokens:
             return self._full, WARN
-        tokens = self._conversation.held + prompt
-        room = max(self._longest, self._session.plan.context)
-        limit = f"the {room} that there is memory for"
+        tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
         if tokens < room and self._bound is None:
             return f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}", WARN
-        if self._bound is not None:
-            limit = f"the {self._bound} of --max-kv-size"
-        if longest is not None and tokens > longest:
-            limit = f"the {longest} that the model has positions for"
-        hint = RESET if said else "send a shorter one"
-        return f"no room for this message: {tokens} tokens and an answer pass {limit}; {hint}", WARN
-
-    @contextmanager
-    def _prompt_progress(self, asked: Callable[[], bool]) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
-        """Shows a prompt's sweep, and breaks it off when asked to. Gives arguments for ``stream_generate``, and what to
-        call with the first token."""
-        streaming = self._session.streaming
-        first_token = sweep_progress(self._bar, self._session)
-
-        def unit() -> None:
-            if asked():
-                raise _Stopped
-
-        def chunk(done: int, total: int) -> None:
-            if done < total and asked():
-                raise _Stopped
-
-        if streaming is not None:
-            streaming.after_unit.join(unit)
-
-        def begun() -> None:
-            first_token()
-            if streaming is not None:
-                streaming.after_unit.leave(unit)
-
-        try:
-            yield {"prompt_progress_callback": chunk}, begun
-        finally:
-            begun()
+        hint = RESET if self._conversation.text else "send a shorter one"
+        return f"no room for this message: {tokens} tokens and an answer pass {self._limit(tokens, room)}; {hint}", WARN
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,7 @@
-"""Parsed flags as arguments of the library, and checks that several commands share. Imports no MLX."""
+"""Parsed flags as arguments of the library, and checks that several commands share. Imports no MLX.
+
+What cannot be meant is refused with a UsageError that names the flag.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from ..checks import choice, whole
 from ..errors import UsageError
 from ..options import KV_EVICTIONS, LEAST_HALVED
 from ..text import half_character, one_line
+from .flags import GROUPS
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
-    names = ("memory", "resident", "experts", "io", "slots", "kv_disk", "mirror", "dtype", "cpu_streams")
-    given = {name: getattr(args, name) for name in names} | {"threads": args.preset.threads, "flags": True}
-    own = {name: getattr(args, name, None) for name in ("ranks", "priority")}
-    return given | {name: value for name, value in own.items() if value is not None}
+    names = [name.replace("-", "_") for name in (*GROUPS["engine-flags"], "priority", "ranks")]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return given | {"threads": args.preset.threads, "flags": True}
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -28,22 +31,14 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_max_tokens(tokens: int) -> None:
-    """``--max-tokens``.
-
-    Raises:
-        UsageError: no number of tokens.
-    """
+    """``--max-tokens``."""
     if tokens == 0 or tokens < -1:
         raise UsageError(f"--max-tokens {tokens}: ask for at least one token, or -1 for no limit")
     whole("--max-tokens", tokens, -1)
 
 
 def check_window(args: argparse.Namespace) -> None:
-    """``--max-kv-size`` and ``--kv-eviction``.
-
-    Raises:
-        UsageError: no such eviction, one of nothing, or too few tokens for it.
-    """
+    """``--max-kv-size`` and ``--kv-eviction``."""
     how, most = args.kv_eviction, args.max_kv_size
     if how is not None:
         choice("--kv-eviction", how, KV_EVICTIONS)
@@ -54,22 +49,14 @@ def check_window(args: argparse.Namespace) -> None:
 
 
 def text_of(flag: str, text: str) -> str:
-    """What was given as text, if it is.
-
-    Raises:
-        UsageError: it holds bytes that are not UTF-8.
-    """
+    """What was given as text; a command line may hold bytes that are not UTF-8."""
     if (at := half_character(text)) is not None:
         raise UsageError(f"{flag}: not UTF-8 text from character {at} on; convert it")
     return text
 
 
 def template_options(text: str | None) -> dict[str, Any]:
-    """``--chat-template-config``.
-
-    Raises:
-        UsageError: it is no JSON object.
-    """
+    """``--chat-template-config``."""
     flag = "--chat-template-config"
     text = text_of(flag, text or "{}")
     try:

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -22,16 +21,10 @@ _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; its exit status, 1 where something could not be removed.
-
-    Raises:
-        UsageError: nothing has such a name, or several things do; or nobody can be asked.
-        StoreError: others could have put something into the folder.
-    """
+    """Run the command; its exit status, 1 where something could not be removed."""
     found = contents()
     if args.action == "ls":
-        args.result.record = _record(found)
-        _show(found)
+        _list(args, found)
         return 0
     if args.action == "rm":
         chosen = list(dict.fromkeys(_named(name, found) for name in args.names))
@@ -39,15 +32,19 @@ def run(args: argparse.Namespace) -> int:
         chosen = [e for e in found if e.kind != CONVERSATION]
         if kept := len(found) - len(chosen):
             tell(f"outcore cache: {counted(kept, 'conversation')} of chat --session stay; remove them by name (rm)")
-        size = format_size(sum(e.nbytes for e in chosen))
-        if (
-            chosen
-            and not args.force
-            and not _agreed(f"Remove all of it, {counted(len(chosen), 'thing')}, {size}, from {cache_dir()}?")
-        ):
+        if chosen and not args.force and not _agreed(chosen):
             tell("outcore cache: nothing was removed")
             return 1
-    removed, refused = _remove(chosen)
+    removed: list[Entry] = []
+    refused: dict[str, str] = {}
+    for entry in chosen:
+        try:
+            entry.remove()
+            removed.append(entry)
+        except FileNotFoundError:
+            removed.append(entry)  # by somebody else
+        except (OSError, OutcoreError) as e:
+            refused[entry.name] = f"cannot be removed: {e.strerror or e}" if isinstance(e, OSError) else str(e)
     for name, why in refused.items():
         tell(f"outcore cache: {name}: {why}")
     nbytes = sum(e.nbytes for e in removed)
@@ -67,36 +64,19 @@ def _named(name: str, found: Sequence[Entry]) -> Entry:
     raise UsageError(f"{shortened(name)}: there is nothing of that name; outcore cache ls shows what there is")
 
 
-def _agreed(question: str) -> bool:
+def _agreed(chosen: Sequence[Entry]) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("clear asks first, and standard input is no terminal: give --force")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    what = f"{counted(len(chosen), 'thing')}, {format_size(sum(e.nbytes for e in chosen))}"
+    print(f"Remove all of it, {what}, from {cache_dir()}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _remove(chosen: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
-    """What was removed, and of the rest why not."""
-    removed, refused = [], {}
-    for entry in chosen:
-        try:
-            entry.remove()
-        except FileNotFoundError:
-            pass  # somebody else removed it
-        except OSError as e:
-            refused[entry.name] = f"cannot be removed: {e.strerror or e}"
-            continue
-        except OutcoreError as e:
-            refused[entry.name] = str(e)
-            continue
-        removed.append(entry)
-    return removed, refused
-
-
-def _record(found: Sequence[Entry]) -> dict[str, Any]:
-    now = time.time()
-    return {
+def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
+    now, total = time.time(), sum(e.nbytes for e in found)
+    args.result.record = {
         "folder": str(cache_dir()),
-        "bytes": sum(e.nbytes for e in found),
+        "bytes": total,
         "entries": [
             {
                 "name": e.name,
@@ -110,13 +90,11 @@ def _record(found: Sequence[Entry]) -> dict[str, Any]:
             for e in found
         ],
     }
-
-
-def _show(found: Sequence[Entry]) -> None:
-    now = time.time()
+    if not found:
+        print(f"nothing in {cache_dir()}")
+        return
     table = Table(box=None, pad_edge=False)
-    table.add_column("name", overflow="fold")
-    for name in ("kind", "model"):
+    for name in ("name", "kind", "model"):
         table.add_column(name, overflow="fold")
     for name in ("size", "used", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -124,14 +102,9 @@ def _show(found: Sequence[Entry]) -> None:
         kind = f"{e.kind}, {e.coding}" if e.coding else e.kind
         table.add_row(e.name, kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
     # Names are there to be copied: where nobody looks, they are not broken over lines.
-    if found:
-        console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False).print(table)
-    total = format_size(sum(e.nbytes for e in found))
-    print(f"{counted(len(found), 'thing')}, {total} in {cache_dir()}" if found else f"nothing in {cache_dir()}")
+    console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False).print(table)
+    print(f"{counted(len(found), 'thing')}, {format_size(total)} in {cache_dir()}")
 
 
 def _age(seconds: float) -> str:
-    for unit, length in _AGES:
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit} ago"
-    return "now"
+    return next((f"{int(seconds // length)} {unit} ago" for unit, length in _AGES if seconds >= length), "now")

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.prompt_cache import PromptCacheFile
@@ -16,19 +15,14 @@ from ..decode.generate import stream_generate
 from ..errors import UsageError
 from ..loading.loader import load_model
 from ..sizes import format_size
-from ..text import counted, one_line
-from .answering import cache_options, check_cache_flags, note_unquantized
-from .arguments import loading_options, text_of
+from ..text import counted
+from .answering import cache_options, check_cache_flags, note_unquantized, prompt_text, rendered
+from .arguments import loading_options
 from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
-from .generate import standard_input
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: a flag that cannot be meant, an empty prompt, or a file that cannot be written.
-    """
+    """Run the command."""
     check_cache_flags(args)
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")
@@ -37,34 +31,23 @@ def run(args: argparse.Namespace) -> None:
     if args.eos_token is not None:
         settings["eos_token"] = args.eos_token
     tokenizer = load_tokenizer(folder, settings)
-    prompt = encode_prompt(tokenizer, args.prompt)
+    text = prompt_text(args.prompt)
+    if tokenizer.has_chat_template:
+        # Open at its end, as mlx-lm has it.
+        text = rendered(tokenizer, [{"role": "user", "content": text}], continue_final_message=True)
+    prompt = list(tokenizer.encode(text, **({"add_special_tokens": False} if tokenizer.has_chat_template else {})))
     if not prompt:
         raise UsageError("--prompt: it is empty; give at least one token")
+    sizes: dict[str, Any] = {"context": len(prompt) + 1, "prompt": len(prompt), "kv_disk": "off"}
     with PromptCacheFile(args.prompt_cache_file) as file, progress_bar() as bar:
-        model, _ = load_model(
-            folder,
-            **loading_options(args) | {"kv_disk": "off"},
-            draft="none",
-            context=len(prompt) + 1,
-            prompt=len(prompt),
-            resumable=True,
-            progress=bar,
-        )
+        options = loading_options(args) | sizes
+        model, _ = load_model(folder, **options, draft="none", resumable=True, progress=bar)
         with watched(model, args) as session:
             cache = make_prompt_cache(model, args.max_kv_size)
-            first_token = sweep_progress(bar, session)
-            began = time.perf_counter()
+            first_token, began = sweep_progress(bar, session), time.perf_counter()
             # The token after the prompt is chosen, which is no work, and stays out of the caches.
-            for _ in stream_generate(
-                model,
-                tokenizer,
-                prompt,
-                max_tokens=1,
-                leave_last=True,
-                prompt_cache=cache,
-                max_kv_size=args.max_kv_size,
-                **cache_options(args),
-            ):
+            given = {"prompt_cache": cache, "max_kv_size": args.max_kv_size, **cache_options(args)}
+            for _ in stream_generate(model, tokenizer, prompt, max_tokens=1, leave_last=True, **given):
                 first_token()
             seconds = time.perf_counter() - began
             note_unquantized(args, session, len(prompt) + 1)
@@ -74,21 +57,3 @@ def run(args: argparse.Namespace) -> None:
             args.result.record = record | engine_record(session)
             print(f"{file.path}: {counted(len(prompt), 'token')}, {format_size(nbytes)}, {seconds:.1f} s")
             print_summary([], session)
-
-
-def encode_prompt(tokenizer: TokenizerWrapper, given: str) -> list[int]:
-    """The prompt's token ids, open at its end if a chat template wrote them; as mlx-lm does.
-
-    Raises:
-        UsageError: what was given is no text, or nothing that the template takes.
-    """
-    text = text_of("--prompt", standard_input() if given == "-" else given)
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(text))
-    try:
-        tokens = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=False, continue_final_message=True
-        )
-    except Exception as e:  # a template is code that comes with the model: it raises what it likes
-        raise UsageError(f"the model's chat template refuses this: {one_line(e)}") from e
-    return [int(t) for t in tokens]

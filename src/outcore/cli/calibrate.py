@@ -7,19 +7,19 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
 from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.packed_store import cache_dir
+from ..checks import whole
 from ..errors import BudgetError, UsageError
 from ..loading.preparation import Preparation, prepare
+from ..machine.cache_folder import cache_dir
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..plan.machine_profile import Calibration
 from ..sizes import format_size
-from .console import console
+from ..text import counted
+from .console import console, listing
 from .engine import measuring, progress_bar
 from .output import tell
 
@@ -28,8 +28,6 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     began = time.perf_counter()
     prepared = _prepare(args)
-    if prepared is None and args.cpu_streams is not None and args.cpu_streams < 1:
-        raise UsageError(f"--cpu-streams {args.cpu_streams}: at least 1")
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
     folder = prepared.profile.lazy.checkpoint.folder if prepared else cache_dir()
     notes: list[str] = []
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
         mirrors = prepared.mirrors if prepared is not None else ()
         others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
-    record = {
+    args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
         "measured_now": list(measured),
@@ -54,8 +52,7 @@ def run(args: argparse.Namespace) -> None:
         "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
         **asdict(found),
     }
-    _show(record, found, prepared)
-    args.result.record = record
+    _show(args.result.record, found, prepared)
 
 
 def _prepare(args: argparse.Namespace) -> Preparation | None:
@@ -63,15 +60,12 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
     if args.model is None:
         if args.revision is not None or args.dtype is not None or args.mirror is not None:
             raise UsageError("--revision, --dtype and --mirror are about a model; give one")
+        if args.cpu_streams is not None:
+            whole("--cpu-streams", args.cpu_streams)
         return None
     folder = resolve_model(args.model, args.revision)
-    options: dict[str, Any] = {
-        "dtype": args.dtype,
-        "cpu_streams": args.cpu_streams,
-        "mirror": args.mirror,
-        "trust_remote_code": args.trust_remote_code,
-        "flags": True,
-    }
+    names = ("dtype", "cpu_streams", "mirror", "trust_remote_code")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"flags": True}
     try:
         return prepare(folder, **options)
     except BudgetError as e:
@@ -81,51 +75,27 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
-    out = console()
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
     how = "cached" if found.io == "cached" else "direct"
+    chunk = (found.chunk or 0) >> 20
     rows = [
-        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {_mib(found.chunk)} in flight, {how}"),
+        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {chunk} MiB in flight, {how}"),
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
+        *((f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]),
     ]
-    rows += [(f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]]
-    for name, value in rows:
-        table.add_row(name, value)
-    out.print(table)
-    if prepared is not None and (times := _times_table(found, prepared)) is not None:
-        out.print(times)
-    if record["measured_now"]:
-        out.print(f"Measured in {record['seconds']:.0f} s, and kept.")
-    else:
-        out.print("Known already; --force measures again.")
+    if prepared is not None:
+        size = prepared.profile.size
+        for kind in dict.fromkeys([*(layer.kind for layer in size.layers), size.rest_kind]):
+            layers = [layer for layer in size.layers if layer.kind == kind]
+            name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
+            times = [f"{_time(seconds)} for {counted(n, 'token')}" for n, seconds in found.kinds.get(kind, {}).items()]
+            rows += [(name, f"in memory {', '.join(times)}")] if times else []
+    out = console()
+    out.print(listing(rows))
+    measured = f"Measured in {record['seconds']:.0f} s, and kept."
+    out.print(measured if record["measured_now"] else "Known already; --force measures again.")
     for note in record["notes"]:
         out.print(f"Note: {note}")
-
-
-def _times_table(found: Calibration, prepared: Preparation) -> Table | None:
-    size = prepared.profile.size
-    names = [*dict.fromkeys(layer.kind for layer in size.layers), size.rest_kind]
-    kinds = {name: found.kinds[name] for name in names if name in found.kinds}
-    if not kinds:
-        return None
-    counts = sorted({n for times in kinds.values() for n in times})
-    title = "Milliseconds of one pass by number of tokens, weights in memory"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("", no_wrap=True)
-    for n in counts:
-        table.add_column(str(n), justify="right", no_wrap=True)
-    for kind, times in kinds.items():
-        layers = [layer for layer in size.layers if layer.kind == kind]
-        name = f"{len(layers)} × {format_size(layers[0].resident)}" if layers else "all else"
-        table.add_row(name, *(f"{1e3 * times[n]:.3g}" if n in times else "" for n in counts))
-    return table
-
-
-def _mib(chunk: int | None) -> str:
-    return f"{(chunk or 0) >> 20} MiB"
 
 
 def _time(seconds: float) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from ..checks import whole
 from ..decode.conversation import ChatTemplate
-from ..engine.transport import Agreement, transport_of
+from ..engine.transport import Agreement
 from ..errors import BudgetError, UsageError
 from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     with progress_bar() as bar:
         model = _load(folder, args, bar)
         bar.clear()
-        with watched(model, args):
+        with watched(model, args) as session:
             chat = Chat(model, template, generation_options(args, tokenizer), bar, args.model, args.preset.stop)
             if sys.stdin.isatty() or TYPED_ELSEWHERE in os.environ:
                 chat.greet()
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
                 if path is not None and chat.kept.resume(path) and args.system_prompt:
                     tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
                 try:
-                    with closing(heard(transport_of(model))) as messages:
+                    with closing(heard(session.transport)) as messages:
                         for line in messages:
                             if line.strip() in ("q", "/bye"):
                                 break
@@ -72,43 +72,29 @@ def run(args: argparse.Namespace) -> None:
                 finally:
                     chat.kept.leave()
             answers, tokens = counted(len(chat.turns), "answer"), counted(len(chat.tokens), "token")
-            print_summary([f"Conversation: {answers}, {tokens}"], model.outcore)
-            args.result.record = chat.record() | engine_record(model.outcore)
+            print_summary([f"Conversation: {answers}, {tokens}"], session)
+            args.result.record = chat.record() | engine_record(session)
 
 
 def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module:
     """The model, planned for a context of the usual length or, unless one was asked for, for what the budget allows."""
-
-    def load(context: int | None) -> nn.Module:
-        return load_model(
-            folder,
-            **loading_options(args),
-            draft=args.draft or AUTO,
-            context=context,
-            prompt=MESSAGE,
-            resumable=True,
-            prefix_cache=args.prefix_cache,
-            progress=bar,
-        )[0]
-
     contexts = CONTEXTS if args.context is None else (args.context,)
     if args.ranks is not None:
         # Whether there is room would be found by each rank for itself.
         contexts = contexts[-1:]
-    for context in contexts[:-1]:
-        # Refused before anything is read.
-        with suppress(BudgetError):
-            return load(context)
-    return load(contexts[-1])
+    options = {**loading_options(args), "draft": args.draft or AUTO, "prefix_cache": args.prefix_cache}
+    for context in contexts:
+        try:
+            return load_model(folder, **options, context=context, prompt=MESSAGE, resumable=True, progress=bar)[0]
+        except BudgetError:  # before anything is read
+            if context == contexts[-1]:
+                raise
+    raise AssertionError
 
 
 @contextmanager
 def session_file(name: str | None) -> Iterator[Path | None]:
-    """Where a session's conversation is kept, which no other process has meanwhile; None: there is no session.
-
-    Raises:
-        UsageError: no name for one, or it is under way in another process.
-    """
+    """Where a session's conversation is kept, which no other process has meanwhile; None: there is no session."""
     if name is None:
         yield None
         return
@@ -133,13 +119,10 @@ def session_file(name: str | None) -> Iterator[Path | None]:
 
 def heard(agreement: Agreement) -> Generator[str, None, None]:
     """``lines`` of the first of the ranks that share the model, on all of them."""
-    with closing(lines() if agreement.chooses else nothing()) as typed:
+    with closing(lines()) as typed:
+        # A rank that does not choose never asks for a line of its own.
         while (line := json.loads(agreement.text(lambda: json.dumps(next(typed, None))))) is not None:
             yield line
-
-
-def nothing() -> Generator[str, None, None]:
-    yield from ()
 
 
 def lines() -> Generator[str, None, None]:
@@ -152,10 +135,6 @@ def lines() -> Generator[str, None, None]:
 
         yield from typed(on_error=not sys.stdout.isatty())
         return
-    while True:
-        try:
-            line = input()
-        except EOFError:
-            return
+    for line in iter(sys.stdin.readline, ""):
         if line.strip():
-            yield line
+            yield line.removesuffix("\n")

@@ -15,8 +15,7 @@ The module is light (``outcore --help`` imports it) and has
 - ``RANK``, optional, of one package: the module with ``find_own_model`` and ``as_rank`` that is used where ``MLX_RANK``
   is set.
 
-Packages are looked for when help lists the commands, when a command is none of the core's, and for the flags of those
-that run a model. A source tree, or an editable install made before, has no such metadata of the packages beside this
+A source tree, or an editable install made before, has no such metadata of the packages beside this
 one, so these are found by their names as well.
 """
 
@@ -25,7 +24,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,15 +57,7 @@ class Command:
     launcher: bool = False
 
 
-def _own(name: str, help: str) -> Command:
-    module = name.replace("-", "_")
-    flags, run = f"{__package__}.parsers:{module}", f"{__package__}.{module}:run"
-    if name == "list":
-        flags += "_"
-    elif name == "serve":
-        flags = f"{__package__}.serve_flags:serve"
-    return Command(help, flags, run)
-
+_PARSERS = f"{__package__}.parsers:core_parser"
 
 _HELP = {
     "generate": "answer a prompt",
@@ -87,11 +77,8 @@ _HELP = {
     "completion": "what lets a shell complete commands and flags",
 }
 
-CORE = {name: _own(name, help) for name, help in _HELP.items()}
+CORE = {name: Command(help, _PARSERS, f"{__package__}.{name.replace('-', '_')}:run") for name, help in _HELP.items()}
 """The core's own commands, in the order of use."""
-
-TAKE_FLAGS = ("generate", "chat", "serve", "batch", "plan", "pack")
-"""Commands of the core whose flags packages may add to."""
 
 
 @cache
@@ -129,37 +116,23 @@ def commands() -> dict[str, Command]:
     return found
 
 
-def command_of(name: str) -> Command | None:
-    """The command of that name; None: there is none."""
-    return CORE.get(name) or commands().get(name)
-
-
 def parser_of(name: str) -> ArgumentParser:
     """The parser of a command's flags, those of packages with them; made without importing what the command runs.
 
     Raises:
         KeyError: there is no such command.
     """
-    command = command_of(name)
-    if command is None:
-        raise KeyError(name)
-    parser: ArgumentParser = pkgutil.resolve_name(command.flags)()
+    command = commands()[name]
+    make = pkgutil.resolve_name(command.flags)
+    parser: ArgumentParser = make(name) if name in CORE else make()
     parser.run = command.run
-    if name in TAKE_FLAGS:
-        for add in _added(name):
+    for package in packages():
+        if (add := getattr(package, "FLAGS", {}).get(name)) is not None:
             pkgutil.resolve_name(add)(parser)
     return parser
 
 
-def _added(name: str) -> Iterator[str]:
-    for package in packages():
-        if (add := getattr(package, "FLAGS", {}).get(name)) is not None:
-            yield add
-
-
 def rank_module() -> Any:
     """The module by which a command is one rank of several; None: no package has one."""
-    for package in packages():
-        if (name := getattr(package, "RANK", None)) is not None:
-            return importlib.import_module(name)
-    return None
+    names = [package.RANK for package in packages() if hasattr(package, "RANK")]
+    return importlib.import_module(names[0]) if names else None

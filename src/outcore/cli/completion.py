@@ -7,9 +7,8 @@ from pathlib import Path
 
 import shtab
 
-from ..errors import UsageError
+from ..checks import choice
 from ..options import KV_EVICTIONS, LoadOptions
-from ..text import shortened
 from .commands import commands, parser_of
 from .parser import LOG_LEVELS
 from .parsers import SHELLS
@@ -20,18 +19,8 @@ WORDS |= {"log_level": LOG_LEVELS, "kv_eviction": KV_EVICTIONS, "shell": SHELLS}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: there is no such shell.
-    """
-    if args.shell not in SHELLS:
-        raise UsageError(f"{shortened(args.shell)}: choose one of {', '.join(SHELLS)}")
-    print(shtab.complete(_all_commands(), args.shell))
-
-
-def _all_commands() -> argparse.ArgumentParser:
-    """One parser of every command's flags."""
+    """Run the command."""
+    choice("SHELL", args.shell, SHELLS)
     whole = argparse.ArgumentParser(prog="outcore")
     parsers = whole.add_subparsers()
     for name, command in commands().items():
@@ -44,4 +33,4 @@ def _all_commands() -> argparse.ArgumentParser:
             elif action.dest in ("model", "model_named"):
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         parsers.add_parser(name, help=command.help, parents=[own], add_help=False)
-    return whole
+    print(shtab.complete(whole, args.shell))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ..text import shown
@@ -31,6 +33,16 @@ def console(least: int = WIDTH, *, soft_wrap: bool = True) -> PlainConsole:
     """Standard output; as wide as its terminal, or so many characters at least, where it is none."""
     width = None if sys.stdout.isatty() else max(WIDTH, least)
     return PlainConsole(highlight=False, soft_wrap=soft_wrap, width=width)
+
+
+def listing(rows: Iterable[tuple[str, str]], justify: Literal["left", "right"] = "left") -> Table:
+    """Names in bold, and what there is to say of each."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify=justify)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
 
 
 def spinner(what: str) -> AbstractContextManager[object]:

@@ -22,11 +22,11 @@ from ..engine.session import Session
 from ..errors import OutcoreError, UsageError
 from ..loading.budget import asked_budget
 from ..loading.loader import load
-from ..machine.allocator import reset_peak
+from ..machine.allocator import peak_held, reset_peak
 from ..sizes import format_size
 from .arguments import text_of
 from .console import PlainConsole
-from .engine import engine_record, peak_memory_bytes, progress_bar, sweep_progress
+from .engine import engine_record, progress_bar, sweep_progress
 
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""
@@ -36,12 +36,7 @@ Run = dict[str, Any]
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        MissingFileError: the demo model is not installed.
-        OutcoreError: the two runs did not make the same tokens.
-    """
+    """Run the command; it fails where the two runs did not make the same tokens."""
     if args.max_tokens < 2:
         raise UsageError(f"--max-tokens {args.max_tokens}: at least 2, to time one after the first")
     whole("--max-tokens", args.max_tokens)
@@ -49,8 +44,7 @@ def run(args: argparse.Namespace) -> None:
     budget = asked_budget(args.memory)
     text_of("--prompt", args.prompt)
     out = PlainConsole(highlight=False)
-    streamed: list[Run] = []
-    resident: list[Run] = []
+    runs: dict[str, list[Run]] = {"streamed": [], "resident": []}
     with demo_model() as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         out.print(
@@ -58,11 +52,11 @@ def run(args: argparse.Namespace) -> None:
             f"{format_size(budget)}, and resident. After a warm-up each is timed, in turns.\n"
         )
         for turn in range(args.repeats):
-            streamed.append(_run(folder, args, budget, out if turn == 0 else None))
-            resident.append(_run(folder, args, max(4 * weights, 100_000_000), None))
-    same = all(one["tokens"] == streamed[0]["tokens"] for one in streamed + resident)
-    out.print(_table(streamed, resident, weights, same))
-    one, other = _middle(streamed), _middle(resident)
+            runs["streamed"].append(_run(folder, args, budget, out if turn == 0 else None))
+            runs["resident"].append(_run(folder, args, max(4 * weights, 100_000_000), None))
+    one, other = map(_middle, runs.values())
+    same = all(run["tokens"] == one["tokens"] for run in [*runs["streamed"], *runs["resident"]])
+    out.print(_table(one, other, weights, same))
     out.print(
         f"Streamed, a token took {other['tps'] / one['tps']:.2f} times as long; "
         f"{100 * one['waiting']:.0f} % of the time was waiting for the disk."
@@ -73,11 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsole | None) -> Run:
-    """Load the model, have it make a short text, and time the whole one.
-
-    Args:
-        shown: where the text is printed as it comes.
-    """
+    """Load the model, have it make a short text, and time the whole one; ``shown``: where that is printed."""
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
     reset_peak()
@@ -91,8 +81,6 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsol
             for _ in _text(model, tokenizer, args.prompt, min(WARM_UP, args.max_tokens)):
                 first_token()
             session.metrics.reset()
-            if shown is not None:
-                shown.print(args.prompt, end="", style="dim")
             said: list[Any] = []
             began = stalled = 0.0
             for r in _text(model, tokenizer, args.prompt, args.max_tokens):
@@ -100,7 +88,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsol
                     began, stalled = time.perf_counter(), session.metrics.stall_s
                 said.append(r)
                 if shown is not None:
-                    shown.print(r.text, end="", soft_wrap=True)
+                    shown.print(r.text if len(said) > 1 else args.prompt + r.text, end="", soft_wrap=True)
             seconds = time.perf_counter() - began
             if shown is not None:
                 shown.print("\n")
@@ -108,7 +96,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsol
                 "budget": session.plan.budget_bytes,
                 "resident_layers": len(session.plan.resident),
                 "streamed_layers": len(session.plan.streamed),
-                "peak_memory": peak_memory_bytes(),
+                "peak_memory": peak_held(),
                 "seconds": seconds,
                 "waiting": (session.metrics.stall_s - stalled) / seconds,
                 "tokens": [r.token for r in said],
@@ -132,27 +120,20 @@ def _middle(runs: Sequence[Run]) -> Run:
     return middle | {"peak_memory": max(run["peak_memory"] for run in runs), "tps_of_each": speeds}
 
 
-def _table(streamed: Sequence[Run], resident: Sequence[Run], weights: int, same: bool) -> Table:
+def _table(one: Run, other: Run, weights: int, same: bool) -> Table:
     table = Table()
     for column in ("", "streamed", "resident"):
         table.add_column(column, justify="right" if column else "left")
-    both = [_middle(streamed), _middle(resident)]
-    one = both[0]
-    rows = [
-        ("same tokens", [f"yes, all {len(one['tokens'])}" if same else "NO", ""]),
-        ("memory budget", [format_size(one["budget"]), "-"]),
-        ("memory used at most", [format_size(r["peak_memory"]) for r in both]),
-        ("weights on disk", [format_size(weights)] * 2),
-        (
-            "layers in memory",
-            [f"{r['resident_layers']} of {one['streamed_layers'] + one['resident_layers']}" for r in both],
-        ),
-        ("tokens per second, median", [f"{r['tps']:.1f}" for r in both]),
-        ("slowest to fastest", [f"{min(r['tps_of_each']):.1f} to {max(r['tps_of_each']):.1f}" for r in both]),
-        ("time waiting for the disk", [f"{100 * one['waiting']:.0f} %", "-"]),
-        ("SSD rate while reading", [f"{one['read_gbps']:.2f} GB/s", "-"]),
-        ("sweeps over the weights", [str(one["sweeps"]), "-"]),
-    ]
-    for name, cells in rows:
-        table.add_row(name, *cells)
+    both = (one, other)
+    table.add_row("same tokens", f"yes, all {len(one['tokens'])}" if same else "NO")
+    table.add_row("memory budget", format_size(one["budget"]), "-")
+    table.add_row("memory used at most", *(format_size(r["peak_memory"]) for r in both))
+    table.add_row("weights on disk", *[format_size(weights)] * 2)
+    layers = one["streamed_layers"] + one["resident_layers"]
+    table.add_row("layers in memory", *(f"{r['resident_layers']} of {layers}" for r in both))
+    table.add_row("tokens per second, median", *(f"{r['tps']:.1f}" for r in both))
+    table.add_row("slowest to fastest", *(f"{min(r['tps_of_each']):.1f} to {max(r['tps_of_each']):.1f}" for r in both))
+    table.add_row("time waiting for the disk", f"{100 * one['waiting']:.0f} %", "-")
+    table.add_row("SSD rate while reading", f"{one['read_gbps']:.2f} GB/s", "-")
+    table.add_row("sweeps over the weights", str(one["sweeps"]), "-")
     return table

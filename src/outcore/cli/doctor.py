@@ -1,7 +1,6 @@
 """``outcore doctor``: whether what Outcore relies on holds on this machine, within 20 seconds.
 
-Each check is a function of its own that finds one thing and says what to do about it; one that itself fails is a
-finding too.
+Each check finds one thing and says what to do about it; one that itself fails is a finding too.
 """
 
 from __future__ import annotations
@@ -21,24 +20,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..calibration.calibration_file import load_calibration
-from ..calibration.disk import ReadSetting
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
-from ..disk import disk_calls
-from ..disk.cold_ranges import forget, forget_before, scratch_file
+from ..disk.cold_ranges import forget_before, scratch_file
 from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
 from ..disk.layout import Extent
-from ..disk.reader import CHUNK, FileReader
+from ..disk.reader import FileReader
 from ..disk.ring import Slot
 from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
-from ..machine.cache_folder import cache_dir, make_cache
-from ..machine.device import device_kind, on_cpu
+from ..machine.cache_folder import make_cache
+from ..machine.device import device_kind
 from ..machine.device_facts import device_facts
-from ..machine.hardware import cores, cpu_name, filesystem, gpu_name
+from ..machine.hardware import cpu_name, gpu_name
 from ..machine.memory import default_budget
 from ..sizes import BLOCK, format_size, round_up
 from ..text import one_line
@@ -52,35 +48,18 @@ VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 SCRATCH_BYTES = 512 << 20
 """Of the file that is read where no model's is; written in a second or two."""
 
-SMALL: dict[str, Any] = {"memory": "400MB", "context": 8, "prompt": 4, "draft": "none"}
-"""How the small model is loaded."""
-
-LANES, LANE_BYTES = (1, 4, 8), 64 << 20
-"""Reads in flight that are tried, and bytes for each of them."""
-
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
 
 FROM_MEMORY = 0.5
 """A range that takes less than this share of the time when it is read again did not come from the disk."""
 
-DRIFTED = 2.0
-"""Times that a calibration may differ from what is found: others use the disk too."""
-
 ASKING = 0.25
 """Share of a read's time that asking for it may take: reads run by themselves."""
-
-LEFT = 0.1
-"""Share of a range that the page cache may hold after a direct read: others may read the file, too."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
-
-    Attributes:
-        ok: None: nothing is wrong, but something is worth knowing.
-        advice: what to do about it.
-    """
+    """What one check found; ``ok`` is None where nothing is wrong, but something is worth knowing."""
 
     name: str
     ok: bool | None
@@ -95,17 +74,29 @@ class Patient:
     Attributes:
         file: that is read: the largest of the model's, or a scratch file.
         model: a folder; None: none was given.
-        disk: a folder on the file's disk, where its own path does not tell.
     """
 
     file: Path
     model: Path | None = None
-    disk: Path | None = None
 
     @cached_property
     def probe(self) -> DiskProbe:
         """What the disk does."""
         return probe_disk(self.file)
+
+
+Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
+"""What a check returns: ``Finding`` without its name."""
+
+CHECKS: dict[str, Callable[[Patient], Finding]] = {}
+"""All checks, in their order."""
+
+
+def _check(name: str) -> Callable[[Callable[[Patient], Verdict]], None]:
+    def add(look: Callable[[Patient], Verdict]) -> None:
+        CHECKS[name] = lambda patient: Finding(name, *look(patient))
+
+    return add
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,11 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(model: Path | None = None, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Finding]:
-    """All findings, in the order of ``CHECKS``.
-
-    Args:
-        model: a folder whose files and plan are looked at, too.
-    """
+    """All findings, in the order of ``CHECKS``; of a model's folder its files and plan are looked at, too."""
     findings = []
     with _patient(model) as patient:
         for n, (name, check) in enumerate(CHECKS.items()):
@@ -157,151 +144,78 @@ def _patient(model: Path | None) -> Iterator[Patient]:
         files = open_model(model).checkpoint.files
         yield Patient(max(files, key=lambda f: f.stat().st_size), model)
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            path = stack.enter_context(scratch_file(make_cache(), nbytes=SCRATCH_BYTES))
-        except (OutcoreError, OSError):
-            # The disk of temporary files, then.
-            folder = stack.enter_context(_small_model())
-            yield Patient(next(iter(sorted(folder.glob("*.safetensors")))))
-            return
-        yield Patient(path, disk=cache_dir())
+    try:
+        folder = make_cache()
+    except (OutcoreError, OSError):
+        folder = Path(tempfile.gettempdir())
+    with scratch_file(folder, nbytes=SCRATCH_BYTES) as path:
+        yield Patient(path)
 
 
-@contextlib.contextmanager
-def _small_model() -> Iterator[Path]:
-    """A model of random weights, in a folder that is there for as long as the block runs.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outcore-doctor-")))
-            save_random_checkpoint(folder)
-        except OSError as e:
-            raise StoreError(
-                f"a small model to look at cannot be written ({e.strerror or e}): set TMPDIR to a folder that can be "
-                "written to and has 20 MB free"
-            ) from e
-        yield folder
-
-
-def slots(_: Patient) -> Finding:
+@_check("slots")
+def _slots(_: Patient) -> Verdict:
     """A slot that is written in place is what the device sees."""
-    unseen = unseen_rewrites()
-    if unseen:
+    if unseen := unseen_rewrites():
         advice = f"nothing can be streamed on this device, and answers would be wrong: {REPORT}"
-        return Finding("slots", False, f"{unseen} of {REWRITES} rewrites were not seen by the device", advice)
-    return Finding("slots", True, f"{REWRITES} of {REWRITES} rewrites were seen by the device")
+        return False, f"{unseen} of {REWRITES} rewrites were not seen by the device", advice
+    return True, f"{REWRITES} of {REWRITES} rewrites were seen by the device"
 
 
-def offsets(patient: Patient) -> Finding:
+@_check("offsets")
+def _offsets(patient: Patient) -> Verdict:
     """Reads at odd offsets give the file's bytes."""
-    wrong = patient.probe.wrong
-    if wrong:
+    if wrong := patient.probe.wrong:
         told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
-        return Finding("offsets", False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}")
-    return Finding("offsets", True, "all bytes right, at odd offsets too")
+        return False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}"
+    return True, "all bytes right, at odd offsets too"
 
 
-def direct(patient: Patient) -> Finding:
-    """Direct reads are direct: they leave nothing in the page cache, and the same range read again is no faster."""
+@_check("direct reads")
+def _direct(patient: Patient) -> Verdict:
+    """Direct reads are direct: the same range read again is no faster."""
     p = patient.probe
     rates = f"{p.nbytes / p.first_s / 1e9:.2f} GB/s, and {p.nbytes / p.second_s / 1e9:.2f} again"
     if not p.direct:
-        return Finding("direct reads", None, f"refused here, so weights go through the page cache ({rates})")
-    held = _left_behind(patient.file, p.nbytes)
-    if held is not None and held > LEFT:
-        told = f"{100 * held:.0f} % of what was read stayed in the page cache ({rates})"
-        return Finding("direct reads", False, told, f"speeds measured here may be the cache's; {REPORT}")
+        return None, f"refused here, so weights go through the page cache ({rates})"
     if p.second_s < FROM_MEMORY * p.first_s:
-        advice = "a hypervisor or a controller keeps what was read: speeds will vary"
-        return Finding("direct reads", None, f"faster the second time: {rates}", advice)
-    return Finding("direct reads", True, f"around the page cache: {rates}")
+        advice = "the page cache, a hypervisor or a controller keeps what was read: speeds will vary"
+        return None, f"faster the second time: {rates}", advice
+    return True, f"around the page cache: {rates}"
 
 
-def _left_behind(file: Path, nbytes: int) -> float | None:
-    """Share of a range that a direct read adds to the page cache; None: the system does not tell what that holds."""
-    middle = (file.stat().st_size - nbytes) // 2 // BLOCK * BLOCK
-    extent, calls = Extent(file, middle, nbytes, 0, in_place=True), disk_calls.system()
-    fd = calls.open_cached(file)
-    try:
-        forget([extent])
-        before = calls.held(fd, middle, nbytes)
-        with contextlib.closing(FileReader([file])) as reader:
-            reader.submit("doctor", [extent], _slot(nbytes).payload).wait()
-        after = calls.held(fd, middle, nbytes)
-    finally:
-        calls.close(fd)
-    return None if before is None or after is None else after - before
-
-
-def rates(patient: Patient) -> Finding:
-    """GB/s by the number of reads in flight, beside what was calibrated."""
-    size, direct = patient.file.stat().st_size, patient.probe.direct
-    lanes = sorted({*LANES, *disk_calls.system().lanes})
-    nbytes = min(LANE_BYTES, size // len(lanes) // BLOCK * BLOCK)
-    folder = patient.disk or patient.file.parent
-    where = filesystem(folder)
-    if nbytes < CHUNK:
-        advice = "leave out --model, or give a larger one"
-        return Finding("disk", None, f"{where}: the file is too small to measure with", advice)
-    slot, found = _slot(nbytes), dict[int, float]()
-    for i, n in enumerate(lanes):
-        extent = Extent(patient.file, i * nbytes, nbytes, 0, in_place=True)
-        with contextlib.closing(ReadSetting(CHUNK, n, direct).open([patient.file])) as reader:
-            forget_before(reader.direct, [extent])
-            began = time.perf_counter()
-            reader.submit("doctor", [extent], slot.payload).wait()
-            found[n] = nbytes / (time.perf_counter() - began) / 1e9
-    text = f"{where}; GB/s by reads in flight: " + ", ".join(f"{n}: {rate:.2f}" for n, rate in found.items())
-    calibration, _ = load_calibration(folder, cores() if on_cpu() else 1)
-    if calibration is not None and calibration.measured:
-        text += f"; calibrated: {calibration.read_gbps:.2f}"
-        if not 1 / DRIFTED < calibration.read_gbps / max(found.values()) < DRIFTED:
-            advice = "predictions are off; measure again with outcore calibrate when the machine is quiet"
-            return Finding("disk", False, text, advice)
-    return Finding("disk", True, text)
-
-
-def _slot(nbytes: int) -> Slot:
-    return Slot(round_up(nbytes, BLOCK), device_kind())
-
-
-def limits(patient: Patient) -> Finding:
+@_check("limits")
+def _limits(patient: Patient) -> Verdict:
     """The device's limits, against the plan of the model."""
     facts = device_facts()
-    names = {"largest buffer": facts.buffer, "recommended working set": facts.working_set}
-    known = {"largest slot": facts.slot} | names | {"wired limit": facts.wired_limit}
+    known = {
+        "largest slot": facts.slot,
+        "largest buffer": facts.buffer,
+        "recommended working set": facts.working_set,
+        "wired limit": facts.wired_limit,
+    }
     told = ", ".join(f"{name} {format_size(n)}" for name, n in known.items() if n is not None)
     if patient.model is None:
-        return Finding("limits", True, told)
+        return True, told
     prepared = prepare(patient.model, least=True)
-    plan = prepared.plan
-    told += f"; this model without --memory: {format_size(plan.peak_bytes)} at most"
-    if facts.working_set is not None and plan.peak_bytes > facts.working_set:
+    peak = prepared.plan.peak_bytes
+    told += f"; this model without --memory: {format_size(peak)} at most"
+    if facts.working_set is not None and peak > facts.working_set:
         advice = f"give --memory {format_size(facts.working_set)} or less: more cannot stay wired, and would crawl"
-        return Finding("limits", False, told, advice)
+        return False, told, advice
     if prepared.refused is not None:
-        return Finding("limits", False, prepared.refused, "free memory, or give a smaller context")
-    return Finding("limits", True, told)
+        return False, prepared.refused, "free memory, or give a smaller context"
+    return True, told
 
 
-def overlap(patient: Patient) -> Finding:
+@_check("overlap")
+def _overlap(patient: Patient) -> Verdict:
     """Reading goes on while the device computes: neither waits for the other."""
     weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
     x = mx.ones((16, 1024), dtype=mx.float32)
-
-    def compute(until: float) -> float:
-        """Products, one after the other; the time when the last had ended."""
-        while (now := time.perf_counter()) < until:
-            mx.eval(x @ weights)
-        return now
-
     size = min(patient.file.stat().st_size, OVERLAP_BYTES)
-    extent, slot, text = Extent(patient.file, 0, size, 0, in_place=True), _slot(size), ""
+    extent, text = Extent(patient.file, 0, size, 0, in_place=True), ""
+    slot = Slot(round_up(size, BLOCK), device_kind())
     with contextlib.closing(FileReader([patient.file])) as reader:
         for _ in range(OVERLAP_ROUNDS):
             forget_before(reader.direct, [extent])
@@ -312,44 +226,39 @@ def overlap(patient: Patient) -> Finding:
             began = time.perf_counter()
             read = reader.submit("doctor", [extent], slot.payload)
             asking_s = time.perf_counter() - began
-            computing_s = compute(began + 2 * reading_s) - began - asking_s
+            while (now := time.perf_counter()) < began + 2 * reading_s:
+                mx.eval(x @ weights)
             there = read.ready
             read.wait()
             text = f"{reading_s:.3f} s of reading took {asking_s:.3f} s to ask for, and had "
-            text += f"{'' if there else 'not '}ended after {computing_s:.3f} s of computing"
+            text += f"{'' if there else 'not '}ended after {now - began - asking_s:.3f} s of computing"
             if there and asking_s < ASKING * reading_s:
-                return Finding("overlap", True, "reading goes on while the device computes")
+                return True, "reading goes on while the device computes"
     advice = "reads are not hidden behind computing: if others use this machine, run this again when it is quiet"
-    return Finding("overlap", False, text, advice)
+    return False, text, advice
 
 
-def answers(_: Patient) -> Finding:
-    """A small model gives the same logits, streamed and resident."""
-    with _small_model() as folder:
-        logits = []
-        for resident in (0, None):
-            model, _config = load_model(folder, resident=resident, **SMALL)
-            with model.outcore as session:
-                found = model(mx.array([[5, 7, 11, 13]]))
-                again = model(mx.array([[5, 7, 11, 13]]))
-                mx.eval(found, again)
-                logits += [np.array(found.astype(mx.float32)), np.array(again.astype(mx.float32))]
-                streamed = session.streaming is not None
-            if resident == 0 and not streamed:
-                return Finding("answers", False, "the model was not streamed", REPORT)
-    differs = sum(not np.array_equal(logits[-1], other) for other in logits[:-1])
-    if differs or not np.isfinite(logits[-1]).all():
-        return Finding("answers", False, "streamed logits are not the resident ones", f"do not use it; {REPORT}")
-    told = f"model of random weights: {logits[0].size} logits equal, bit for bit, streamed and resident"
-    return Finding("answers", True, told)
+@_check("answers")
+def _answers(_: Patient) -> Verdict:
+    """A small model of random weights gives the same logits, streamed and resident."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
+            save_random_checkpoint(Path(folder))
+            streamed, resident = _logits(folder, 0), _logits(folder, None)
+    except OSError as e:
+        raise StoreError(
+            f"a small model to look at cannot be written ({e.strerror or e}): set TMPDIR to a folder that can be "
+            "written to and has 20 MB free"
+        ) from e
+    if not np.array_equal(streamed, resident) or not np.isfinite(resident).all():
+        return False, "streamed logits are not the resident ones", f"do not use it; {REPORT}"
+    return True, f"model of random weights: {resident.size} logits equal, bit for bit, streamed and resident"
 
 
-CHECKS: dict[str, Callable[[Patient], Finding]] = {
-    "slots": slots,
-    "offsets": offsets,
-    "direct reads": direct,
-    "disk": rates,
-    "limits": limits,
-    "overlap": overlap,
-    "answers": answers,
-}
+def _logits(folder: str, layers: int | None) -> Any:
+    """The logits of two calls of a model with so many resident layers (None: all); NumPy, float32."""
+    model, _ = load_model(folder, resident=layers, memory="400MB", context=8, prompt=4, draft="none")
+    with model.outcore as session:
+        assert (session.streaming is None) == (layers is None)
+        calls = [model(mx.array([[5, 7, 11, 13]])) for _ in range(2)]
+        return np.array(mx.stack(calls).astype(mx.float32))

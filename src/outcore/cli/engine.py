@@ -1,20 +1,25 @@
-"""What the commands that run a model share: the progress bar, and what they tell of the engine at the end."""
+"""What the commands that run a model share: its folder, the progress bar, and what they tell of the engine at the
+end."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ..checkpoint.find_model import resolve_model
 from ..engine.session import Session
+from ..machine.allocator import peak_held
 from ..machine.memory import peak_rss
 from ..monitoring import publish
+from ..options import LoadOptions
 from ..sizes import format_size
 from ..text import counted
-from .arguments import model_name
+from .arguments import engine_options, model_name
 from .console import PlainConsole
 from .output import tell
 
@@ -22,23 +27,27 @@ ONCE = ", once"
 """In what the loader says of what it does the first time only."""
 
 
-class ProgressBar:
+def model_folder(args: argparse.Namespace) -> Path:
+    """As ``resolve_model``; of several ranks each downloads what it needs alone.
+
+    Raises:
+        As ``resolve_model``.
+    """
+    if args.ranks is None:
+        return resolve_model(args.model, args.revision)
+    options = LoadOptions(**engine_options(args), trust_remote_code=args.trust_remote_code)
+    found: Path = args.ranks.model_folder(args.model, args.revision, options, tell)
+    return found
+
+
+class ProgressBar(Progress):
     """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
 
     def __init__(self) -> None:
-        self.console = PlainConsole(stderr=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}", markup=False),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        self._task: TaskID | None = None
-        self._what = ""
+        said, amount = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[amount]}"))
+        console = PlainConsole(stderr=True)
+        columns = (SpinnerColumn(), said, BarColumn(), amount, TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
@@ -50,24 +59,18 @@ class ProgressBar:
         """Show ``done`` of ``total`` things, and what else there is to say."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
-    def wait(self, what: str) -> None:
-        """Show that something is being done, of which there is no telling how far it is."""
-        self._show(what, 0, None, "")
-
-    def _show(self, what: str, done: int, total: int | None, amount: str) -> None:
-        if self._task is None or what != self._what:
+    def _show(self, what: str, done: int, total: int, amount: str) -> None:
+        if not self.tasks or what != self.tasks[0].description:
             self.clear()
-            self._what = what
-            self._progress.start()
-            self._task = self._progress.add_task(what, total=total, amount=amount)
-        self._progress.update(self._task, completed=done, total=total, amount=amount)
+            self.start()
+            self.add_task(what, total=total, amount=amount)
+        self.update(self.task_ids[0], completed=done, total=total, amount=amount)
 
     def clear(self) -> None:
         """Take the bar away."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._progress.stop()
-            self._task = None
+        if self.tasks:
+            self.remove_task(self.task_ids[0])
+            self.stop()
 
 
 @contextmanager
@@ -94,11 +97,14 @@ def measuring(bar: ProgressBar) -> Callable[..., None]:
     return count
 
 
-def sweep_progress(bar: ProgressBar, session: Session) -> Callable[[], None]:
-    """Show the first sweep in ``bar``; returns what to call when the first token is there."""
+def sweep_progress(bar: ProgressBar, session: Session, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Show a prompt's first pass in ``bar``; returns what to call when the first token is there, or is given up.
+
+    Args:
+        check: called behind each streamed unit until then; what it raises breaks the pass off.
+    """
     streaming = session.streaming
     if streaming is None:
-        bar.wait("prompt")
         return bar.clear
     units = len(streaming.layers.units)
     # The first time, the device's kernels are compiled before the first of them is done.
@@ -107,6 +113,7 @@ def sweep_progress(bar: ProgressBar, session: Session) -> Callable[[], None]:
 
     def unit() -> None:
         nonlocal done
+        check()
         done += 1
         bar.count("prompt", (done - 1) % units + 1, units)
 
@@ -131,7 +138,9 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
 
 def engine_record(session: Session) -> dict[str, Any]:
     """What the engine did and holds, under the names of the design's JSON."""
-    m, plan, forecast = session.metrics, session.plan, session.transport.forecast
+    m, plan, forecast, replicas = session.metrics, session.plan, session.transport.forecast, session.reading.replicas
+    # What was read from the model's folder and each of its mirrors; nothing where there are none.
+    mirrors = replicas.all if replicas is not None and replicas.mirrors else ()
     return {
         "sweeps": m.sweeps,
         "bytes_read": m.bytes_read,
@@ -149,67 +158,47 @@ def engine_record(session: Session) -> dict[str, Any]:
         "experts_read": m.experts_read,
         "experts_foreseen": m.experts_foreseen,
         "experts_wasted": m.experts_wasted,
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak_held(),
         "planned_peak_bytes": plan.peak_bytes,
         "peak_rss_bytes": peak_rss(),
         "budget_bytes": plan.budget_bytes,
         "io": session.io,
-        "mirrors": _mirrors(session),
+        "mirrors": [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in mirrors],
         "cpu_streams": session.cpu_streams,
         "notes": list(session.notes),
     } | ({} if forecast is None else {"shared": forecast.record() | {"waited_s": round(m.ranks_s, 4)}})
 
 
-def _mirrors(session: Session) -> list[dict[str, Any]]:
-    """What was read from the model's folder and each of its mirrors; nothing where there are none."""
-    replicas = session.reading.replicas
-    if replicas is None or not replicas.mirrors:
-        return []
-    return [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in replicas.all]
-
-
-def peak_memory_bytes() -> int:
-    """The most bytes that MLX has held, freed memory that it keeps for reuse included."""
-    from ..machine.allocator import peak_held
-
-    return peak_held()
-
-
 def print_summary(lines: list[str], session: Session) -> None:
     """Print what was measured, then how the engine was used, to standard error."""
-    plan, m = session.plan, session.metrics
+    plan, m, forecast = session.plan, session.metrics, session.transport.forecast
     layers = len(plan.resident) + len(plan.streamed)
-    read = f"SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
+    read = f"{counted(m.sweeps, 'sweep')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
+    line = f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident"
     if plan.pools:
-        line = f"Experts: {_experts(session)}; {counted(m.sweeps, 'sweep')}; {format_size(m.bytes_read)} read, {read}"
+        line = f"Experts: {_experts(session)}; {format_size(m.bytes_read)} read, {read}"
     elif plan.streams:
         head = " and the head" if plan.head_streamed else ""
-        line = (
-            f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {format_size(plan.bytes_per_token)} a sweep, "
-        )
-        line += f"{counted(m.sweeps, 'sweep')}; {read}"
-    else:
-        line = f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident"
+        each = format_size(plan.bytes_per_token)
+        line = f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {each} a sweep, {read}"
     lines = [*lines, line]
-    if (forecast := session.transport.forecast) is not None:
+    if forecast is not None:
         lines.append(f"{len(forecast.record()['ranks'])} machines: {m.ranks_s:.2f} s waited for the others")
     if session.drafting is not None and m.drafted:
         lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
-    peak = peak_memory_bytes()
+    peak, budget = peak_held(), plan.budget_bytes
     lines.append(
-        f"Memory: {format_size(peak)} of {format_size(plan.budget_bytes)} budget "
-        f"({100 * peak / plan.budget_bytes:.0f} %); process {format_size(peak_rss())} at most"
+        f"Memory: {format_size(peak)} of {format_size(budget)} budget ({100 * peak / budget:.0f} %); process "
+        f"{format_size(peak_rss())} at most"
     )
-    lines += [f"Note: {note}" for note in session.notes]
     console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
-    for line in lines:
+    for line in [*lines, *(f"Note: {note}" for note in session.notes)]:
         console.print(line)
 
 
 def _experts(session: Session) -> str:
     """What became of experts that were read one by one."""
-    plan, m = session.plan, session.metrics
-    counts = dict(plan.pools)
+    m, counts = session.metrics, dict(session.plan.pools)
     of = sum(e.count for i, layer in enumerate(session.size.layers) if i in counts and (e := layer.experts) is not None)
     # What was foreseen was read for its use, and not found.
     there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
-import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.prompt_cache import open_prompt_cache
@@ -22,7 +18,7 @@ from ..loading.loader import load_model
 from ..machine.settings import setting
 from ..modules.cache_check import check_cache
 from ..options import AUTO
-from ..text import counted, one_line
+from ..text import counted
 from .answering import (
     AnswerOutput,
     check_cache_flags,
@@ -30,11 +26,13 @@ from .answering import (
     generation_options,
     note_unquantized,
     opened,
-    until_stop,
+    prompt_text,
+    rendered,
 )
 from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
 from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
-from .output import say
+
+HINT = "; try it without --system-prompt and --chat-template-config, or with --ignore-chat-template"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,8 +65,10 @@ def run(args: argparse.Namespace) -> None:
         with watched(model, args) as session:
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
             options = generation_options(args, tokenizer) | {"prompt_cache": cache}
-            responses = until_stop(stream_generate(model, tokenizer, prompt, **options), args.preset.stop)
-            answer = _print_answer(responses, sweep_progress(bar, session))
+            begun, answer = sweep_progress(bar, session), AnswerOutput()
+            for _ in answer.shown(stream_generate(model, tokenizer, prompt, **options), args.preset.stop, begun):
+                pass
+            print(flush=True)
             note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
             if session.text is not None:
                 gone = len(prompt) + len(answer.tokens) - len(session.text)
@@ -81,24 +81,9 @@ def run(args: argparse.Namespace) -> None:
             args.result.record = answer.record() | engine_record(session)
 
 
-def _print_answer(responses: Iterable[GenerationResponse], first_token: Callable[[], None]) -> AnswerOutput:
-    answer = AnswerOutput()
-    for response in responses:
-        answer.add(response)
-        if len(answer.tokens) == 1:
-            first_token()
-        say(response.text)
-    print(flush=True)
-    return answer
-
-
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
     """What ``--prompt-cache-file`` holds, and what it says of the tokenizer. Without ``--model`` it says of the model,
-    too.
-
-    Raises:
-        UsageError: it is no such file, was made with another model, or there is none.
-    """
+    too."""
     if args.prompt_cache_file is None:
         return None, {}
     cache, settings, model = open_prompt_cache(Path(args.prompt_cache_file), args.model)
@@ -120,13 +105,8 @@ def _cached_tokens(cache: list[Any] | None) -> int:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does.
-
-    Raises:
-        UsageError: what was given is no text, or nothing that the template takes.
-    """
-    text = standard_input() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    text_of("--prompt", text)
+    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does."""
+    text = prompt_text(args.prompt if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return list(tokenizer.encode(text))
@@ -135,40 +115,13 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
         messages.insert(0, {"role": "system", "content": text_of("--system-prompt", args.system_prompt)})
     if args.prefill_response is not None:
         messages.append({"role": "assistant", "content": text_of("--prefill-response", args.prefill_response)})
-        extra["continue_final_message"] = True
-    else:
-        extra["add_generation_prompt"] = True
-    rendered = _rendered(tokenizer, messages, extra)
+    extra["add_generation_prompt" if args.prefill_response is None else "continue_final_message"] = True
+    prompt = rendered(tokenizer, messages, HINT, **extra)
     if in_cache:
         # What stands before the question is in the cache already.
         messages[-1]["content"] = "<query>"
-        rendered = rendered[max(0, _rendered(tokenizer, messages, extra).find("<query>")) :]
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
-
-
-def _rendered(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as e:  # a template is code that comes with the model: it raises what it likes
-        raise UsageError(
-            f"the model's chat template refuses this: {one_line(e)}; try it without --system-prompt and "
-            "--chat-template-config, or with --ignore-chat-template"
-        ) from e
-    return text_of("the chat template's text", str(rendered))
-
-
-def standard_input() -> str:
-    """All of it, as text.
-
-    Raises:
-        UsageError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise UsageError(f"--prompt -: standard input is not UTF-8 at byte {e.start}; convert it") from e
-    except OSError as e:
-        raise UsageError(f"--prompt -: standard input cannot be read: {e.strerror or e}") from e
+        prompt = prompt[max(0, rendered(tokenizer, messages, HINT, **extra).find("<query>")) :]
+    return list(tokenizer.encode(prompt, add_special_tokens=False))
 
 
 def _speeds(answer: AnswerOutput) -> list[str]:

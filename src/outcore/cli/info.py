@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
-
-from rich.table import Table
 
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import PLAIN
@@ -17,7 +16,7 @@ from ..plan.draft_cost import AUTO, NONE
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import counted
-from .console import console
+from .console import console, listing
 from .plan import FEWER_TOKENS, held, plan_options
 
 
@@ -29,9 +28,8 @@ def run(args: argparse.Namespace) -> None:
     """
     folder = resolve_model(args.model, args.revision)
     prepared = prepare(folder, **plan_options(args), least=True)
-    record = describe(prepared)
-    _show(record, prepared)
-    args.result.record = record
+    args.result.record = describe(prepared)
+    _show(args.result.record, prepared)
     if prepared.refused:
         raise BudgetError(prepared.refused + FEWER_TOKENS)
 
@@ -82,57 +80,43 @@ def describe(prepared: Preparation) -> dict[str, Any]:
     }
 
 
-def _tokens(r: dict[str, Any], kind: str) -> str:
-    """What the smallest budget is for; ``generate`` plans for its own prompt and answer."""
-    prompt = f", {r['prompt']} of them a prompt's (--prompt-tokens)" if r["prompt"] < r["context"] else ""
-    # What drafts by itself does so where there is room for it, which there is not in the smallest budget.
-    draft = f", drafting with {r['draft']} (--draft)" if kind not in (AUTO, NONE) else ""
-    return f"{counted(r['context'], 'token')} (--context){prompt}{draft}"
-
-
-def _experts(prepared: Preparation) -> list[tuple[str, str]]:
-    """A line on routed experts, if there are some that can be read one by one."""
-    found = [e for layer in prepared.profile.size.layers if (e := layer.experts) is not None]
-    if not found:
-        return []
-    sizes = " to ".join(
-        dict.fromkeys(format_size(n) for n in (min(e.resident for e in found), max(e.resident for e in found)))
-    )
-    each, used = (" to ".join(dict.fromkeys(map(str, pair))) for pair in (
-        (min(e.count for e in found), max(e.count for e in found)),
-        (min(e.used for e in found), max(e.used for e in found)),
-    ))  # fmt: skip
-    layers = counted(len(found), "layer")
-    return [("experts", f"{each} of {sizes} in each of {layers}, of which a token uses {used}")]
+def _between(numbers: Iterable[int], say: Any = str) -> str:
+    """The least and the most of them, or the one that there is; none: "-"."""
+    found = sorted(set(numbers))
+    return " to ".join(dict.fromkeys(say(n) for n in (found[:1] + found[-1:]))) or "-"
 
 
 def _show(r: dict[str, Any], prepared: Preparation) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    quantization = r["quantization"]
-    kind = ", ".join(f"{k} {v}" for k, v in quantization.items()) if quantization else "none"
-    each = " to ".join(format_size(n) for n in (r["layer_bytes"][:1] + r["layer_bytes"][1:][-1:])) or "-"
+    quantization, plan = r["quantization"] or {}, prepared.plan
+    kind = ", ".join(f"{k} {v}" for k, v in quantization.items()) or "none"
     dtypes = ", ".join(f"{name} {format_size(n)}" for name, n in sorted(r["bytes_by_dtype"].items()))
-    smallest = format_size(r["smallest_budget_bytes"], round_up=True)
-    for name, value in (
+    experts = [e for layer in prepared.profile.size.layers if (e := layer.experts) is not None]
+    each = f"{_between(e.count for e in experts)} of {_between((e.resident for e in experts), format_size)}"
+    used = f"of which a token uses {_between(e.used for e in experts)}"
+    # What the smallest budget is for; ``generate`` plans for its own prompt and answer.
+    tokens = f"{counted(r['context'], 'token')} (--context)"
+    if r["prompt"] < r["context"]:
+        tokens += f", {r['prompt']} of them a prompt's (--prompt-tokens)"
+    # What drafts by itself does so where there is room for it, which there is not in the smallest budget.
+    if prepared.planning.kind not in (AUTO, NONE):
+        tokens += f", drafting with {r['draft']} (--draft)"
+    rows = [
         ("model", f"{r['model']} ({r['model_type']})"),
         ("quantization", kind),
-        *([("packed with", f"--coding {r['coding']}")] if r["coding"] != PLAIN else []),
+        ("packed with", f"--coding {r['coding']}" if r["coding"] != PLAIN else ""),
         ("on disk", f"{format_size(r['checkpoint_bytes'])} ({dtypes})"),
-        ("layers", f"{r['layers']} of {each}, {format_size(r['layers_bytes'])} together"),
+        ("layers", f"{r['layers']} of {_between(r['layer_bytes'], format_size)}, "
+                   f"{format_size(r['layers_bytes'])} together"),
         ("not layers", format_size(r["non_layer_bytes"])),
-        *_experts(prepared),
+        ("experts", f"{each} in each of {counted(len(experts), 'layer')}, {used}" if experts else ""),
         ("context", f"{format_size(r['context_bytes'])} for {counted(r['context'], 'token')}"),
         ("all resident from", format_size(r["resident_budget_bytes"], round_up=True)),
-        ("smallest budget", f"{smallest} for a context of {_tokens(r, prepared.planning.kind)}"),
-    ):
-        table.add_row(name, value)
+        ("smallest budget", f"{format_size(r['smallest_budget_bytes'], round_up=True)} for a context of {tokens}"),
+    ]  # fmt: skip
     out = console()
-    out.print(table)
+    out.print(listing([row for row in rows if row[1]]))
     if prepared.refused is not None:
         return
-    plan = prepared.plan
     out.print(f"With {format_size(plan.budget_bytes)}: {held(plan)}; {format_size(plan.peak_bytes)} at most.")
     if plan.streamed and r["to_pack_bytes"]:
         out.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")

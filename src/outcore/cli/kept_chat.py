@@ -17,13 +17,16 @@ from ..errors import BudgetError, UsageError
 from ..machine.random_state import random_state, set_random_state
 from ..text import counted, one_line
 
+WARN = "yellow"
+"""The style of what is not as it was asked for."""
+
 
 class KeptChat:
     """Keeps a conversation, and goes on with one that was kept.
 
     Args:
         name: the model's, as it was given.
-        say: told what was done; and whether it is a warning.
+        say: told what was done; with ``WARN`` where it is a warning.
 
     Attributes:
         turns: what was said.
@@ -36,7 +39,7 @@ class KeptChat:
         conversation: Conversation,
         tokenizer: TokenizerWrapper,
         name: str,
-        say: Callable[[str, bool], None],
+        say: Callable[..., None],
     ) -> None:
         self.turns: list[SavedTurn] = []
         self.unsure = False
@@ -46,22 +49,13 @@ class KeptChat:
         self._caches: str | None = None  # the name of the caches that are kept of it
 
     def save(self, path: Path) -> None:
-        """Keep it in a file.
-
-        Raises:
-            UsageError: nothing can be written there, or something else would be lost.
-        """
+        """Keep it in a file."""
         self._write(path)
         self._keep_caches()
-        said, text = counted(len(self.turns), "turn"), counted(len(self._conversation.text), "token")
-        self._say(f"{path}: {said}, {text}", False)
+        self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
 
     def load(self, path: Path) -> None:
-        """Go on with the one in a file.
-
-        Raises:
-            UsageError: it holds another model's, or none.
-        """
+        """Go on with the one in a file."""
         saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
         # What was there goes before other caches come.
         self._conversation.goes_on(saved.tokens, None, 0)
@@ -69,10 +63,9 @@ class KeptChat:
         self.turns = saved.turns
         set_random_state(saved.random)
         how = "none of it is computed again" if self._caches else "the next answer computes them first"
-        turns, tokens = counted(len(saved.turns), "turn"), counted(len(saved.tokens), "token")
-        self._say(f"{path}: {turns}, {tokens}; {how}", False)
+        self._say(f"{path}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
         if Path(saved.model).name != Path(self._name).name:
-            self._say(f"it was kept with {one_line(saved.model)[:200]}, another model", True)
+            self._say(f"it was kept with {one_line(saved.model)[:200]}, another model", WARN)
 
     def _restored(self, saved: Saved) -> str | None:
         """Have the caches of a conversation back, if there are some and room for them; their name."""
@@ -93,11 +86,7 @@ class KeptChat:
 
     def resume(self, path: Path) -> bool:
         """Go on with the conversation in a file, and keep this one there; begin one if there is none. Returns whether
-        there was one.
-
-        Raises:
-            UsageError: the file holds another model's, or none; or nothing can be written there.
-        """
+        there was one."""
         there = path.exists()
         (self.load if there else self._write)(path)
         self._path = path
@@ -119,7 +108,7 @@ class KeptChat:
             try:
                 self._write(self._path)
             except UsageError as e:
-                self._say(f"the conversation is not kept: {e}", True)
+                self._say(f"the conversation is not kept: {e}", WARN)
 
     def _write(self, path: Path) -> None:
         text, held = self._conversation.text, self._conversation.held

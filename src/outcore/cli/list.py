@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
@@ -27,11 +26,7 @@ REASON = 90
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: a size or a number that cannot be meant.
-    """
+    """Run the command."""
     if args.context is not None:
         whole("--context", args.context)
     budget = asked_budget(args.memory, "balanced")
@@ -39,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         info = scan_cache_dir(args.cache_dir)
         rows += [_row(r, args.context, budget) for r in info.repos if r.repo_type == "model"]
-        rows += [_refused(name, 0, why) for name, why in _broken(info.warnings)]
+        rows += _broken(info.warnings)
     except (CacheNotFound, ValueError):  # not there, or a file
         pass
     rows.sort(key=lambda r: str(r["model"]).lower())
@@ -53,28 +48,23 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def _broken(warnings: Sequence[Exception]) -> Iterator[tuple[str, str]]:
+def _broken(warnings: Sequence[Exception]) -> Iterator[dict[str, Any]]:
     for warning in warnings:
         said = one_line(warning)
         # It names the folder, and nothing else does: models--owner--name.
         _, there, rest = said.partition("models--")
         if there:
             name = rest.split("/")[0].split(" ")[0].rstrip(".,:)'\"").replace("--", "/")
-            yield name, f"not whole in the Hub's cache: {said.partition(': ')[0]}"
-
-
-def _snapshot(repo: CachedRepoInfo) -> Path | None:
-    """What ``--model`` would open: the main branch, or what was fetched last."""
-    newest = sorted(repo.revisions, key=lambda r: r.last_modified, reverse=True)
-    main = [r for r in newest if "main" in r.refs]
-    return next((r.snapshot_path for r in [*main, *newest]), None)
+            yield _refused(name, 0, f"not whole in the Hub's cache: {said.partition(': ')[0]}")
 
 
 def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, Any]:
     """What there is to say of a model."""
-    name, nbytes, folder = repo.repo_id, repo.size_on_disk, _snapshot(repo)
-    if folder is None:
+    name, nbytes = repo.repo_id, repo.size_on_disk
+    if not repo.revisions:
         return _refused(name, nbytes, "nothing of it was fetched")
+    # What ``--model`` would open: the main branch, or what was fetched last.
+    folder = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified)).snapshot_path
     try:
         with redirect_stdout(sys.stderr):  # what mlx-lm has to say
             prepared = prepare(folder, memory=f"{budget}B", context=context, least=True)
@@ -84,7 +74,6 @@ def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, An
     except Exception as e:  # a model's own configuration, in mlx-lm's hands: it raises what it likes
         return _refused(name, nbytes, f"mlx-lm cannot open it: {one_line(e)}")
     smallest, resident = prepared.plan.smallest_budget_bytes, resident_budget(prepared.profile.size)
-    here = "all resident" if resident <= budget else "streams" if smallest <= budget else "does not fit"
     row = {
         "model": name,
         "folder": str(folder),
@@ -94,7 +83,7 @@ def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, An
         "context": prepared.profile.size.context,
         "smallest_budget_bytes": smallest,
         "resident_budget_bytes": resident,
-        "here": here,
+        "here": "all resident" if resident <= budget else "streams" if smallest <= budget else "does not fit",
         "reason": None,
     }
     del prepared
@@ -113,8 +102,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("here", overflow="fold")
     for r in rows:
-        sizes = ["-", "-"]
-        if r["reason"] is None:
-            sizes = [format_size(r[n], round_up=True) for n in ("smallest_budget_bytes", "resident_budget_bytes")]
-        table.add_row(r["model"], format_size(r["disk_bytes"]), *sizes, r["here"] or r["reason"])
+        sizes = (r.get(name) for name in ("smallest_budget_bytes", "resident_budget_bytes"))
+        shown = ("-" if size is None else format_size(size, round_up=True) for size in sizes)
+        table.add_row(r["model"], format_size(r["disk_bytes"]), *shown, r["here"] or r["reason"])
     console(max(len(r["model"]) for r in rows) + REASON + 60, soft_wrap=False).print(table)

@@ -23,20 +23,10 @@ from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from ..version import __version__
-from .commands import Command, command_of, commands, parser_of, rank_module
+from .commands import Command, commands, parser_of, rank_module
 from .no_tokenizers import leave_out
 from .output import Result, failed, log_from, open_streams, streams, tell, told
 from .parser import ArgumentParser
-
-ELSEWHERE = {
-    "run": "outcore generate answers a prompt, outcore chat converses",
-    "server": "outcore serve answers clients of OpenAI's, Anthropic's and Ollama's APIs",
-    "pull": "outcore generate --model owner/name fetches a model when it is first used",
-    "rm": "outcore cache rm removes what Outcore keeps; models are the Hub's (hf cache)",
-    "ls": "outcore list shows models, outcore cache ls what Outcore keeps",
-}
-"""Commands of others, and what does that here."""
-
 
 RANK = "MLX_RANK"
 """Set by ``outcore launch`` and ``mlx.launch`` where a command is one rank of several."""
@@ -73,13 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     if args[:1] == ["help"]:
         # As git has it: `outcore help info` is `outcore info --help`.
-        args = ["--help"] if args[1:2] == ["help"] else [*args[1:2], "--help"]
-    command = command_of(args[0]) if args and not args[0].startswith("-") else None
-    name = f"outcore {args[0]}" if command is not None else "outcore"
+        args = ["--help"] if args[1:2] in ([], ["help"]) else [args[1], "--help"]
+    name = f"outcore {args[0]}" if args and args[0] in commands() else "outcore"
     # Flags may be shortened; no other begins so.
     result = Result(sys.stdout, any(len(word) > 2 and "--json".startswith(word) for word in args))
     try:
-        status = _run(command, args[0], args[1:], result) if command is not None else _without_command(args)
+        status = _run(args[0], args[1:], result) if name != "outcore" else _without_command(args)
         result.write()
         sys.stdout.flush()
         return status
@@ -112,20 +101,16 @@ def _without_command(args: list[str]) -> int:
         return 0
     kind = "flag" if args[0].startswith("-") else "command"
     known = [*commands(), "help", "--help", "--version"]
-    if args[0] in ELSEWHERE:
-        raise UsageError(f"no command {args[0]!r}: {ELSEWHERE[args[0]]}; outcore --help lists what there is")
     raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is")
 
 
-def _run(command: Command, name: str, words: list[str], result: Result) -> int:
-    parser = parser_of(name)
+def _run(name: str, words: list[str], result: Result) -> int:
+    command, parser = commands()[name], parser_of(name)
     args = parser.parse_args(words)
     # What tells of no JSON prints nothing but its answer.
     as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
-    # What ranks say of what went wrong passes through their launcher.
-    silent = quiet and not command.launcher
     args.result, result.wanted = result, as_json
-    args.command, args.ranks = name, None
+    args.command = name
     if not command.launcher and "mlx.core" not in sys.modules:
         leave_one(os.environ)
     ranks = rank_module() if RANK in os.environ else None
@@ -133,10 +118,10 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
         ranks.find_own_model(args)
     log_from(getattr(args, "log_level", None))
     filled = parser.fill(parser, args) if parser.fill is not None else {}
-    if (memory := _settle(parser, args)) is not None:
-        filled["memory"] = memory
+    filled |= _settle(parser, args)
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
-    with rank as speaks, streams(as_json, silent or not speaks, sys.stderr):
+    # What ranks say of what went wrong passes through their launcher.
+    with rank as speaks, streams(as_json, (quiet and not command.launcher) or not speaks, sys.stderr):
         # MLX takes a second to import or, for the first time, many. Threads that begin meanwhile leave Ctrl-C alone.
         with uninterrupted(), _spinner() if speaks and not quiet else nullcontext():
             run = _work(command, parser.run)
@@ -147,8 +132,7 @@ def _run(command: Command, name: str, words: list[str], result: Result) -> int:
             # What a command says of its peak is its own: another one may have run in this process.
             importlib.import_module("..machine.allocator", __package__).reset_peak()
         with _named(filled):
-            status: int | None = run(args)
-    return status or 0
+            return run(args) or 0
 
 
 @contextmanager
@@ -173,11 +157,7 @@ def _named(filled: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | None]:
-    """What the command runs.
-
-    Raises:
-        UsageError: it needs an extra that is not installed.
-    """
+    """What the command runs; refused where it needs an extra that is not installed."""
     try:
         return pkgutil.resolve_name(run)
     except ModuleNotFoundError as e:
@@ -186,32 +166,26 @@ def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | No
         raise UsageError(f"this command needs {e.name}: pip install 'outcore[{command.extra}]'") from e
 
 
-def _settle(parser: ArgumentParser, args: argparse.Namespace) -> Setting | None:
-    """Fill in what was not given and is settled for every command; the budget, if it is settled.
-
-    Raises:
-        UsageError: it cannot be used, or there is no model.
-    """
+def _settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
+    """Fill in what was not given and is settled for every command; the budget, if it is settled. Refused where it
+    cannot be used, or there is no model."""
     setting("monitor")
     settled()  # what is wrong in the file is told by every command, not by some
-    # A device's memory is not this machine's, nor is a published device's speed that of a model of ours.
-    elsewhere = getattr(args, "device", None) is not None
-    memory = setting("memory") if parser.runs_model and not elsewhere and args.memory is None else None
-    if memory is not None:
-        args.memory = _taken("memory", memory)
+    if getattr(args, "device", None) is not None:
+        return {}  # its memory is not this machine's, nor is its published speed that of a model of ours
+    log, found = logging.getLogger("outcore"), {}
+    if parser.runs_model and args.memory is None and (memory := setting("memory")) is not None:
+        found["memory"], args.memory = memory, memory.value
+        log.info("memory %s, from %s", memory.value, memory.source)
     # What goes on from a prompt cache says of which model it is.
     named = parser.prog == "outcore generate" and args.prompt_cache_file is not None
-    if parser.needs_model and not elsewhere and not named and args.model is None:
-        if (found := setting("model")) is None:
+    if parser.needs_model and not named and args.model is None:
+        if (model := setting("model")) is None:
             parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
-        args.model = _taken("model", found)
+        args.model = model.value
         args.argv += ["--model", args.model]  # which results name as the command that they were made by
-    return memory
-
-
-def _taken(key: str, found: Setting) -> str:
-    logging.getLogger("outcore").info("%s %s, from %s", key, found.value, found.source)
-    return found.value
+        log.info("model %s, from %s", model.value, model.source)
+    return found
 
 
 @contextmanager

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,16 +27,11 @@ SETTLED = 5
 
 NOBODY = "No Outcore process of yours runs. Start one in another terminal, such as outcore chat: it will show up here."
 
-KEYS = "← → another process or model   k end process   q quit"
+KEYS = "← → another process or model   q quit"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: there is no terminal.
-        OutcoreError: nothing runs that could be watched.
-    """
+    """Run the command; refused where nothing runs that could be watched, or there is no terminal."""
     if args.once:
         _once(args)
     elif args.json:
@@ -82,59 +75,39 @@ class LiveView:
     """
 
     def __init__(self) -> None:
-        self._processes: list[dict[str, Any]] = []
-        self._at = (0, 0)  # process number, model of it
-        self._ending = False  # asked whether to
-        self._asked: set[int] = set()  # processes that were asked to end
+        self._places: list[tuple[int, int]] = []  # process number, model of it
+        self._at = (0, 0)
         self.over = False
 
     def look(self) -> RenderableType:
         """What is to be seen now."""
         try:
-            self._processes = read_all()
+            processes = read_all()
         except StoreError as e:
-            self._processes = []
             return Text(str(e), "red")
-        if not self._processes:
+        self._places = [(p["pid"], i) for p in processes for i in range(max(1, len(p["models"])))]
+        if not self._places:
             return Group(Text("outcore monitor", "bold"), Text(NOBODY), Text(KEYS, "dim"))
-        places = self._places()
-        if self._at not in places:
+        if self._at not in self._places:
             # The same process's first model, or the first process there is.
-            self._at = next((p for p in places if p[0] == self._at[0]), places[0])
-        process = self._process
+            self._at = next((p for p in self._places if p[0] == self._at[0]), self._places[0])
+        pid, number = self._at
         tabs = Text(no_wrap=True, overflow="ellipsis")
-        for each in self._processes:
-            tabs.append(f" {each['command']} {each['pid']} ", "reverse bold" if each is process else "")
-        models = process["models"]
-        shown = view(process, models[self._at[1]]) if models else Text(NO_MODEL)
-        return Group(tabs, shown, Text(self._question() if self._ending else KEYS, "bold" if self._ending else "dim"))
+        shown: RenderableType = Text(NO_MODEL)
+        for process in processes:
+            here = process["pid"] == pid
+            tabs.append(f" {process['command']} {process['pid']} ", "reverse bold" if here else "")
+            if here and process["models"]:
+                shown = view(process, process["models"][number])
+        return Group(tabs, shown, Text(KEYS, "dim"))
 
     def press(self, key: str) -> None:
         """Do what a key asks for, by prompt_toolkit's name of it."""
-        if self._ending:
-            self._ending = False
-            if key == "y" and self._at[0] in {p["pid"] for p in self._processes}:
-                os.kill(self._at[0], signal.SIGTERM if self._at[0] in self._asked else signal.SIGINT)
-                self._asked.add(self._at[0])
-        elif key in ("q", "c-c"):
+        if key in ("q", "c-c"):
             self.over = True
-        elif key == "k":
-            self._ending = bool(self._processes)
-        elif key in ("right", "left", "c-i", "s-tab") and self._processes:
-            places = self._places()
+        elif key in ("right", "left", "c-i", "s-tab") and self._at in self._places:
             step = 1 if key in ("right", "c-i") else -1
-            self._at = places[(places.index(self._at) + step) % len(places)]
-
-    @property
-    def _process(self) -> dict[str, Any]:
-        return next(p for p in self._processes if p["pid"] == self._at[0])
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(p["pid"], i) for p in self._processes for i in range(max(1, len(p["models"])))]
-
-    def _question(self) -> str:
-        how = "at once: it was asked before" if self._at[0] in self._asked else "as Ctrl-C would"
-        return f"End process {self._at[0]} ({self._process['command']}), {how}? y yes, any other key no"
+            self._at = self._places[(self._places.index(self._at) + step) % len(self._places)]
 
 
 def _live(shown: LiveView) -> None:

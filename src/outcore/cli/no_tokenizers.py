@@ -1,9 +1,8 @@
 """mlx-lm without transformers, for a process that needs no tokenizer: importing it is half of the time that `outcore
 info` takes.
 
-mlx-lm's ``utils`` and ``tokenizer_utils`` name four classes of transformers when they are imported, and use them when a
-tokenizer is loaded. They get empty ones. Whatever else asks transformers for something, such as a model's own code,
-gets the real module.
+mlx-lm names four classes of transformers when it is imported, and uses them when a tokenizer is loaded. They get empty
+ones. Whatever else asks transformers for something, such as a model's own code, gets the real module.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
+
+BASE = "transformers.tokenization_utils_base"
 
 
 class _Tokenizer:
@@ -33,11 +34,9 @@ class _Transformers(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        leave_in()
+        if sys.modules.get("transformers") is self:
+            del sys.modules["transformers"], sys.modules[BASE]
         return getattr(importlib.import_module("transformers"), name)
-
-
-BASE = "transformers.tokenization_utils_base"
 
 
 def leave_out() -> None:
@@ -48,9 +47,3 @@ def leave_out() -> None:
     stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or [])
     base.PreTrainedTokenizerBase = _Tokenizer  # type: ignore[attr-defined]
     sys.modules.update({"transformers": stand_in, BASE: base})
-
-
-def leave_in() -> None:
-    """Take the stand-ins away, if they are there."""
-    if isinstance(sys.modules.get("transformers"), _Transformers):
-        del sys.modules["transformers"], sys.modules[BASE]

@@ -45,20 +45,12 @@ class Result:
         self._stream = stream
 
     def line(self, record: dict[str, Any]) -> None:
-        """One document of many, told at once. There is none at the end then.
-
-        Raises:
-            OSError: the stream takes nothing more.
-        """
+        """One document of many, told at once. There is none at the end then."""
         self.wanted = False
         print(json.dumps(_finite(record), allow_nan=False), file=self._stream, flush=True)
 
     def write(self) -> None:
-        """Write it, if it was asked for.
-
-        Raises:
-            OSError: the stream takes nothing more.
-        """
+        """Write it, if it was asked for."""
         if self.wanted:
             self.line(self.record)
 
@@ -97,14 +89,12 @@ def failed(name: str, error: BaseException, result: Result) -> int:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
     if isinstance(error, OSError) and error.errno in _STREAM_IS_GONE and error.filename is None:
-        # Files that are written to say so in words of their own; what is left are the standard streams.
-        _lead_nowhere(sys.stdout)
-        if not isinstance(error, BrokenPipeError):  # whoever read the output has seen enough
-            tell(f"{name}: the output cannot be written: {error.strerror}")
-        return 1
-    tell(f"{name}: {_line(error)}")
-    status = 2 if isinstance(error, UsageError) else 1
-    return told(name, result, _line(error), type(error).__name__, status)
+        # Files that are written to say so in words of their own; what is left are the standard streams. Whoever read
+        # a pipe has seen enough.
+        return _unwritten(name, error, quiet=isinstance(error, BrokenPipeError))
+    said = _line(error)
+    tell(f"{name}: {said}")
+    return told(name, result, said, type(error).__name__, 2 if isinstance(error, UsageError) else 1)
 
 
 def told(name: str, result: Result, error: str, kind: str, status: int) -> int:
@@ -113,9 +103,15 @@ def told(name: str, result: Result, error: str, kind: str, status: int) -> int:
     try:
         result.write()
     except OSError as e:
-        _lead_nowhere(sys.stdout)
-        tell(f"{name}: the output cannot be written: {e.strerror}")
+        _unwritten(name, e)
     return status
+
+
+def _unwritten(name: str, error: OSError, quiet: bool = False) -> int:
+    _lead_nowhere(sys.stdout)
+    if not quiet:
+        tell(f"{name}: the output cannot be written: {error.strerror}")
+    return 1
 
 
 def _line(error: BaseException) -> str:
@@ -146,10 +142,9 @@ class Nowhere(io.TextIOBase):
 def open_streams() -> None:
     """Standard streams that anything can be written to: those that were closed lead nowhere, and what the others'
     encoding does not have is written as escapes."""
-    # Python leaves out what was closed when it began.
-    sys.stdin = sys.stdin or Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115  # open for as long as it runs
-    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed when Python began
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # as long as it runs
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -163,11 +158,7 @@ def streams(as_json: bool, quiet: bool, stderr: TextIO) -> Iterator[None]:
 
 
 def log_from(level: str | None) -> None:
-    """``--log-level``; without it, warnings are told as they are.
-
-    Raises:
-        UsageError: there is no such level.
-    """
+    """``--log-level``; without it, warnings are told as they are."""
     if level is None:
         return
     name = choice("--log-level", level.upper() if level.isascii() else level, LOG_LEVELS)

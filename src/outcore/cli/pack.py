@@ -28,35 +28,30 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--draft {args.draft}: only a copy of the model itself is made here, such as self:3")
     if args.draft is not None and kind == NONE:
         raise UsageError(f"--draft {args.draft}: nothing would be made; leave it out, or give {SELF}:3")
-    coding = coding_of(args.coding)
-    if coding.startswith(PLANES):
-        high = int(coding.removeprefix(f"{PLANES}:"))
-        if bits not in (None, high):
-            raise UsageError(f"--draft {args.draft}: drafts with other bits than --coding {coding} keeps apart")
-        bits = high
+    coding = args.coding if args.coding != "auto" else PLAIN if on_cpu() else COMPACT
+    planes = {f"{PLANES}:{high}": high for high in BITS}  # of other bits there are planes, but no draft
+    if not CODING.fullmatch(coding) or (coding.startswith(PLANES) and coding not in planes):
+        raise UsageError(
+            f"--coding {shortened(coding)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
+        )
+    if coding in planes and bits not in (None, planes[coding]):
+        raise UsageError(f"--draft {args.draft}: drafts with other bits than --coding {coding} keeps apart")
+    bits = planes.get(coding, bits)
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
+    folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
     with progress_bar() as bar:
-        store = pack_model(
-            resolve_model(args.model, args.revision),
-            args.output,
-            force=args.force,
-            coding=coding,
-            trust_remote_code=args.trust_remote_code,
-            progress=bar,
-        )
+        store = pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
         if isinstance(bits, int):
-            found = prepare(store.folder, trust_remote_code=args.trust_remote_code, draft=f"{SELF}:{bits}").profile
+            found = prepare(store.folder, draft=f"{SELF}:{bits}", **trust).profile
             make_self_draft(found, self_draft(found, bits), bar)
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())
     how = "in fewer bytes" if coding == COMPACT else "cut in two"
     coded = f" ({len(store.codings)} {how})" if store.codings else ""
     drafts = "" if bits is None else f"; --draft {SELF}:{bits} has its draft there"
-    print(
-        f"{printable(str(store.folder))}: {len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s"
-        + drafts
-    )
+    made = f"{len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s{drafts}"
+    print(f"{printable(str(store.folder))}: {made}")
     args.result.record = {
         "folder": str(store.folder),
         "tensors": len(store.tensors),
@@ -65,14 +60,3 @@ def run(args: argparse.Namespace) -> None:
         "coding": store.coding,
         "coded_tensors": len(store.codings),
     }
-
-
-def coding_of(asked: str) -> str:
-    if asked == "auto":
-        return PLAIN if on_cpu() else COMPACT
-    planes = [f"{PLANES}:{bits}" for bits in BITS]  # of other bits there are planes, but no draft
-    if not CODING.fullmatch(asked) or (asked.startswith(PLANES) and asked not in planes):
-        raise UsageError(
-            f"--coding {shortened(asked)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
-        )
-    return asked

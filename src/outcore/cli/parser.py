@@ -1,5 +1,5 @@
 """The parser of every command's flags: what is wrong is one line and not the list of all flags, and help that cannot be
-written is an error."""
+written is an error. Imports no MLX, which takes a second."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UsageError
@@ -18,6 +19,52 @@ if TYPE_CHECKING:
 
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag.
+
+    Attributes:
+        names: as they are given, the one that help shows first.
+        group: under which help lists it; empty: beside the command's own.
+        settings: arguments of ``add_argument``. Where ``help`` does not end with the default, that is added.
+    """
+
+    names: tuple[str, ...]
+    group: str
+    settings: dict[str, Any]
+
+    def but(self, *names: str, group: str | None = None, **changes: Any) -> Flag:
+        """The same with other settings, as one command has it; names are further ones."""
+        group = self.group if group is None else group
+        return replace(self, names=self.names + names, group=group, settings=self.settings | changes)
+
+    def add(self, to: argparse._ActionsContainer) -> None:
+        """Put it into a parser or a group."""
+        settings = {key: value for key, value in self.settings.items() if value is not None}
+        text, default = settings.pop("help", ""), settings.get("default")
+        if self.names[0].startswith("-") and settings.get("action") != "store_true" and not settings.get("required"):
+            shown = "none" if default in (None, "", ()) else default
+            text += f" Default: {shown}." if "Default" not in text else ""
+        to.add_argument(*self.names, help=text.strip().replace("%", "%%"), **settings)
+
+
+def flag(names: str, help: str, default: Any = None, type: Any = None, **settings: Any) -> Flag:
+    """A flag of these names, with a space between them; its type is its default's, unless that is None."""
+    if type is None and not isinstance(default, str | bool | tuple | None):
+        type = default.__class__
+    return Flag(tuple(names.split()), "", {"help": help, "default": default, "type": type} | settings)
+
+
+def switch(names: str, help: str) -> Flag:
+    """A flag without a value."""
+    return Flag(tuple(names.split()), "", {"help": help, "action": "store_true"})
+
+
+def grouped(group: str, *flags: Flag) -> list[Flag]:
+    """Flags in a group of the help."""
+    return [each.but(group=group) for each in flags]
 
 
 class _HelpAll(argparse._HelpAction):
@@ -63,16 +110,12 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """The flags; ``argv`` is what they were read from.
-
-        Raises:
-            UsageError: they cannot be meant.
-        """
+        """The flags; ``argv`` is what they were read from, ``ranks`` are machines that share the model."""
         words = list(sys.argv[1:] if args is None else args)
         parsed, rest = self.parse_known_args(words, namespace)
         if rest:
             self.error(self._unknown(rest[0]))
-        parsed.argv, parsed.preset = words, Preset()
+        parsed.argv, parsed.preset, parsed.ranks = words, Preset(), None
         named = parsed.__dict__.pop("model_named", None)
         if named is not None:
             if parsed.model not in (None, named):
@@ -93,18 +136,13 @@ class ArgumentParser(argparse.ArgumentParser):
         return {"model" if name == "model_named" else name for name in found}
 
     def error(self, message: str) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse."""
         raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
 
     def format_help(self, *, everything: bool = False) -> str:
         """The help of the common flags, or of all, with the example below it."""
         hidden = self._shown and not everything
-        flags = [a for a in self._actions if a.option_strings and hidden]
-        rare = [a for a in flags if not self._shown & set(a.option_strings)]
+        rare = [a for a in self._actions if hidden and a.option_strings and not self._shown & set(a.option_strings)]
         helps = [action.help for action in rare]
         try:
             for action in rare:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..loading.draft_choices import what_it_gives
 from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
 from ..options import AUTO
+from ..plan.draft_choice import Choice
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
 from ..plan.machine_profile import Calibration
@@ -24,44 +25,12 @@ from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
 from .arguments import engine_options
-from .console import console
-from .draft_choices import choice_records, draft_lines
+from .console import console, listing
 from .engine import measuring, progress_bar
 from .output import tell
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
 """For those whose budget is too small for what these flags say."""
-
-BAR, LEAST_BAR = 30, 8
-"""Characters of the longest bar, and of the longest where there is little room."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A plan among those for other budgets.
-
-    Attributes:
-        plans: by budget, this one among them.
-        best: the recommended one; None: none fits.
-        device: whose speeds are predicted; None: this machine's.
-    """
-
-    prepared: Preparation
-    calibration: Calibration
-    plan: Plan
-    plans: list[Plan]
-    best: Plan | None
-    device: str | None = None
-
-    def known(self, plan: Plan) -> bool:
-        """Whether it is known how fast it is."""
-        return self.device is not None or plan.foretold
-
-    @property
-    def title(self) -> str:
-        """The model and the device."""
-        name = name_of(Path(self.prepared.given))
-        return f"{name} on {self.device}" if self.device else name
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,16 +40,7 @@ def run(args: argparse.Namespace) -> None:
         BudgetError: the budget is too small; says the smallest that works.
     """
     prepared, notes = _prepare(args)
-    show(args, compare(prepared, prepared.calibration, prepared.plan, last_resort()), notes)
-
-
-def compare(
-    prepared: Preparation, calibration: Calibration, plan: Plan, available: int, device: str | None = None
-) -> Compared:
-    """A plan beside those for other budgets; ``available``: bytes that the recommended one may have."""
-    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
-    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
-    return Compared(prepared, calibration, plan, plans, knee(plans, available), device)
+    args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes=notes)
 
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,41 +70,52 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
     except BudgetError as e:
         raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
     if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
-        prepared = _beside_none(prepared, folder, options)
+        # A draft that was asked for by its name, beside what there would be without.
+        plain = prepare(folder, **(options | {"draft": NONE}))
+        none, asked = (
+            what_it_gives(
+                p.profile, Planned(p.plan, p.profile.size, p.draft), p.calibration, p.planning.blocks, args.dtype
+            )
+            for p in (plain, prepared)
+        )
+        prepared = replace(prepared, choices=(none, asked), choice=asked)
     notes += prepared.notes
     if not prepared.plan.calibrated:
         notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
     return prepared, notes
 
 
-def _beside_none(prepared: Preparation, folder: Path, options: dict[str, Any]) -> Preparation:
-    """A draft that was asked for by its name, and what there would be without."""
-    plain = prepare(folder, **(options | {"draft": NONE}))
-    dtype = options.get("dtype")
-    none, asked = (
-        what_it_gives(p.profile, Planned(p.plan, p.profile.size, p.draft), p.calibration, p.planning.blocks, dtype)
-        for p in (plain, prepared)
-    )
-    return replace(prepared, choices=(none, asked), choice=asked)
+def show(
+    prepared: Preparation,
+    calibration: Calibration,
+    plan: Plan,
+    available: int,
+    *,
+    device: str | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Print a plan beside those for other budgets; returns what there is to say of it, for JSON.
 
-
-def show(args: argparse.Namespace, compared: Compared, notes: list[str]) -> None:
-    """Print the plan with these notes; its JSON is the result's record."""
-    args.result.record = _record(compared, notes)
-    _print(compared, args.result.record)
-
-
-def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
-    """What there is to say of the plan; bytes, seconds, tokens a second; None: how fast it is is not known."""
-    prepared, plan, computing = compared.prepared, compared.plan, computing_from(compared.plans)
-    return {
-        "model": name_of(Path(prepared.given)),
-        "title": compared.title,
-        "device": compared.device,
-        "predicted_tps": 1 / plan.token_s if compared.known(plan) else None,
-        "predicted_tps_low": None if compared.device or not plan.foretold else 1 / plan.token_range_s[1],
-        "predicted_tps_high": None if compared.device or not plan.foretold else 1 / plan.token_range_s[0],
-        "predicted_ttft_s": plan.ttft_s if compared.known(plan) else None,
+    Args:
+        available: bytes that the recommended plan may have.
+        device: whose speeds are predicted; None: this machine's.
+    """
+    plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
+    plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
+    best = knee(plans, available)
+    rows = [_row(p, device is not None) for p in plans]
+    row = _row(plan, device is not None)
+    computing = computing_from(plans)
+    name = name_of(Path(prepared.given))
+    low, high = plan.token_range_s if plan.foretold and device is None else (None, None)
+    record = {
+        "model": name,
+        "title": f"{name} on {device}" if device else name,
+        "device": device,
+        "predicted_tps": row["tps"],
+        "predicted_tps_low": 1 / high if high else None,
+        "predicted_tps_high": 1 / low if low else None,
+        "predicted_ttft_s": row["ttft_s"],
         "predicted_peak_bytes": plan.peak_bytes,
         "calibrated": plan.calibrated,
         "smallest_budget_bytes": plan.smallest_budget_bytes,
@@ -155,7 +126,7 @@ def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
         "units_per_sweep": len(plan.parts),
         "head_streamed": plan.head_streamed,
         "slots": plan.slots,
-        "expert_slots": sum(n for _, n in plan.pools),
+        "expert_slots": row["expert_slots"],
         "experts": plan.experts,
         "slot_bytes": plan.slot_bytes,
         "bytes_per_token": plan.bytes_per_token,
@@ -164,25 +135,30 @@ def _record(compared: Compared, notes: list[str]) -> dict[str, Any]:
         "prompt": prepared.profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
-        "read_gbps": compared.calibration.read_gbps,
-        "drafts": choice_records(prepared.choices, prepared.choice),
+        "read_gbps": calibration.read_gbps,
+        "drafts": _drafts(prepared.choices, prepared.choice),
         "items": _items(plan),
-        "curve": [
-            {
-                "budget_bytes": p.budget_bytes,
-                "tps": 1 / p.token_s if compared.known(p) else None,
-                "ttft_s": p.ttft_s if compared.known(p) else None,
-                "peak_bytes": p.peak_bytes,
-                "resident_units": len(p.resident),
-                "slots": p.slots,
-                "expert_slots": sum(n for _, n in p.pools),
-                "bytes_per_token": p.bytes_per_token,
-            }
-            for p in compared.plans
-        ],
-        "recommended_budget_bytes": compared.best.budget_bytes if compared.best is not None else None,
+        "curve": rows,
+        "recommended_budget_bytes": best.budget_bytes if best is not None else None,
         "computing_limits_from_bytes": computing.budget_bytes if computing else None,
-        "notes": notes,
+        "notes": list(notes),
+    }
+    _print(record, plans, plan, best)
+    return record
+
+
+def _row(p: Plan, device: bool) -> dict[str, Any]:
+    """A plan among others; None where it is not known how fast it is."""
+    known = device or p.foretold
+    return {
+        "budget_bytes": p.budget_bytes,
+        "tps": 1 / p.token_s if known else None,
+        "ttft_s": p.ttft_s if known else None,
+        "peak_bytes": p.peak_bytes,
+        "resident_units": len(p.resident),
+        "slots": p.slots,
+        "expert_slots": sum(n for _, n in p.pools),
+        "bytes_per_token": p.bytes_per_token,
     }
 
 
@@ -198,62 +174,96 @@ def _items(plan: Plan) -> dict[str, int]:
     }
 
 
-def _print(compared: Compared, record: dict[str, Any]) -> None:
-    out = console()
-    plan, plans, best = compared.plan, compared.plans, compared.best
-    kind = "Predicted, not measured" if compared.device else "Predicted"
-    speed = (
-        f"{kind}: {1 / plan.token_s:.2f} tokens a second{_range(record)}, {plan.ttft_s:.1f} s to the first "
-        f"(behind a prompt of {record['prompt']} tokens)"
-        if compared.known(plan)
-        else "Its speed is not known, as nothing was measured"
-    )
-    out.print(
-        f"{record['title']} with {format_size(plan.budget_bytes)}: {held(plan)}. {speed}; "
-        f"{format_size(plan.peak_bytes)} at most.",
-        markup=False,
-    )
+def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, Any]]:
+    """What ``--draft auto`` chose from: what there is to say of each way to draft; bytes, tokens a second."""
+
+    def not_weights(plan: Plan) -> int:
+        return plan.cache_bytes + plan.activation_bytes
+
+    plain = next((c.planned.plan for c in choices if c.name == NONE and c.planned is not None), None)
+    found: list[dict[str, Any]] = []
+    for choice in choices:
+        if choice.planned is None:
+            found.append({"draft": choice.name, "chosen": False, "reason": choice.reason})
+            continue
+        plan, draft = choice.planned.plan, choice.planned.draft
+        found.append({
+            "draft": choice.name,
+            "chosen": choice is taken,
+            "predicted_tps": 1 / choice.token_s,
+            "tokens_per_sweep": choice.tokens,
+            "drafted": choice.drafted,
+            "draft_bytes": draft.weights if draft is not None else 0,
+            # Caches of what drafts, states to go back to, and what several tokens of a pass take more than one.
+            "beside_bytes": max(0, not_weights(plan) - not_weights(plain)) if plain is not None else 0,
+            "resident_units": len(plan.resident),
+            "bytes_per_sweep": plan.bytes_per_token,
+            "first_bytes": choice.first,
+            "reason": None,
+        })  # fmt: skip
+    return found
+
+
+def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
+    """A line for each way to draft, and why others cannot be; what is the first time only, last."""
+    if rows:
+        yield "Drafts (--draft):"
+    for row in rows:
+        if row["reason"] is not None:
+            yield f"  {row['draft']}: {row['reason']}"
+            continue
+        takes = row["draft_bytes"] + row["beside_bytes"]
+        yield (
+            f"  {row['draft']}: {row['predicted_tps']:.2f} tokens/s, {row['tokens_per_sweep']:.1f} of each pass; "
+            f"{row['resident_units']} whole layers, {format_size(row['bytes_per_sweep'])} read a pass"
+            + (f", takes {format_size(takes)}" if takes else "")
+            + (" ← this plan" if row["chosen"] else "")
+        )
+        if row["chosen"] and row["first_bytes"]:
+            yield f"  Before its first answer {format_size(row['first_bytes'])} are written to the cache, once."
+
+
+def _print(record: dict[str, Any], plans: list[Plan], plan: Plan, best: Plan | None) -> None:
+    out, device, rows = console(), record["device"] is not None, record["curve"]
+    speed = "Its speed is not known, as nothing was measured"
+    if (tps := record["predicted_tps"]) is not None:
+        low, high = record["predicted_tps_low"], record["predicted_tps_high"]
+        between = "" if low is None else f" ({low:.2f} to {high:.2f})"
+        speed = (
+            f"Predicted{', not measured' if device else ''}: {tps:.2f} tokens a second{between}, {plan.ttft_s:.1f} s "
+            f"to the first (behind a prompt of {record['prompt']} tokens)"
+        )
+    budget, peak = format_size(plan.budget_bytes), format_size(plan.peak_bytes)
+    out.print(f"{record['title']} with {budget}: {held(plan)}. {speed}; {peak} at most.")
     if record["mirrors"]:
         folders = 1 + len(record["mirrors"])
         out.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.")
-    items = Table(show_header=False, box=None, pad_edge=False)
-    items.add_column(style="bold")
-    items.add_column(justify="right")
-    for name, nbytes in record["items"].items():
-        items.add_row(name, format_size(nbytes))
-    items.add_row("together", format_size(plan.peak_bytes))
-    out.print(items)
-    limited = computing_from(plans) if all(map(compared.known, plans)) else None
+    items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
+    out.print(listing([*items, ("together", peak)], "right"))
+    limited = computing_from(plans) if all(row["tps"] is not None for row in rows) else None
     if len(plans) > 1:
         # Rows that are all about as fast say nothing.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
-        shown = few if limited is plans[0] else plans
-        out.print(_curve_table(shown, plan, best, out.width, compared.device is not None))
+        out.print(_curve_table(few if limited is plans[0] else plans, plan, best, device))
     if limited is not None:
-        where = (
-            "At every budget" if limited is plans[0] else f"From {format_size(limited.budget_bytes, round_up=True)} on"
-        )
+        there = format_size(limited.budget_bytes, round_up=True)
         out.print(
-            f"{where} computing is the limit, not the disk: with everything in memory it is "
-            f"{1 / plans[-1].token_s:.2f} tokens a second, and with "
-            f"{format_size(limited.budget_bytes, round_up=True)} {1 / limited.token_s:.2f}."
+            f"{'At every budget' if limited is plans[0] else f'From {there} on'} computing is the limit, not the disk: "
+            f"with everything in memory it is {1 / plans[-1].token_s:.2f} tokens a second, and with {there} "
+            f"{1 / limited.token_s:.2f}."
         )
-    if best is not None:
-        memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
-        gained = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
-        why = gained if compared.known(best) else "(everything fits into it)"
-        out.print(f"Recommended: --memory {memory} {why}.")
-    else:
+    if best is None:
         out.print("None of these budgets fits into what is free now.")
-    if record["drafts"] and compared.device is None:
-        out.print("\n".join(draft_lines(record["drafts"])))
+    else:
+        memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
+        why = "(everything fits into it)"
+        if device or best.foretold:
+            why = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
+        out.print(f"Recommended: --memory {memory} {why}.")
+    for line in _draft_lines([] if device else record["drafts"]):
+        out.print(line)
     for note in record["notes"]:
         out.print(f"Note: {note}")
-
-
-def _range(record: dict[str, Any]) -> str:
-    low, high = record["predicted_tps_low"], record["predicted_tps_high"]
-    return "" if low is None else f" ({low:.2f} to {high:.2f})"
 
 
 def held(plan: Plan) -> str:
@@ -264,45 +274,27 @@ def held(plan: Plan) -> str:
         return f"{plan.held} resident, the others one by one, {format_size(plan.bytes_per_token)} read a token"
     kept = sum(len(pieces) for _, pieces in plan.kept)
     text = f"{counted(len(plan.resident), 'layer')} resident"
-    text += f" and {kept} projection{'s' * (kept != 1)} of others" if kept else ""
+    text += f" and {counted(kept, 'projection')} of others" if kept else ""
     text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""
     return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"
 
 
-def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, width: int, foretold: bool) -> Table:
-    """A row for each budget, in so many characters: bars are as long as there is room.
-
-    Args:
-        foretold: of every plan it is known how fast it is.
-    """
-    known = [foretold or p.foretold for p in plans]
-    rows = [
-        [
+def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold: bool) -> Table:
+    """A row for each budget; ``foretold``: of every plan it is known how fast it is."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("memory", "resident", "read\na token", "first\ntoken", "tokens/s", ""):
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for p in plans:
+        known = foretold or p.foretold
+        marks = ["← this plan"] * (p.budget_bytes == plan.budget_bytes)
+        marks += ["← recommended"] * (best is not None and p.budget_bytes == best.budget_bytes)
+        table.add_row(
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
-            f"{p.ttft_s:.1f} s" if fast else "-",
-            f"{1 / p.token_s:.2f}" if fast else "-",
-        ]
-        for p, fast in zip(plans, known, strict=True)
-    ]
-    marks = [_marks(p, plan, best) for p in plans]
-    table = Table(box=None, pad_edge=False)
-    wide = 0
-    for head, *cells in zip(("memory", "resident", "read\na token", "first\ntoken", "tokens/s"), *rows, strict=True):
-        table.add_column(head, justify="right", no_wrap=True)
-        wide += 2 + max(len(line) for cell in (head, *cells) for line in cell.split("\n"))
-    table.add_column("", no_wrap=True)
-    bar = min(BAR, width - wide - max(map(len, marks)) - 1)
-    fastest = max((1 / p.token_s for p, fast in zip(plans, known, strict=True) if fast), default=0.0)
-    for p, row, mark, fast in zip(plans, rows, marks, known, strict=True):
-        drawn = "█" * max(1, round(bar / p.token_s / fastest)) if fast and bar >= LEAST_BAR else ""
-        table.add_row(*row, f"{drawn} {mark}".strip())
+            f"{p.ttft_s:.1f} s" if known else "-",
+            f"{1 / p.token_s:.2f}" if known else "-",
+            " ".join(marks),
+        )
     return table
-
-
-def _marks(p: Plan, plan: Plan, best: Plan | None) -> str:
-    said = ["this plan"] if p.budget_bytes == plan.budget_bytes else []
-    said += ["recommended"] if best is not None and p.budget_bytes == best.budget_bytes else []
-    return " ".join(f"← {word}" for word in said)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Preset:
-    """Says nothing. ``args.preset`` is one of these, or of a subclass that a package's flag put there.
+    """Says nothing. ``args.preset`` is one of these, or of a subclass that a package's flag put there, whose methods
+    refuse with a UsageError what does not go together.
 
     Attributes:
         messages: as chat templates take them; they stand before the user's first one.
@@ -34,17 +35,10 @@ class Preset:
         Args:
             template: whether one is used.
             cached: what stands before the question is in a prompt cache.
-
-        Raises:
-            UsageError: these do not go together.
         """
 
     def answer_tokens(self, prompt: int, most: int) -> int:
-        """Tokens of an answer at most, -1 for no limit, behind a prompt of so many.
-
-        Raises:
-            UsageError: there is no room for one.
-        """
+        """Tokens of an answer at most, -1 for no limit, behind a prompt of so many."""
         return most
 
     def options(self) -> dict[str, Any]:
@@ -60,10 +54,6 @@ class Preset:
         return service
 
     def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
-        """The chat template of a server's models; None: each its own.
-
-        Raises:
-            UsageError: it is not for these models.
-        """
+        """The chat template of a server's models; None: each its own."""
         given: str | None = args.chat_template
         return given

@@ -12,9 +12,8 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checks import COUNT, real, whole
@@ -29,7 +28,7 @@ from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
-from ..serve.events import ModelCard, Sampling
+from ..serve.events import Sampling
 from ..serve.limits import ClientLimits
 from ..serve.server import Deadline, Server, connections_within, listen, url
 from ..serve.site import Site
@@ -55,86 +54,74 @@ def run(args: argparse.Namespace) -> None:
     limits, defaults = ClientLimits(), defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
-    ranks = getattr(args, "ranks", None)
-    if ranks is not None and not ranks.serves(args, names):
+    if args.ranks is not None and not args.ranks.serves(args, names):
         return
     share_one_heap()
-    # Before anything is loaded, which takes long.
-    sockets = listen(args.host, whole("--port", args.port, 0, 65535))
-    began = time.monotonic()
-    try:
-        access = access_of(args, sockets)
-        with (
-            Deadline(lambda: cut(args, server)) as deadline,
-            staying("serve"),
-            closing(open_service(args, names)) as service,
-        ):
-            if service.forecast is not None:
-                tell(service.forecast.line)
-            room = connections_within(limits.connections)
-            if room < limits.connections:
-                tell(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
-            site = Site(args.preset.service(service), APIS, replace(limits, connections=room), defaults)
-            address = url(args.host, sockets)
-            server = Server(
-                application(site, access),
-                site,
-                drain_s,
-                ready=lambda: greet(address, service.models()),
-                draining=lambda count: tell(
-                    f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them"
-                ),
-                over=lambda: service.failure is not None,
-                deadline=deadline,
-            )
-            args.result.record |= {"url": address, "models": [card.name for card in service.models()]}
-            server.run(sockets)
-            args.result.record |= {"requests": site.answered, "seconds": round(time.monotonic() - began, 1)}
-            if service.failure is not None:
-                raise service.failure
-    finally:
+    began, record = time.monotonic(), args.result.record
+    with ExitStack() as stack:
+        # Before anything is loaded, which takes long.
+        sockets = listen(args.host, whole("--port", args.port, 0, 65535))
         for each in sockets:
-            each.close()
+            stack.callback(each.close)
+        access = access_of(args, sockets)
+        deadline = stack.enter_context(Deadline(lambda: _cut(args, server)))
+        stack.enter_context(staying("serve"))
+        service = stack.enter_context(closing(open_service(args, names)))
+        if service.forecast is not None:
+            tell(service.forecast.line)
+        room = connections_within(limits.connections)
+        if room < limits.connections:
+            tell(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
+        site = Site(args.preset.service(service), APIS, replace(limits, connections=room), defaults)
+        address = url(args.host, sockets)
+        models = [card.name for card in service.models()]
+
+        def greet() -> None:
+            # Where, in the first line: whoever started it may wait for that.
+            print(f"Outcore answers at {address} (Ctrl-C ends it)", flush=True)
+            served = f"{counted(len(models), 'model')}: {shortened(', '.join(models), 200)}"
+            print(f"{served}; OpenAI's clients ask at {address}/v1", flush=True)
+
+        def draining(count: int) -> None:
+            tell(f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them")
+
+        def over() -> bool:
+            return service.failure is not None
+
+        server = Server(application(site, access), site, drain_s, greet, draining, over, deadline)
+        record |= {"url": address, "models": models}
+        server.run(sockets)
+        record |= {"requests": site.answered, "seconds": round(time.monotonic() - began, 1)}
+        if service.failure is not None:
+            raise service.failure
     if signal.SIGINT in server.signals:
-        if ranks is not None:
-            ranks.close()  # all have ended well, whatever this one's status is
+        if args.ranks is not None:
+            args.ranks.close()  # all have ended well, whatever this one's status is
         raise KeyboardInterrupt
 
 
-def greet(address: str, models: Sequence[ModelCard]) -> None:
-    """Where, once it answers, in the first line: whoever started it may wait for that; and what is served."""
-    print(f"Outcore answers at {address} (Ctrl-C ends it)", flush=True)
-    served = ", ".join(card.name for card in models)
-    print(
-        f"{counted(len(models), 'model')}: {shortened(served, 200)}; OpenAI's clients ask at {address}/v1", flush=True
-    )
-
-
-def cut(args: argparse.Namespace, server: Server) -> None:
+def _cut(args: argparse.Namespace, server: Server) -> None:
     """End the process, in the middle of what does not end in time: a part of a prompt, a model that is being loaded."""
     tell("Ended in the middle of what was under way: its time was up")
-    if signal.SIGINT in server.signals:
+    interrupted = signal.SIGINT in server.signals
+    if interrupted:
         args.result.record |= {"error": "interrupted", "type": "KeyboardInterrupt", "exit_status": 130}
     with suppress(OSError):
         args.result.write()
         sys.stdout.flush()
-    os._exit(130 if signal.SIGINT in server.signals else 0)
+    os._exit(130 if interrupted else 0)
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The models to serve; the first answers requests that name none.
-
-    Raises:
-        UsageError: there is none at all.
-    """
+    """The models to serve; the first answers requests that name none. Refused where there is none at all."""
     names = [*args.models_named, *(args.model or [])]
-    if not names:
-        if (settled := setting("model")) is None:
-            raise UsageError(
-                "give a model: --model NAME, or OUTCORE_MODEL, or the configuration file; outcore serve --help lists "
-                "what there is"
-            )
+    if not names and (settled := setting("model")) is not None:
         names = [settled.value]
+    if not names:
+        raise UsageError(
+            "give a model: --model NAME, or OUTCORE_MODEL, or the configuration file; outcore serve --help lists "
+            "what there is"
+        )
     return list(dict.fromkeys(names))
 
 
@@ -155,28 +142,16 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """What clients have to say; None: nothing.
-
-    Raises:
-        UsageError: it is empty, or no text.
-    """
-    if args.api_key_file is not None:
-        return key_in(args.api_key_file)
-    key = os.environ.get("OUTCORE_API_KEY") or None
-    if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
-        raise UsageError("OUTCORE_API_KEY: empty")
-    return key
-
-
-def key_in(path: Path) -> str:
-    """The key that a file holds: all of its text, without white space around it.
-
-    Raises:
-        UsageError: it cannot be read, others may read it, or it holds no such text.
-    """
-    flag = f"--api-key-file {path}"
+    """What clients have to say, without white space around it; None: nothing. Refused where it is empty or no text, or
+    lies in a file that cannot be read, or that others can."""
+    if args.api_key_file is None:
+        key = os.environ.get("OUTCORE_API_KEY") or None
+        if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
+            raise UsageError("OUTCORE_API_KEY: empty")
+        return key
+    flag = f"--api-key-file {args.api_key_file}"
     try:
-        with path.open("rb") as file:  # of a pipe, too, which a shell makes of <(command)
+        with args.api_key_file.open("rb") as file:  # of a pipe, too, which a shell makes of <(command)
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"{flag}: others can read it, or write to it; chmod 600 it")
@@ -192,11 +167,7 @@ def key_in(path: Path) -> str:
 
 
 def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Access:
-    """Who may ask.
-
-    Raises:
-        UsageError: others than this machine may, without a key.
-    """
+    """Who may ask. Refused where others than this machine may, without a key."""
     key = key_of(args)
     local = all(ipaddress.ip_address(s.getsockname()[0].partition("%")[0]).is_loopback for s in sockets)
     if not local and key is None and not args.insecure:
@@ -204,16 +175,18 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
             f"--host {args.host}: whoever reaches this machine could ask; give --api-key-file FILE (or "
             "OUTCORE_API_KEY), or --insecure"
         )
-    hosts = {name.lower() for name in listed(args.allowed_hosts)} | local_names(args.host)
-    return Access(key, hosts, addresses=not local, origins=listed(args.allowed_origins))
+    hosts = {name.lower() for name in _listed(args.allowed_hosts)} | local_names(args.host)
+    return Access(key, hosts, addresses=not local, origins=_listed(args.allowed_origins))
+
+
+def _listed(text: str | None) -> list[str]:
+    """Names separated by commas."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService:
-    """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes last.
-
-    Raises:
-        OutcoreError: a model cannot be opened, or not be loaded within the budget.
-    """
+    """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes
+    last."""
     from ..serve.service import ModelService
     from ..serve.shelf import Shelf
     from .engine import progress_bar
@@ -222,7 +195,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
     template = args.preset.served_template(args, names)
     shelf = Shelf(names, revision=args.revision, template=template)
     if len(shelf.models) > 1:
-        if getattr(args, "ranks", None) is not None:
+        if args.ranks is not None:
             raise UsageError("one model over several machines; give a folder of one")
         if args.adapter_path is not None:
             raise UsageError("--adapter-path: an adapter goes with one model; give one")
@@ -238,36 +211,22 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
 
 
 def service_options(args: argparse.Namespace) -> ServiceOptions:
-    """How models are loaded and served.
-
-    Raises:
-        UsageError: flags that do not go together.
-    """
+    """How models are loaded and served."""
     from ..serve.service import ServiceOptions
     from .answering import draft_tokens
 
-    engine = loading_options(args)
+    # Memory for texts is taken as they come: little of it at first.
+    own = {"context": args.context, "prefix_cache": args.prefix_cache, "priority": "speed"}
+    engine = loading_options(args) | own | {"draft": args.draft or AUTO}
     if args.decode_concurrency != 1:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
         engine["kv_disk"] = "off"
     return ServiceOptions(
-        load=LoadOptions(
-            **engine,
-            draft=args.draft or AUTO,
-            context=args.context,
-            # Memory for texts is taken as they come: little of it at first.
-            priority="speed",
-            prefix_cache=args.prefix_cache,
-        ),
+        load=LoadOptions(**engine),
         max_tokens=COUNT if args.max_tokens == -1 else args.max_tokens,
         most=whole("--decode-concurrency", args.decode_concurrency),
         most_context=None if args.max_context is None else whole("--max-context", args.max_context),
         draft_tokens=draft_tokens(args).get("num_draft_tokens"),
         secret=key_of(args),
     )
-
-
-def listed(text: str | None) -> list[str]:
-    """Names separated by commas."""
-    return [word.strip() for word in (text or "").split(",") if word.strip()]

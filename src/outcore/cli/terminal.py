@@ -75,11 +75,8 @@ def _history() -> History:
     """What was typed in earlier runs, in a file of this user's alone; where there can be none, of this run."""
     try:
         path = make_cache() / HISTORY
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        try:
-            os.fchmod(fd, 0o600)
-        finally:
-            os.close(fd)
+        path.touch(0o600)
+        path.chmod(0o600)
     except (OSError, StoreError):
         return InMemoryHistory()
     return FileHistory(str(path))

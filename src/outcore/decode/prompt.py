@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -78,6 +79,24 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     left = ANSWER if longest is None else longest - held - length
     more = min(ANSWER, left) if left > 0 else ANSWER
     return more if session.residency.holds(held + length + more, length) else 1
+
+
+def most_tokens(length: int, max_tokens: int, session: Session, held: int = 0, bounded: bool = True) -> int:
+    """``max_tokens``, or as many as a prompt can be answered with; arguments and errors as of ``check_prompt``."""
+
+    def had(tokens: int) -> int:
+        return check_prompt(length, tokens, session, held, bounded)
+
+    def refused(tokens: int) -> bool:
+        try:
+            return had(tokens) < 0
+        except PromptError:
+            return True
+
+    if max_tokens < 2 or not refused(max_tokens):
+        return had(max_tokens)
+    # What is needed grows with each token.
+    return had(max(1, bisect_left(range(1, max_tokens), True, key=refused)))
 
 
 def check_ids(ids: mx.array, session: Session, name: str) -> None:

@@ -19,10 +19,10 @@ from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
 from outcore.cli.arguments import engine_options, model_name
-from outcore.cli.engine import engine_record, peak_memory_bytes, print_summary, progress_bar, watched
-from outcore.cli.model_folder import model_folder
+from outcore.cli.engine import engine_record, model_folder, print_summary, progress_bar, watched
 from outcore.engine.session import Session
 from outcore.errors import UsageError
+from outcore.machine.allocator import peak_held
 from outcore.text import printable
 
 from .. import fingerprint
@@ -89,7 +89,7 @@ def _print(found: dict[str, Any]) -> None:
         f"Model: {found['model']}",
         f"Perplexity: {found['perplexity']:.3f} ± {found['perplexity_error']:.3f}",
         f"Evaluation time: {found['seconds']:.2f} seconds",
-        f"Peak memory: {peak_memory_bytes() / 1e9:.2f} GB",
+        f"Peak memory: {peak_held() / 1e9:.2f} GB",
         f"Tokens per second: {found['tokens_per_second'] or 0:.0f}",
         "",
         "Dataset statistics:",

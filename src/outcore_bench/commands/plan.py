@@ -49,8 +49,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
         calibration = where.calibration()
         best = prepared.planning.at(given_budget(args.memory, of=where.usable_bytes), calibration).plan
-        compared = plan.compare(prepared, calibration, best, where.usable_bytes, where.name)
-        plan.show(args, compared, [])
+        args.result.record = plan.show(prepared, calibration, best, where.usable_bytes, device=where.name)
         asked = Path(args.model).name.lower().replace("_", "-")
         rows = [r for r in rows if r.model.lower().replace("_", "-") in asked]
     if rows:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from outcore.cli.flag_table import Flag, command_parser, flag
-from outcore.cli.parser import ArgumentParser
+from outcore.cli.flags import command_parser
+from outcore.cli.parser import ArgumentParser, Flag, flag
 
 
 def setup_arg_parser() -> ArgumentParser:

@@ -14,8 +14,7 @@ from rich.table import Table
 from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import name_of
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import measuring, progress_bar
-from outcore.cli.model_folder import model_folder
+from outcore.cli.engine import measuring, model_folder, progress_bar
 from outcore.cli.output import tell
 from outcore.cli.plan import FEWER_TOKENS, plan_options
 from outcore.errors import BudgetError
