@@ -243,7 +243,7 @@ class Bench:
 
     def _serve(self, clients: int) -> None:
         phases: list[tuple[int, int, float, float, str]] = []
-        with self._server() as address, httpx.Client(timeout=600, trust_env=False) as http:
+        with self._server() as address, httpx.Client(timeout=3600, trust_env=False) as http:
 
             def ask(text: str) -> str:
                 body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0}

@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.lazy_model import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
-from ..decode import batch_file as written
+from ..decode import batch_file
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
 from ..decode.batch_file import NO_MEMORY, BatchRequest, Output, OutputElsewhere
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("--resume and --overwrite: give one of them")
     whole("--max-tokens", args.max_tokens)
     whole("--decode-concurrency", args.decode_concurrency)
-    lines = list(written.read_lines(args.input))
+    lines = list(batch_file.read_lines(args.input))
     # With the ranks that share the model, if there are any; the first one's file may be the only one.
     agreement: Agreement = Solo() if args.ranks is None else args.ranks.agreement
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
             errors += too_long
         output.begin()
         for uid, error in errors:
-            output.write(written.refused(todo[uid], written.line_error(error)))
+            output.write(batch_file.refused(todo[uid], batch_file.line_error(error)))
         done, began = Progress(), time.perf_counter()
         if model is not None:
             try:
@@ -227,10 +227,10 @@ def _answer(
         bar.count("answering", written, len(requests), f"{done.running} at a time, {speed:.1f} tok/s")
 
     def failed(request: Request, error: Exception) -> None:
-        output.write(written.refused(lines[request.uid], written.line_error(error)))
+        output.write(batch_file.refused(lines[request.uid], batch_file.line_error(error)))
 
     for answer in answers(model, tokenizer, requests, progress=done, on_step=show, failed=failed):
-        output.write(written.answered(lines[answer.request.uid], answer, name))
+        output.write(batch_file.answered(lines[answer.request.uid], answer, name))
         written += 1
 
 

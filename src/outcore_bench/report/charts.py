@@ -1,21 +1,44 @@
-"""Charts as SVG for a page: text stays text, and colours are the page's variables, so that light and dark both work."""
+"""Charts as SVG for a page, drawn by matplotlib: text stays text, and colours are the page's variables, so that light
+and dark both work.
+"""
 
 from __future__ import annotations
 
-import math
+import io
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
+from outcore.errors import UsageError
 from outcore.text import shown
 
 from ..document import Stat
 
-WIDTH, HEIGHT = 460.0, 300.0  # at a phone's width, text of 13 units is still readable
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 28.0, 44.0  # around the curves
-LEGEND = 18.0  # a line of it
 STEEP = 12
-"""Times the slowest speed that the fastest is, from which on speeds are drawn by their logarithms."""
+"""The axis of speeds is logarithmic from this ratio of the fastest to the slowest."""
+# matplotlib draws in these colours, and the SVG names the page's variables instead. No two may be equal.
+_VARIABLES = {"--ink": "#010101", "--muted": "#020202", "--grid": "#030303"} | {
+    f"--series-{i}": f"#04040{i}" for i in range(6)
+}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "outcore",
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.parse_math": False,
+    "text.color": _VARIABLES["--ink"],
+    "axes.labelcolor": _VARIABLES["--muted"],
+    "axes.edgecolor": _VARIABLES["--grid"],
+    "grid.color": _VARIABLES["--grid"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _VARIABLES["--muted"],
+    "ytick.color": _VARIABLES["--muted"],
+    "axes.axisbelow": True,
+}
 
 
 @dataclass(frozen=True)
@@ -29,60 +52,60 @@ class ChartCurve:
     dashed: bool = False
 
 
+def require_matplotlib() -> None:
+    """Raise ``UsageError`` where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise UsageError('charts need matplotlib: pip install "outcore[report]"') from e
+
+
 def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str, *, x_percent: bool = False) -> str:
-    """Tokens a second over ``x``."""
-    speeds = [s for curve in curves for _, stat in curve.points for s in (stat.least, stat.median, stat.most) if s > 0]
-    steep = max(speeds) > STEEP * min(speeds)
-    y_ticks = _powers(min(speeds), max(speeds)) if steep else _steps(max(speeds))
-    x_ticks = _steps(max(x for curve in curves for x, _ in curve.points))
+    """Tokens per second over ``x``, as an SVG element."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    def x_at(x: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * x / x_ticks[-1]
-
-    def y_at(y: float) -> float:
-        low, high, at = (math.log(v) if steep else v for v in (y_ticks[0], y_ticks[-1], max(y, y_ticks[0])))
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (at - low) / (high - low)
-
-    parts = [_text(LEFT, 14, "tokens per second"), _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle")]
-    for y in y_ticks:
-        parts.append(_line(LEFT, y_at(y), WIDTH - RIGHT, y_at(y), "--grid"))
-        parts.append(_text(LEFT - 6, y_at(y) + 4, f"{y:g}", "end"))
-    for x in x_ticks:
-        label = f"{100 * x:.0f} %" if x_percent else f"{x:g}"
-        parts.append(_text(x_at(x), HEIGHT - BOTTOM + 18, label, "middle"))
-    for i, curve in enumerate(curves):
-        places = [(x_at(x), y_at(stat.median)) for x, stat in sorted(curve.points, key=lambda point: point[0])]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="var({curve.colour})" stroke-width="2"{dashes}/>')
-        for x, stat in curve.points if not curve.dashed else ():
-            parts.append(_line(x_at(x), y_at(stat.least), x_at(x), y_at(stat.most), curve.colour))
-            parts.append(
-                f'<circle cx="{x_at(x):.1f}" cy="{y_at(stat.median):.1f}" r="3.5" fill="var({curve.colour})"/>'
-            )
-        at = LEFT + i % 2 * (WIDTH - LEFT) / 2
-        parts.append(_text(at, HEIGHT + LEGEND * (0.7 + i // 2), curve.name, colour=curve.colour))
-    height = HEIGHT + LEGEND * -(-len(curves) // 2)
-    head = f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(shown(title))}">'
-    return "\n".join([head, *parts, "</svg>"])
-
-
-def _steps(most: float) -> list[float]:
-    """Round numbers from 0 to at least ``most``, at most seven."""
-    power = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
-    step = next(power * part for part in (0.2, 0.25, 0.5, 1, 2) if most <= 6 * power * part)
-    return [round(step * i, 12) for i in range(max(1, math.ceil(most / step)) + 1)]
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph ")  # A browser draws the text, whatever glyphs a font here lacks.
+        # A Figure of its own leaves pyplot's state, and any display, alone.
+        figure = Figure(figsize=(4.6, 3.3), layout="constrained")
+        axes = figure.add_subplot()
+        for curve in curves:
+            points = sorted(curve.points, key=lambda point: point[0])
+            xs, ys = [x for x, _ in points], [stat.median for _, stat in points]
+            style: dict[str, Any] = {"color": _VARIABLES[curve.colour], "label": shown(curve.name)}
+            if curve.dashed:
+                axes.plot(xs, ys, linestyle=(0, (4, 3)), linewidth=1.3, marker="_", markersize=9, **style)
+            else:
+                spread = [[s.median - s.least for _, s in points], [s.most - s.median for _, s in points]]
+                axes.errorbar(xs, ys, yerr=spread, linewidth=2, marker="o", markersize=5, capsize=3, **style)
+        speeds = [stat.median for curve in curves for _, stat in curve.points]
+        if max(speeds) > STEEP * min(speeds):
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_formatter(lambda v, _: "")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.margins(x=0.06)
+        axes.set_xlabel(x_label)
+        axes.set_title("tokens per second", loc="left", fontsize=9, color=_VARIABLES["--muted"])
+        axes.xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %" if x_percent else f"{v:g}")
+        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        axes.grid(axis="y", linewidth=0.8)
+        figure.legend(loc="outside lower left", frameon=False, ncols=2, labelcolor="linecolor")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _element(buffer.getvalue(), title)
 
 
-def _powers(least: float, most: float) -> list[float]:
-    """Powers of ten from at most ``least`` to at least ``most``."""
-    return [10.0**n for n in range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)]
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="var({colour})"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "--muted") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="var({colour})"'
-    return f"<text {place}>{escape(shown(text))}</text>"
+def _element(text: str, title: str) -> str:
+    """An SVG file as an element of a page: no header, metadata or namespaces, ids of its own, the page's colours."""
+    own = re.sub(r"\W", "", title) + "-"
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href=", "href=")
+    text = text.replace('id="', f'id="{own}').replace('href="#', f'href="#{own}').replace("url(#", f"url(#{own}")
+    text = re.sub(r"font: [^;\"]*|font-family: [^;\"]*", "font: 12.5px var(--font)", text)
+    for variable, colour in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    head, body = text.split(">", 1)
+    box = re.search(r'viewBox="[^"]*"', head)
+    return f'<svg {box[0] if box else ""} role="img" aria-label="{escape(shown(title))}">{body.strip()}'
