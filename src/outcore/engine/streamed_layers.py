@@ -56,7 +56,7 @@ class Weights:
         self.copies = copies
         self._views: dict[tuple[int, int], list[mx.array]] = {}
         # Units whose parameters are all used as they lie.
-        self._plain = [not u.decoders and all(to is None for to in u.cast) for u in units]
+        self._plain = [all(each is None for each in (*u.decoders, *u.cast)) for u in units]
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
         # All at once, and now: one by one, each would wait in turn behind what a GPU has queued.

@@ -93,10 +93,10 @@ class Agreement:
     there are no others.
 
     Attributes:
-        chooses: this rank has the logits, so it chooses tokens.
+        alone: there are none. ``chooses``: this rank has the logits, so it chooses tokens.
     """
 
-    chooses = True
+    alone = chooses = True
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
         """Whole numbers that the first rank chooses; all ranks ask."""
@@ -137,12 +137,15 @@ class Transport(Agreement, Stage):
     """The other ranks of a model, as this one sees them.
 
     Attributes:
-        forecast: what all ranks together are predicted to take; None where that is not known.
         look_ahead: decodes a model that is all in memory here; None: as one machine does.
     """
 
-    forecast: Forecast | None = None
     look_ahead: Decoder | None = None
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What all ranks together are predicted to take; None where that is not known."""
+        return None
 
     # Room
 
