@@ -235,9 +235,11 @@ class LayerExecutor:
             return
         self._arrive(turn.lease)
         self._arrived(turn.lease.unit, turn.lease.slot)
+        if not turn.leaving:
+            self._hand_over(turn.lease, turn.arrays)
+            return
         self._hand_over(turn.lease, [*turn.arrays, *(array for _, array in turn.leaving)])
-        if turn.leaving:
-            self._transport.depart(turn.leaving)
+        self._transport.depart(turn.leaving)
 
     def _close_part(self) -> None:
         part = self._open

@@ -25,6 +25,9 @@ from .streamed_layers import StreamedLayers, StreamedUnit
 from .undo import Undo
 from .vocabulary import StreamedTable
 
+BATCHED = {BatchKVCache, BatchRotatingKVCache}
+"""Caches of a batch that is no more if a pass fails (``mlx_lm.generate.BatchGenerator``)."""
+
 
 class Streaming:
     """The engine behind a streamed model; ``model.outcore`` gives access to it.
@@ -184,8 +187,7 @@ class Streaming:
     def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A sweep of one pass."""
         caches = caches_in(args, kwargs)
-        if any(isinstance(c, BatchKVCache | BatchRotatingKVCache) for c in caches):
-            # Of a batch that is no more if this fails (``mlx_lm.generate.BatchGenerator``).
+        if not BATCHED.isdisjoint(map(type, caches)):
             caches = []
         ids = None
         for arg in args:
