@@ -110,12 +110,14 @@ class Engine:
     def adopt(self, plan: Plan, size: ModelSize | None = None) -> None:
         """Run by another plan from now on, for a model of another size; MLX keeps no more freed memory than it leaves
         over."""
-        self.plan, self.size = plan, size or self.size
+        if size is not None:
+            self.resize(size)
+        self.plan = plan
         self.hold(plan)
 
     def resize(self, size: ModelSize) -> None:
         """Count what the model weighs anew, before there is a plan for that."""
-        self.size = size
+        self.size, self.profile = size, replace(self.profile, size=size)
 
     def stream(self, plan: Plan) -> None:
         """Stream by a plan from the next pass on, through a ring of its own.
@@ -191,7 +193,7 @@ class Engine:
     def _bind(self, plan: Plan) -> None:
         """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an
         error."""
-        profile, reading = replace(self.profile, size=self.size), self.reading
+        profile, reading = self.profile, self.reading
         self.hold(plan)
         if self.streaming is not None:
             self.streaming.release()

@@ -49,7 +49,7 @@ class Residency:
             return True
         if (draft := self.layers.draft) is None:
             return False
-        without = draft.profile_without(self.layers.profile, self.session.plan.head_streamed)
+        without = draft.profile_without(self.session.profile, self.session.plan.head_streamed)
         return self._could_hold(tokens, prompt, without.size)
 
     def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
@@ -191,7 +191,7 @@ class Residency:
         draft, plan = self.layers.draft, self.session.plan
         if draft is None:
             return False
-        size = draft.profile_without(replace(self.layers.profile, size=larger), plan.head_streamed).size
+        size = draft.profile_without(replace(self.session.profile, size=larger), plan.head_streamed).size
         how: dict[str, Any] = {"for_context": True, "undrafted": True, "resident": 0}
         step = steps[0] if len(steps) == 1 else None
         with contextlib.suppress(BudgetError):

@@ -24,7 +24,6 @@ from ..text import counted
 from .binding import sheddable
 from .droppable_draft import DroppableDraft
 from .kv_disk import KvDisk
-from .model_profile import ModelProfile
 from .pools import Pools
 from .replanner import another, at_least
 
@@ -55,11 +54,6 @@ class ResidentLayers:
         # plan; and how many of so many shed layers may come back.
         self._smallest: tuple[Plan, int] | None = None
         self._back: tuple[Plan, int, int] | None = None
-
-    @property
-    def profile(self) -> ModelProfile:
-        """Of the model as it is now."""
-        return replace(self.session.profile, size=self.session.size)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -270,7 +264,7 @@ class ResidentLayers:
             logging.getLogger("outcore").warning("%s; what drafts cannot be given up", error)
             return 0
         self.given_up = draft, before.head_streamed
-        self.session.without_draft(draft.profile_without(self.profile, before.head_streamed))
+        self.session.without_draft(draft.profile_without(self.session.profile, before.head_streamed))
         draft.end()
         if not draft.high_bits:
             self.replan(before.resident)

@@ -254,7 +254,7 @@ class Session(Engine):
         return Solo() if share is None else share.install(self)
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
-        experts = experts_for(streaming, replace(self.profile, size=self.size), plan)
+        experts = experts_for(streaming, self.profile, plan)
         streaming.join(experts, kv_for(streaming, self, plan))
 
     def _tell_of_lost_folders(self, replicas: Replicas | None) -> None:
