@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
-from outcore.calibration.compute import decode_gbps
+from outcore.calibration.rates import decode_gbps
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import SPLIT
 from outcore.checkpoint.pack import pack_model

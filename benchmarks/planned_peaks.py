@@ -36,7 +36,7 @@ import outcore
 import zoo
 from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.memory import peak_rss, rss
-from outcore.plan.candidate import Candidate
+from outcore.plan.candidate import Candidate, Candidates
 from outcore.plan.expert_plan import ON_DEMAND
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import held_between
@@ -170,7 +170,9 @@ def further(size: ModelSize, plan: Plan) -> int:
                 del more[i]
                 resident |= {i}
             stay = tuple(sorted(more.items()))
-            wider = Candidate(size, resident, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, stay)
+            wider = Candidate(
+                Candidates(size), resident, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, stay
+            )
             if wider.peak <= plan.budget_bytes:
                 found.append(pieces[n].resident)
     return max(found)

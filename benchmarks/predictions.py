@@ -143,7 +143,7 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[B
     # What mlx-lm changes of a model is packed when it is first loaded.
     model, _ = loader.load_model(folder, **(options(job) | {"memory": least}))
     model.outcore.close()
-    calibrated(prepared, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
+    calibrated(prepared.profile, folder, prepared.cpu_streams, note=lambda line: print(line, file=sys.stderr))
     for file in weight_files(prepared):
         read_once(file)
     most = resident_budget(prepared.profile.size)

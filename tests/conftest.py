@@ -78,7 +78,7 @@ def beside_others(set_one: Callable[..., None]) -> Callable[..., None]:
     def set_beside(self: AllocatorLimits, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
         nonlocal others
         if name == "memory" and nbytes is not None:
-            others = others if name in self._before else mx.get_active_memory()
+            others = others if name in self._limits else mx.get_active_memory()
             nbytes += others
         set_one(self, name, limit, nbytes)
 

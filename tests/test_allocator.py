@@ -15,7 +15,7 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 
 import outcore
 import zoo
-from outcore.calibration.random_model import rig
+from outcore.calibration.layers import rig
 from outcore.decode.wired import generating
 from outcore.loading.preparation import prepare
 from outcore.machine import allocator
@@ -50,9 +50,8 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     info = {"max_recommended_working_set_size": MOST, "memory_size": 2 * MOST}
     monkeypatch.setattr(mx, "device_info", lambda *_: info)
     monkeypatch.setattr(process, "_needs", {})
-    monkeypatch.setattr(process, "_before", {})
     monkeypatch.setattr(process, "_releases", {})
-    monkeypatch.setattr(process, "_ours", {})
+    monkeypatch.setattr(process, "_limits", {})
     yield found
 
 

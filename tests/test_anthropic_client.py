@@ -157,17 +157,3 @@ def test_an_error_in_the_middle_of_a_stream() -> None:
 
     with pytest.raises(anthropic.APIStatusError, match=r"overloaded_error.*No memory"):
         asyncio.run(main())
-
-
-def test_what_keeps_a_slow_stream_alive_is_passed_over() -> None:
-    async def main() -> tuple[bytes, Any]:
-        service = Scripted(HELLO, pause_s=0.05)
-        async with client(service, keepalive_s=0.01) as c:
-            async with c.messages.with_streaming_response.create(**ASKED, stream=True) as response:
-                raw = b"".join([part async for part in response.iter_bytes()])
-            async with c.messages.stream(**ASKED) as stream:
-                return raw, await stream.get_final_message()
-
-    raw, message = asyncio.run(main())
-    assert raw.startswith(b": keepalive\n\n") and raw.count(b"event: ping\n") > 2
-    assert message.content[0].text == "Hello"

@@ -103,7 +103,7 @@ SAID = said(
     TextPart(0, reasoning="hm", logprobs=(token("hm"),)),
     TextPart(0, "\ud800", logprobs=(token("yes", float("-inf"), token("\ud800", data=b"\xed")),)),
     Called(0, "patch", '{"input": 7}', "c"),
-    Called(0, "ns__look", '{"a": "\ud800", "b": [NaN, 1e999]}', "d", 1),
+    Called(0, "ns__look", '{"a": "\ud800"}', "d", 1),
     reason="tool_calls",
 )
 

@@ -206,7 +206,7 @@ def test_every_value_of_a_calibration_is_checked(tmp_path: Path) -> None:
         chunk=1 << 20,
     )  # fmt: skip
     path = store_calibration(tmp_path, 1, whole)
-    assert load_calibration(tmp_path, 1) == (whole, None)
+    assert load_calibration(tmp_path, 1) == whole
     document = json.loads(path.read_text())
     places = [(name,) for name in document["calibration"]]
     places += [("kinds", "Layer 0"), ("kinds", "Layer 0", "1")]
@@ -220,8 +220,7 @@ def test_every_value_of_a_calibration_is_checked(tmp_path: Path) -> None:
             at[place[-1]] = value
             text = json.dumps(changed)
             path.write_text(text.replace("Infinity", "1e400"))
-            found, why = load_calibration(tmp_path, 1)
-            assert (found is None) == (why is not None), (place, value)
+            found = load_calibration(tmp_path, 1)
             refused += found is None
             if found is not None:  # what is taken is a calibration that can be computed with
                 numbers = [v for v in vars(found).values() if isinstance(v, int | float) and not isinstance(v, bool)]
@@ -232,12 +231,12 @@ def test_every_value_of_a_calibration_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"a":' + "9" * 5000 + "}", "[]", "\xff", '{"key": []}'])
-def test_a_calibration_that_is_no_json_is_passed_over_with_a_reason(tmp_path: Path, text: str) -> None:
+def test_a_calibration_that_is_no_json_is_passed_over(tmp_path: Path, text: str) -> None:
     path = store_calibration(tmp_path, 1, Calibration())
     path.write_text(text, encoding="latin-1")
-    assert load_calibration(tmp_path, 1) == (None, "its file is damaged")
+    assert load_calibration(tmp_path, 1) is None
     path.rename(path.with_name("other.json"))
-    assert load_calibration(tmp_path, 1) == (None, None)
+    assert load_calibration(tmp_path, 1) is None
 
 
 def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path: Path) -> None:
@@ -256,13 +255,11 @@ def test_a_pipe_in_the_place_of_a_calibration_is_not_waited_for(tmp_path: Path) 
     path.unlink()
     os.mkfifo(path)
     os.mkfifo(path.with_name("other.json"))
-    found, why = load_calibration(tmp_path, 1)
-    assert found is None and why is not None and "not a regular file" in why
+    assert load_calibration(tmp_path, 1) is None
 
 
 def test_a_cache_that_others_can_write_to_has_no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = store_calibration(tmp_path, 1, Calibration())
     assert path.parent.parent == cache_dir()
     cache_dir().chmod(0o777)
-    found, why = load_calibration(tmp_path, 1)
-    assert found is None and why is not None and "everyone" in why
+    assert load_calibration(tmp_path, 1) is None

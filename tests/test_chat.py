@@ -173,6 +173,7 @@ def test_a_full_conversation_tells_one_number_and_has_used_the_room_of_longer_me
     folder = shutil.copytree(served, tmp_path / "model")
     shutil.copy(demo_model / "chat_template.jinja", folder)
     least = [*tight(folder, 48, kv_disk="off"), "--kv-disk", "off"]
+    gc.collect()  # models of other tests
     record, _, err = chat(capsys, monkeypatch, folder, ["hi"] * 2, "-m", "400", *least)
     (ended,) = re.findall(r"ends here, at the (\d+) that there is memory for", err)
     refused = re.findall(r"an answer pass the (\d+) that there is memory for", err)

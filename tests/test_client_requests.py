@@ -15,7 +15,7 @@ import httpx
 
 from outcore.serve.apis import APIS
 from outcore.serve.events import Called, Event, TextPart
-from scripted import CALLS, HELLO, Scripted, said, served
+from scripted import HELLO, Scripted, said, served
 from translated import lines
 
 
@@ -37,20 +37,6 @@ def sent(path: str, body: Any = None, events: list[Event] = HELLO, **headers: st
 def text_of(chunks: list[Any]) -> str:
     """What a chat's chunks say."""
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c != "[DONE]" and c["choices"])
-
-
-def test_llm_has_its_stream_and_the_counts_at_its_end() -> None:
-    body = {
-        "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Say hello"}],
-        "model": "demo",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    response, _ = sent("/v1/chat/completions", body, authorization="Bearer DUMMY_KEY")
-    chunks = lines(response.content)
-    assert text_of(chunks) == "Hello"
-    assert chunks[-2]["usage"]["completion_tokens"] == 5
-    assert chunks[-1] == "[DONE]"
 
 
 def test_open_webui_lists_and_asks_and_makes_a_title() -> None:
@@ -162,27 +148,3 @@ def test_codex_has_its_calls() -> None:
     patch, _ = codex(said(Called(0, "apply_patch", '{"input":"*** Begin Patch"}', "call_2"), reason="tool_calls"))
     items = [e["item"] for e in patch if e["type"] == "response.output_item.done"]
     assert (items[0]["type"], items[0]["input"]) == ("custom_tool_call", "*** Begin Patch")
-
-
-def test_aider_sends_temperature_and_no_tools_and_reads_the_reason() -> None:
-    # By litellm, with its own headers; a chat of system, examples and files.
-    body = {
-        "model": "demo",
-        "messages": [{"role": "system", "content": "Act as an expert."}, {"role": "user", "content": "Change it"}],
-        "temperature": 0,
-        "stream": True,
-    }
-    found = lines(sent("/v1/chat/completions", body, **{"x-title": "Aider"})[0].content)
-    assert text_of(found) == "Hello"
-    assert [c["choices"][0]["finish_reason"] for c in found[:-1]][-1] == "stop"
-
-
-def test_an_agent_reads_calls_piece_by_piece() -> None:
-    body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "x"}], "tool_choice": "auto",
-            "parallel_tool_calls": True, "tools": [{"type": "function", "function": {"name": n, "parameters": {}}}
-                                             for n in ("weather", "clock")]}  # fmt: skip
-    parts = [part for chunk in lines(sent("/v1/chat/completions", body, CALLS)[0].content)[:-1]
-             for choice in chunk["choices"] for part in choice["delta"].get("tool_calls", ())]  # fmt: skip
-    arguments = ["".join(p["function"]["arguments"] for p in parts if p["index"] == n) for n in (0, 1)]
-    assert [p["function"]["name"] for p in parts if "id" in p] == ["weather", "clock"]
-    assert arguments == ['{"city":"Paris"}', "{}"]

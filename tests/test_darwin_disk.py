@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fake_darwin_disk import PAGE, FakeDarwin
-from outcore.calibration import disk as calibrate_disk
 from outcore.calibration.disk import Bench, best_setting
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, forget, scratch_file
@@ -261,7 +260,6 @@ RATE = 0.5
 
 @pytest.fixture(params=[False, True], ids=["drops what is off blocks", "keeps it"])
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDarwin]:
-    monkeypatch.setattr(calibrate_disk, "CHUNKS", (1 << 20, 8 << 20))
     calls = FakeDarwin(gbps=RATE, keeps=request.param)
     with using(calls):
         yield calls

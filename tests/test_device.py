@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,8 +17,7 @@ from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.loading.preparation import prepare
 from outcore.machine import device
-from outcore.machine.device import most_slot_bytes
-from outcore.machine.device_facts import device_facts
+from outcore.machine.device import device_facts, most_slot_bytes
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
@@ -47,14 +47,15 @@ def test_the_largest_unit_has_a_slot_within_the_limit_and_hardly_smaller() -> No
 
 def test_a_mac_tells_its_largest_buffer() -> None:
     mac = FakeDarwin(info={"max_buffer_length": 10 * GB})
-    facts = device_facts(mac)
-    assert (facts.buffer, facts.slot, facts.memory, facts.name) == (10 * GB, ARRAY_BYTES, mac.total, "Apple M4")
-    assert (facts.working_set, facts.wired_limit) == (mac.total * 2 // 3, None)
-    mac.info["max_buffer_length"] = GB
-    mac.names["iogpu.wired_limit_mb"] = bytes(4)
-    assert device_facts(mac).wired_limit is None, "0 stands for macOS's own"
-    mac.names["iogpu.wired_limit_mb"] = (4096).to_bytes(4, sys.byteorder)
-    assert most_slot_bytes(mac.metal_info()) == GB and device_facts(mac).wired_limit == 4 << 30
+    with mac.here():
+        facts = device_facts()
+        assert (facts.buffer, facts.slot, facts.memory, facts.name) == (10 * GB, ARRAY_BYTES, mac.total, "Apple M4")
+        assert (facts.working_set, facts.wired_limit) == (mac.total * 2 // 3, None)
+        mac.info["max_buffer_length"] = GB
+        mac.names["iogpu.wired_limit_mb"] = bytes(4)
+        assert device_facts().wired_limit is None, "0 stands for macOS's own"
+        mac.names["iogpu.wired_limit_mb"] = (4096).to_bytes(4, sys.byteorder)
+        assert most_slot_bytes() == GB and device_facts().wired_limit == 4 << 30
     if not mx.metal.is_available():
         assert device_facts().buffer is None and most_slot_bytes() == ARRAY_BYTES
 
@@ -129,7 +130,8 @@ def test_layers_that_fit_are_looked_at_as_ever() -> None:
 
 def small_buffers(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """This machine, with a largest buffer."""
-    monkeypatch.setattr(device, "metal_info", lambda: {"max_buffer_length": limit})
+    facts = replace(device_facts(), slot=limit)
+    monkeypatch.setattr(device, "device_facts", lambda: facts)
 
 
 def test_a_slot_that_cannot_be_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

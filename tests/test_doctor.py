@@ -29,7 +29,6 @@ from outcore.disk import reader as reader_module
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.loading import first_use
-from outcore.machine import memory_calls
 from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
@@ -221,14 +220,12 @@ def test_all_of_it_ends_in_time_and_is_well_here(monkeypatch: pytest.MonkeyPatch
     assert took < 60, "20 s are promised; others use this machine too"
 
 
-def test_a_mac_that_is_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_that_is_not_there(file: Path) -> None:
     from fake_darwin_memory import FakeDarwin as FakeDarwinMemory
 
-    calls = FakeDarwinMemory()
-    monkeypatch.setattr(memory_calls, "SYSTEM", calls)
     fake = FakeDarwinDisk()
     names = ("offsets", "direct reads", "limits")
-    with disk_calls.using(fake):
+    with FakeDarwinMemory().here(), disk_calls.using(fake):
         patient = Patient(file)
         found = {name: CHECKS[name](patient) for name in names}
     assert found["offsets"].ok and found["limits"].ok, found
@@ -307,7 +304,7 @@ def test_a_file_that_somebody_writes_to_is_no_broken_machine(model: Path, monkey
 def test_what_is_checked_is_how_weights_will_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     monkeypatch.setattr(first_use, "wrong_reads", lambda _, io: ways.append(io) or ())
-    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: (Calibration(io="cached"), None))
+    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: Calibration(io="cached"))
     loaded, _ = outcore.load_model(model, memory="1GB", context=32)
     loaded.outcore.close()
     assert ways == ["cached"]

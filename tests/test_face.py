@@ -165,19 +165,22 @@ def test_every_command_takes_the_model_with_and_without_its_flag(command: str) -
 # Streams
 
 
-def test_json_is_all_that_standard_output_holds(demo_model: Path, tmp_path: Path) -> None:
+def test_json_is_all_that_standard_output_holds(demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def ran(*words: str) -> tuple[int, str, str]:
+        return main(words), *capfd.readouterr()
+
     model = str(demo_model)
     run = ["--memory", "60MB", "-m", "2", "-p", "def f(x):", "--json"]
-    told = outcore("generate", model, *run)
-    assert json.loads(told.stdout)["text"] in told.stderr and "tokens per second" in told.stderr
-    quiet = outcore("generate", model, *run, "--quiet")
-    assert json.loads(quiet.stdout)["tokens"] == json.loads(told.stdout)["tokens"] and quiet.stderr == ""
+    _, told, words = ran("generate", model, *run)
+    assert json.loads(told)["text"] in words and "tokens per second" in words
+    _, quiet, words = ran("generate", model, *run, "--quiet")
+    assert json.loads(quiet)["tokens"] == json.loads(told)["tokens"] and words == ""
     answer = outcore("generate", "--model", model, *run[:-1], "--quiet")
-    assert answer.stdout == json.loads(told.stdout)["text"] + "\n" and answer.stderr == ""
-    info = outcore("info", model, "--memory", "1KB", "--json", "--quiet")
-    record = json.loads(info.stdout)
-    assert info.returncode == record["exit_status"] == 1 and record["layers"] == 16
-    assert info.stderr == f"outcore info: {record['error']}\n"
+    assert answer.stdout == json.loads(told)["text"] + "\n" and answer.stderr == ""
+    status, out, words = ran("info", model, "--memory", "1KB", "--json", "--quiet")
+    record = json.loads(out)
+    assert status == record["exit_status"] == 1 and record["layers"] == 16
+    assert words == f"outcore info: {record['error']}\n"
 
 
 def test_every_command_with_json_keeps_standard_output_for_it(

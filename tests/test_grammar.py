@@ -20,7 +20,7 @@ from outcore.decode import one_text
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
 from outcore.serve.events import Called, GenerationRequest
-from outcore.serve.grammar import Detour, Grammar, Grammars
+from outcore.serve.grammar import Before, Free, Grammar, Grammars, schema_rule
 from outcore.serve.prompting import Prompter
 
 MESSAGES = ({"role": "user", "content": "x"},)
@@ -53,6 +53,10 @@ def tokenizer(demo_model: Path) -> TokenizerWrapper:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: TokenizerWrapper) -> Grammars:
     return Grammars(tokenizer)
+
+
+def of_schema(grammars: Grammars, wanted: dict[str, Any], before: Before | None = None) -> Grammar:
+    return grammars.of_rules("schema", schema_rule(wanted), before or Before())
 
 
 def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def test_a_hundred_answers_of_a_hundred_are_of_their_schemas(grammars: Grammars,
     lengths = []
     for seed in range(100):
         wanted = schema(random.Random(seed))
-        grammar = grammars.grammar(grammars.of_schema(wanted))
+        grammar = of_schema(grammars, wanted)
         answer = write(grammar, seed, ends, boosted=boosted)
         text = tokenizer.decode(answer[:-1])
         assert valid(json.loads(text), wanted), (wanted, text)
@@ -155,8 +159,9 @@ def test_drafts_that_do_not_stay_change_nothing(grammars: Grammars, tokenizer: T
     boosted, ends = _closing(tokenizer), sorted(tokenizer.eos_token_ids)
     for seed in range(6):
         wanted = schema(random.Random(seed))
-        plain = grammars.grammar(grammars.of_schema(wanted), (Detour((30, 31), (32,)), Detour((33,))))
-        for grammar in (plain, grammars.grammar(grammars.of_schema(wanted), (), Detour((30,), (32,)))):
+        either = Before(thoughts=Free((30, 31), (32,)), instead=Free((33,)))
+        for before in (either, Before(Free((), (32,)))):
+            grammar = of_schema(grammars, wanted, before)
             likely = [*boosted, 32, *ends]
             alone = write(grammar, seed, ends, boosted=likely)
             assert write(grammar, seed, ends, boosted=likely, drafts=4) == alone
@@ -167,20 +172,28 @@ def allowed(grammar: Grammar, tokens: Sequence[int], width: int = WIDTH) -> set[
     return set(np.flatnonzero(np.isfinite(np.array(logits)[0])).tolist())
 
 
+def test_free_text_ends_with_several_tokens_that_may_overlap(grammars: Grammars, tokenizer: TokenizerWrapper) -> None:
+    brace, ends = tokenizer.encode("{")[0], set(tokenizer.eos_token_ids)
+    grammar = of_schema(grammars, {}, Before(Free((), (32, 34, 32, 35))))
+    for tokens in ([32, 34, 32, 34, 32], [40, 32, 32, 34, 32], [35, 34, 32, 34, 40, 32, 34, 32]):
+        assert allowed(grammar, tokens) == set(range(grammar.vocabulary)) - ends
+        assert brace in allowed(grammar, [*tokens, 35]) and 40 not in allowed(grammar, [*tokens, 35])
+
+
 def test_after_its_end_there_is_nothing_but_an_end(grammars: Grammars, tokenizer: TokenizerWrapper) -> None:
     ends = set(tokenizer.eos_token_ids)
-    grammar = grammars.grammar(grammars.of_schema({"enum": ["ab"]}))
+    grammar = of_schema(grammars, {"enum": ["ab"]})
     whole = tokenizer.encode('"ab"')
     assert allowed(grammar, whole) == allowed(grammar, [*whole, *ends]) == allowed(grammar, [*whole, 77, 77]) == ends
     # What the grammar does not allow, whoever put it there.
     assert allowed(grammar, [*whole[:1], 77]) == allowed(grammar, [*whole[:1], 77, *whole[1:-1]]) == ends
     assert not ends & allowed(grammar, whole[:1])
-    free = grammars.grammar(grammars.of_schema({"type": "string"}))
+    free = of_schema(grammars, {"type": "string"})
     assert allowed(free, whole[:1], 400) == {t for t in allowed(free, whole[:1]) if t < 400}
 
 
 def test_a_processor_is_called_with_fewer_tokens(grammars: Grammars, tokenizer: TokenizerWrapper) -> None:
-    grammar = grammars.grammar(grammars.of_schema({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    grammar = of_schema(grammars, {"type": "object", "properties": {"a": {"type": "integer"}}})
     process, logits = grammar.processor(), mx.zeros((1, WIDTH))
     text = tokenizer.encode('{"a": 12}')
     found = [np.array(process(mx.array([9, *text[:n]]), logits)) for n in range(len(text) + 1)]
@@ -207,7 +220,7 @@ def test_thoughts_come_before_the_grammar_and_are_free(thinker: TokenizerWrapper
     grammar = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, schema={})).grammar
     assert grammar is not None
     assert {think, brace} <= allowed(grammar, []) and call not in allowed(grammar, [])
-    free = set(range(WIDTH)) - ends
+    free = set(range(grammar.vocabulary)) - ends
     assert allowed(grammar, [think]) == allowed(grammar, [think, 40, 41]) == free
     assert think not in allowed(grammar, [think, 40, over]) and brace in allowed(grammar, [think, 40, over])
     assert allowed(grammar, [brace]) == allowed(grammar, [think, over, brace])
@@ -215,7 +228,7 @@ def test_thoughts_come_before_the_grammar_and_are_free(thinker: TokenizerWrapper
     both = Prompter(thinker).prepare(GenerationRequest(messages=MESSAGES, schema={}, tools=TOOLS)).grammar
     assert both is not None
     assert {think, call, brace} <= allowed(both, []) and call in allowed(both, [think, over])
-    assert allowed(both, [call, 40]) == set(range(WIDTH))
+    assert allowed(both, [call, 40]) == set(range(both.vocabulary))
 
 
 def test_thoughts_that_the_prompt_opens(demo_model: Path, tmp_path: Path) -> None:
@@ -239,7 +252,7 @@ def test_gpt_oss_answers_are_of_their_schema_behind_the_last_header(demo_model: 
     for tools in ((), TOOLS):
         grammar = prompter.prepare(GenerationRequest(messages=MESSAGES, schema={}, tools=tools)).grammar
         assert grammar is not None
-        assert allowed(grammar, [40, *final[:-1]]) == set(range(WIDTH)) - (set() if tools else ends)
+        assert allowed(grammar, [40, *final[:-1]]) == set(range(grammar.vocabulary)) - (set() if tools else ends)
         begin = allowed(grammar, [40, *final])
         assert tokenizer.encode("{")[0] in begin and not begin & {40, *ends, *final}
 
@@ -359,7 +372,7 @@ def test_an_answer_goes_on_with_json_that_was_begun(tokenizer: TokenizerWrapper)
 )
 def test_a_schema_that_cannot_be_followed_is_refused(wanted: dict[str, Any], why: str, grammars: Grammars) -> None:
     with pytest.raises(RequestError, match=f"^schema: .*{why}") as e:
-        grammars.of_schema(wanted)
+        of_schema(grammars, wanted)
     assert (e.value.status, e.value.param) == (400, "schema")
 
 
@@ -368,7 +381,7 @@ def test_a_schema_that_is_too_deep_is_refused(grammars: Grammars) -> None:
     for _ in range(3000):
         wanted = {"type": "array", "items": wanted}
     with pytest.raises(RequestError, match=r"^schema: it cannot be followed"):
-        grammars.of_schema(wanted)
+        of_schema(grammars, wanted)
 
 
 def test_without_llguidance_the_extra_is_named(thinker: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch) -> None:

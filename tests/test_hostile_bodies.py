@@ -17,8 +17,8 @@ from fake_service import FakeService, exchange, posted, running
 from outcore.errors import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest
 from outcore.serve.apis import APIS
+from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart
-from outcore.serve.limits import ClientLimits
 from outcore.serve.prompting import Prompter
 from test_service import heard, serving
 
@@ -82,26 +82,6 @@ def test_reading_takes_time_by_the_length(name: str) -> None:
         if ratio < 8:
             return
     raise AssertionError(f"{ratio:.1f} times as long for four times the length")
-
-
-def test_an_assistants_turns_are_put_together_as_before() -> None:
-    said = [
-        {"role": "system", "content": "s"},
-        {"role": "system", "content": ""},
-        {"role": "user", "content": "a"},
-        {"role": "user", "content": ""},
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "d"}, {"type": "text", "text": "e"}]},
-        {"role": "system", "content": "f"},
-    ]
-    found = parsed(ANTHROPIC, {"model": "m", "max_tokens": 1, "messages": said}).messages
-    assert found == (
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "a\n\nb"},
-        {"role": "assistant", "content": "c\n\ne", "reasoning_content": "d"},
-        {"role": "user", "content": "<system-reminder>\nf\n</system-reminder>"},
-    )
 
 
 TOOLS = {

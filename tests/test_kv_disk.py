@@ -186,6 +186,24 @@ def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
     assert all(map(equal, texts("off"), texts("on")))
 
 
+@pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
+def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, back: int) -> None:
+    """What was read ahead for it is what others have taken the place of."""
+
+    def texts(where: str) -> list[Answer]:
+        with opened(full, where, context=1100, resident=3) as model:
+            cache = make_prompt_cache(model)
+            assert len(cache) == 4
+            found = [answer(model, cache, ids(first))]
+            assert on_disk(cache) == (where == "on")
+            trim_prompt_cache(cache, cache[0].offset - back if back > 5 else back)
+            for tokens in (500 if back > 5 else 6, 1, 1):
+                found.append(answer(model, cache, ids(tokens, 9), 2))
+            return found
+
+    assert all(map(equal, texts("off"), texts("on")))
+
+
 def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) -> None:
     def text(**options: Any) -> list[int]:
         options |= {"memory": "1GB", "resident": 0, "slots": 2, "dtype": "float32"}

@@ -11,14 +11,12 @@ import mlx_lm
 import pytest
 
 import outcore
-from fake_darwin_memory import GB, PAGE, FakeDarwin
-from outcore.engine.governor import DECOMPRESSIONS, HOLD_S, MOST_CALM_S, PAGING, Decision, Governor, reserve, room
+from fake_darwin_memory import GB, FakeDarwin
+from outcore.engine.governor import MOST_CALM_S, Decision, Governor, reserve, room
 from outcore.engine.memory_monitor import Watch
-from outcore.machine.pressure import read_pressure
 
 UNIT = 200_000_000
 BASE = 400_000_000
-NOWHERE = Path("/nowhere")
 
 
 def roomy() -> FakeDarwin:
@@ -48,7 +46,7 @@ class Run:
             each(self.now - began)
             self.mac.settle()
             if self.governor.due(self.now, 1):
-                read, spare = read_pressure(NOWHERE, calls=self.mac), self.resident * UNIT
+                read, spare = self.mac.reading(), self.resident * UNIT
                 decision = self.governor.decide(self.now, read, self.mac.own, spare, [UNIT] * self.away, pass_s=0.5)
                 assert not decision.stop
                 moved = -((decision.target - decision.held) // UNIT)
@@ -78,30 +76,6 @@ def test_a_warning_of_a_minute_with_room_left_sheds_once_and_is_grown_back_from(
     assert run.regrows()[0][0] >= 10
 
 
-@pytest.mark.parametrize("counter", ["swapouts", "decompressions"])
-def test_a_warning_with_pages_on_the_move_sheds_again_and_only_as_long(counter: str) -> None:
-    run, most = Run(roomy()), {"swapouts": PAGING, "decompressions": DECOMPRESSIONS}[counter]
-    run.mac.told = 2
-    each_sweep = 0.5 * most * 4096 / PAGE
-
-    def paging(share: float) -> Callable[[float], None]:
-        def page(_: float) -> None:
-            run.mac.counters[counter] += round(share * each_sweep)
-
-        return page
-
-    run.run(60, paging(0.9))
-    assert run.sheds() == [(0.0, 6)], "as much as a Mac at rest"
-    run.log.clear()
-    run.run(8.5, paging(1.5))
-    assert [n for _, n in run.sheds()] == [6, 6], "a quarter of all for each four seconds of it"
-    assert all(b - a >= HOLD_S for (a, _), (b, _) in pairwise(run.sheds()))
-    run.log.clear()
-    run.run(60, paging(0.0))
-    assert not run.sheds() and run.resident == 6
-    assert "macOS warns" in run.log[0][2].reason
-
-
 def test_a_warning_after_what_it_took_has_come_back_is_answered_again() -> None:
     run = Run(roomy())
     run.mac.told = 2
@@ -115,44 +89,8 @@ def test_a_warning_after_what_it_took_has_come_back_is_answered_again() -> None:
     assert [n for _, n in run.sheds()] == [6]
 
 
-@pytest.mark.parametrize("counter", ["swapouts", "decompressions"])
-def test_a_burst_beside_a_warning_is_no_paging(counter: str) -> None:
-    run = Run(roomy())
-    run.mac.told = 2
-
-    def wake(at: float) -> None:
-        if at and at % 20 == 0:
-            run.mac.counters[counter] += 100_000  # 1.6 GB at once
-
-    run.run(120, wake)
-    assert len(run.sheds()) == 1
-
-
-def test_paging_without_a_warning_sheds_nothing() -> None:
-    run = Run(roomy())
-
-    def page(_: float) -> None:
-        run.mac.counters["swapouts"] += 10_000
-        run.mac.counters["decompressions"] += 10_000
-
-    run.run(60, page)
-    assert not run.sheds()
-
-
-def test_nothing_comes_back_while_pages_are_on_the_move() -> None:
-    run = Run(roomy(), resident=12, away=12)
-
-    def page(_: float) -> None:
-        run.mac.counters["swapouts"] += 1000
-
-    run.run(60, page)
-    assert not run.regrows() and not run.sheds()
-    run.run(60)
-    assert run.resident == 24
-
-
 def test_a_shed_for_want_of_room_does_not_ask_for_another_answer() -> None:
-    governor, read, spare = Governor(), read_pressure(NOWHERE, calls=roomy()), 8 * UNIT
+    governor, read, spare = Governor(), roomy().reading(), 8 * UNIT
     tight = tuple(replace(limit, available=reserve(limit) * 2 // 5) for limit in read.limits)
     warned, short = replace(read, macos_level=2), replace(read, limits=tight)
     for now, each, sheds in ((0.0, warned, True), (8.0, short, True), (20.0, warned, False)):
@@ -180,10 +118,10 @@ def test_weights_alone_make_the_warning_and_giving_some_up_does_not_end_it() -> 
     """What the warning is of: 2 GB could be had without compressing anything, and the level is 2."""
     run = Run(FakeDarwin(idle=GB, busy=GB, files=2 * GB, compressed=14 * GB), resident=0)
     assert run.mac.level == 1
-    swapped, compressed = run.mac.counters["swapouts"], run.mac.compressed
+    swapped, compressed = run.mac.swapped, run.mac.compressed
     run.resident = 30
     run.hold()
-    assert run.mac.level == 2 and (run.mac.counters["swapouts"], run.mac.compressed) == (swapped, compressed)
+    assert run.mac.level == 2 and (run.mac.swapped, run.mac.compressed) == (swapped, compressed)
     assert run.mac.free + run.mac.files > 2 * GB
     run.run(3600)
     assert [n for _, n in run.sheds()] == [8] and not run.regrows() and run.resident == 22
@@ -207,9 +145,8 @@ def test_neighbours_that_wire_memory_and_unwire_it_make_no_flapping(period: int)
 
     run.run(3600, others)
     assert 1 <= len(run.sheds()) <= 10 and max(n for _, n in run.sheds()) <= 6
-    assert all(d.reason.startswith("macOS warns") for _, moved, d in run.log if moved > 0)
     assert sum(n for _, n in run.regrows()) <= sum(n for _, n in run.sheds())
-    assert run.resident >= 12 and run.mac.counters["swapouts"] == 0
+    assert run.resident >= 12 and run.mac.swapped == 0
 
 
 def test_neighbours_that_take_what_there_is_are_made_room_for() -> None:
@@ -220,7 +157,7 @@ def test_neighbours_that_take_what_there_is_are_made_room_for() -> None:
 
     run.run(300, others)
     assert run.sheds() and all("should be free" in d.reason for _, moved, d in run.log if moved > 0)
-    assert run.resident > 0 and run.mac.counters["swapouts"] == 0
+    assert run.resident > 0 and run.mac.swapped == 0
 
 
 def test_levels_that_flap_by_themselves_are_answered_ever_more_seldom() -> None:
@@ -236,7 +173,7 @@ def test_levels_that_flap_by_themselves_are_answered_ever_more_seldom() -> None:
 
 def test_nothing_new_is_taken_while_macos_warns() -> None:
     mac, governor = roomy(), Governor()
-    read = read_pressure(NOWHERE, calls=mac)
+    read = mac.reading()
     assert governor.growth(read) == room(read.limits) > 0
     for level, growth in ((1, room(read.limits)), (2, 0), (4, 0), (None, room(read.limits))):
         assert governor.growth(replace(read, macos_level=level)) == growth
@@ -251,7 +188,7 @@ def test_a_warning_that_goes_on_is_not_looked_at_all_the_time() -> None:
     run.run(20)
     assert not run.governor.due(run.now - 0.5 + 0.3, 1)
     early = Governor()
-    early.decide(0.0, read_pressure(NOWHERE, calls=run.mac), UNIT, UNIT)
+    early.decide(0.0, run.mac.reading(), UNIT, UNIT)
     assert early.due(0.3, 1)
 
 
@@ -277,7 +214,7 @@ def test_a_real_model_answers_a_warning_once_and_says_the_same(demo_model: Path)
         return now[0]
 
     with model.outcore as session:
-        session.watch = Watch(session, session.residency, Governor(), lambda: read_pressure(NOWHERE, calls=mac), clock)
+        session.watch = Watch(session, session.residency, Governor(), mac.reading, clock)
         got = []
         for n, r in enumerate(outcore.stream_generate(model, tokenizer, prompt, max_tokens=24)):
             got.append(r.token)

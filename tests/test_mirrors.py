@@ -12,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from mlx_lm import generate as mlx_generate
 from mlx_lm import load as mlx_load
 
 import outcore
-from outcore.calibration.calibrate import calibrate_mirrors
-from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.checkpoint import mirror as mirror_files
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror
@@ -35,7 +32,6 @@ from outcore.disk.replica import Replica, Replicas, state_of
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
-from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK
 from test_reader import make_file, random_extents, target
 
@@ -557,53 +553,11 @@ def test_a_model_whose_own_folder_died_gives_memory_back_all_the_same(served: Pa
 # Predictions
 
 
-def test_each_disk_is_measured_by_itself_and_predictions_have_the_sum(
-    served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = shutil.copytree(served, tmp_path / "own")
-    first, second = copied(own, "first", "second")
-    options: dict[str, Any] = {"memory": "1GB", "resident": 0, "context": 64, "cpu_streams": 1}
-    disks = {own: 1, first: 2, second: 3}
-    real = os.statvfs
-    monkeypatch.setattr(
-        os, "statvfs", lambda p: _Named(real(p), next((n for d, n in disks.items() if d == Path(str(p))), 9))
-    )
-    monkeypatch.setattr("outcore.loading.mirrored.same_disk", lambda mirror: False)
-    store_calibration(own, 1, Calibration(read_gbps=0.02, measured=True, threads=4, chunk=1 << 20))
-    prepared = prepare(own, mirror=first, **options)
-    assert prepared.calibration.read_gbps == 0.02 and any("not measured" in n for n in prepared.notes)
-    (found,) = calibrate_mirrors(prepared.mirrors, 1)
-    assert found.measured and found.read_gbps > 0
-    store_calibration(first, 1, replace(found, read_gbps=0.04), mirror=True)
-    assert load_calibration(second, 1, mirror=True)[0] is None, "another disk, if it is of the same kind"
-    store_calibration(second, 1, replace(found, read_gbps=0.06), mirror=True)
-    alone = prepare(own, **options)
-    both = prepare(own, mirror=[first, second], **options)
-    assert both.calibration.read_gbps == pytest.approx(0.12) and alone.calibration.read_gbps == 0.02
-    assert not any("not measured" in n for n in both.notes)
-    assert alone.plan.token_s / both.plan.token_s > 4
-    # Where a file is missing there, its part comes from one disk.
-    assert Calibration(read_gbps=1.0).joined([9.0], 0.5).read_gbps == 2.0
-    assert Calibration(read_gbps=1.0).joined([0.5], 0.9).read_gbps == 1.5
-
-
-class _Named:
-    """What ``statvfs`` tells, of a file system of another number."""
-
-    def __init__(self, real: os.statvfs_result, number: int) -> None:
-        self._real, self.f_fsid = real, number
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def test_a_mirror_on_the_same_disk_is_told_of_and_adds_nothing(served: Path, tmp_path: Path) -> None:
+def test_a_mirror_on_the_same_disk_is_told_of(served: Path, tmp_path: Path) -> None:
     own = shutil.copytree(served, tmp_path / "own")
     (first,) = copied(own, "first")
-    store_calibration(first, 1, Calibration(read_gbps=5.0, measured=True, threads=4, chunk=1 << 20), mirror=True)
     prepared = prepare(own, mirror=first, memory="1GB", context=64, cpu_streams=1)
     assert any("same disk" in n for n in prepared.notes)
-    assert prepared.calibration.read_gbps == Calibration().read_gbps
 
 
 def test_the_command_says_what_was_read_where(served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

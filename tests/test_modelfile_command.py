@@ -20,7 +20,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_logits_processors
 
 from outcore.cli import serve
-from outcore.cli.answering import until_stop
+from outcore.cli.answering import AnswerOutput
 from outcore.cli.arguments import engine_options
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
@@ -274,7 +274,7 @@ def answered(*pieces: str) -> Any:
     ],
 )
 def test_text_is_held_back_while_a_stop_string_may_begin(stops: list[str], pieces: list[str], finish: str) -> None:
-    found = list(until_stop(answered("a", "bc", "de"), stops))
+    found = list(AnswerOutput().shown(answered("a", "bc", "de"), stops, lambda: None))
     assert found[-1].finish_reason == finish
     text = "abcde"
     ends = [text.index(s) for s in stops if s in text]

@@ -21,6 +21,7 @@ import pytest
 import outcore
 from interrupts import heard
 from outcore.errors import StoreError, UsageError
+from outcore.machine.allocator import reset_peak
 from outcore.monitoring import files, publish
 from outcore.monitoring.files import read_all
 from outcore.monitoring.publisher import board
@@ -86,7 +87,7 @@ class Reading(threading.Thread):
 def test_a_snapshot_of_a_streamed_model_says_what_it_does(others: int, running: tuple[Any, Any]) -> None:
     model, tokenizer = running
     session = model.outcore
-    mx.reset_peak_memory()  # other tests of this process had more
+    reset_peak()  # other tests of this process had more
     now = [100.0]
     recorder = SnapshotRecorder(session, "quick", clock=lambda: now[0])
     first = recorder.take()

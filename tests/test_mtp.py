@@ -261,7 +261,7 @@ def test_auto_looks_at_a_head_and_takes_it_where_it_is_fastest(tmp_path: Path, m
     zoo.CONFIGS["qwen3_5"]["text_config"]["intermediate_size"] = 4096
     folder, _ = folders("qwen3_5", tmp_path, quantize={"group_size": 32, "bits": 4})
     slow = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)
-    monkeypatch.setattr(preparation, "load_calibration", lambda *_: (slow, None))
+    monkeypatch.setattr(preparation, "load_calibration", lambda *_: slow)
     options: dict[str, Any] = {"context": 64, "prompt": 21, "resident": 0}
     memory = preparation.prepare(folder, memory="1GB", draft="mtp", **options).planning.smallest + 50_000
     found = preparation.prepare(folder, memory=memory, draft="auto", **options)

@@ -157,13 +157,3 @@ def test_ignored_options_are_named_in_a_header() -> None:
             )
 
     assert asyncio.run(main()).headers["x-outcore-ignored"] == "options.num_ctx"
-
-
-def test_what_keeps_a_slow_stream_alive_is_passed_over() -> None:
-    async def main() -> list[str]:
-        async with client(Scripted(HELLO, pause_s=0.05), keepalive_s=0.01) as c:
-            parts = [part async for part in await c.chat("demo", [USER], stream=True)]
-            return [part.message.content or "" for part in parts]
-
-    texts = asyncio.run(main())
-    assert "".join(texts) == "Hello" and texts.count("") > 2

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from outcore import RequestError
-from outcore.serve.apis import OPENAI as API
+from outcore.serve import requests
+from outcore.serve.api import Api
+from outcore.serve.apis import ANTHROPIC, OLLAMA, OPENAI
 from translated import asked
 
 USER = {"role": "user", "content": "hi"}
+TEXT = {"type": "text", "text": "Look:"}
+IMAGE = {"type": "image", "data": "abc"}
 ANSWER = {"role": "assistant", "content": "well"}
 
 
@@ -19,11 +23,11 @@ def call(name: str = "look", arguments: Any = '{"x": 1}', call_id: str = "c1") -
 
 
 def chat_messages(messages: Any) -> Any:
-    return asked(API, "/v1/chat/completions", {"messages": messages}).asks[0].messages
+    return asked(OPENAI, "/v1/chat/completions", {"messages": messages}).asks[0].messages
 
 
 def continued(*messages: Any, **body: Any) -> bool:
-    return asked(API, "/v1/chat/completions", {"messages": list(messages), **body}).asks[0].continued
+    return asked(OPENAI, "/v1/chat/completions", {"messages": list(messages), **body}).asks[0].continued
 
 
 def test_a_developer_is_the_system_and_several_in_front_are_one() -> None:
@@ -111,3 +115,23 @@ def test_messages_that_cannot_be_meant_are_refused_by_their_place(messages: Any,
     with pytest.raises(RequestError) as raised:
         chat_messages(messages)
     assert raised.value.param == param and str(raised.value).startswith(param) and raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("api", "path", "body"),
+    [
+        (OPENAI, "/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}),
+        (OPENAI, "/v1/responses", {"input": [{"role": "user", "content": [TEXT, IMAGE]}]}),
+        (ANTHROPIC, "/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [TEXT, IMAGE]}]}),
+        (OLLAMA, "/api/chat", {"messages": [{"role": "user", "content": "Look:", "images": ["abc"]}]}),
+        (OLLAMA, "/api/generate", {"prompt": "Look:", "images": ["abc"]}),
+    ],
+)
+def test_a_package_may_read_parts_that_are_no_text(
+    api: Api, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match="image is not supported here"):
+        asked(api, path, body)
+    monkeypatch.setitem(requests.OPAQUE, "image", lambda part, where: {"type": "image", "bytes": part["data"]})
+    (message,) = asked(api, path, body).asks[0].messages or ()
+    assert message["content"] == [TEXT, {"type": "image", "bytes": "abc"}]

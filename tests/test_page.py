@@ -110,23 +110,3 @@ def test_events_come_while_somebody_looks_and_end_with_the_server(monkeypatch: p
                 assert len([line async for line in lines]) < 10
 
     asyncio.run(test())
-
-
-def test_too_many_pages_are_told_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MOST_WATCHERS", 1)
-    monkeypatch.setattr(Board, "snapshot", lambda self: made_up())
-
-    async def test() -> None:
-        async with running() as server, httpx.AsyncClient(trust_env=False) as client:
-            async with client.stream("GET", server.url + page.EVENTS) as first:
-                await anext(first.aiter_lines())
-                second = await client.get(server.url + page.EVENTS)
-                assert second.status_code == 429 and second.headers["retry-after"] == "10"
-            for _ in range(100):
-                async with client.stream("GET", server.url + page.EVENTS) as again:
-                    if again.status_code == 200:
-                        return
-                await asyncio.sleep(0.05)
-            raise AssertionError("the place is not given back")
-
-    asyncio.run(test())

@@ -16,7 +16,7 @@ from outcore.disk.layout import Source, place_unit
 from outcore.engine.layer_sizes import ranges
 from outcore.errors import BudgetError, UsageError
 from outcore.options import PLACEMENTS
-from outcore.plan.candidate import ALLOCATOR_LEAST, Candidate
+from outcore.plan.candidate import ALLOCATOR_LEAST, Candidate, Candidates
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer
@@ -457,7 +457,7 @@ def test_a_deeper_ring_is_taken_where_reading_and_computing_take_equally_long_an
 
 def test_single_pieces_that_stay_are_evenly_spread_and_leave_something_of_each_layer() -> None:
     size, _ = balanced(1.0)
-    bare = Candidate(size, frozenset(range(3, 32, 8)), False, 16, 3, 34 * MB)
+    bare = Candidate(Candidates(size), frozenset(range(3, 32, 8)), False, 16, 3, 34 * MB)
     for more in (300 * MB, 900 * MB, 5000 * MB):
         filled = bare.fill(bare.peak + more)
         assert filled.peak <= bare.peak + more
@@ -476,7 +476,7 @@ def test_weights_of_another_dtype_take_their_time_where_they_are_streamed() -> N
     assert kept and plan.streamed
     layers = [replace(layer, to_cast=layer.resident) for layer in size.layers]
     cast = sum(layers[i].resident for i in plan.streamed) / 2e9
-    slow = replace(machine, cast_gbps=2.0)
+    slow = replace(machine, weight_gbps=2.0)
     found = predict(replace(size, layers=tuple(layers)), plan, slow).token_s
     assert found - predict(size, plan, slow).token_s == pytest.approx(cast, rel=0.05)
 

@@ -12,7 +12,7 @@ import pytest
 
 import outcore
 from outcore.calibration import calibrate
-from outcore.calibration import compute as calibrate_compute
+from outcore.calibration import layers as calibrate_layers
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
@@ -128,7 +128,7 @@ def test_a_model_is_called_as_the_hub_calls_it_wherever_it_is_read_from(
 def test_this_machine_is_measured_once(
     served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate_compute, "TOKENS", (1, 4))
+    monkeypatch.setattr(calibrate_layers, "TOKENS", (1, 4))
     monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
     _, record, _, err = plan(capsys, str(served), "--memory", "8MB", "--context", "64")
@@ -143,7 +143,7 @@ def test_this_machine_is_measured_once(
 def known(model: Path, layer_s: float = 0.002) -> None:
     """This machine was measured already."""
     prepared = prepare(model)
-    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared)}
+    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared.profile)}
     store_calibration(model, prepared.cpu_streams, Calibration(read_gbps=2.0, kinds=kinds, measured=True))
 
 

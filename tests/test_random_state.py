@@ -18,7 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import outcore
 import zoo
-from outcore.calibration.random_model import rig
+from outcore.calibration.layers import rig
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.decode.sampling import make_sampler

@@ -177,7 +177,6 @@ def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
     with model.outcore as session:
         assert 0 < len(session.plan.resident) < (resident or 16)
         assert session.plan.peak_bytes <= 30_000_000 and session.plan.budget_bytes == 100_000_000
-        session.watch.close()
         watched(session, Room(900_000_000)).attach()
         assert tokens_with(model, tokenizer, {}) == expected
         assert mx.get_peak_memory() - before <= 100_000_000

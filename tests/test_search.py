@@ -72,7 +72,9 @@ def test_the_peak_that_is_told_at_once_is_that_of_the_plan(seed: int) -> None:
             for each in (candidate, filled):
                 plan = each.bare
                 assert each.peak == plan.peak_bytes and plan.streams == bool(plan.parts or head)
-                assert replace(each, cuts=None).bare == plan, "parts are this candidate's, whatever others have made"
+                assert replace(each, of=Candidates(size)).bare == plan, (
+                    "parts are this candidate's, whatever others have made"
+                )
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -36,8 +36,8 @@ def serving(*folders: Path, memory: str = "12MB", prefix_cache: str = "off", **o
         service.close()
 
 
-async def heard(service: ModelService, ask: GenerationRequest) -> list[Event]:
-    return [event async for event in service.answer(ask)]
+async def heard(service: ModelService, *asks: GenerationRequest) -> list[Event]:
+    return [event async for event in service.answer(*asks)]
 
 
 def text_of(events: Sequence[Event], index: int = 0) -> str:
@@ -117,6 +117,22 @@ def test_choices_are_numbered_seeds_hold_and_stop_strings_end(served: Path) -> N
         cut = asyncio.run(heard(service, GenerationRequest(prompt=PROMPTS[1], max_tokens=12, stop=("never", word))))
         ended = next(e for e in cut if isinstance(e, Ended))
         assert text_of(cut) == whole[: whole.index(word)] and (ended.reason, ended.stop) == ("stop", word)
+
+
+def test_several_prompts_are_one_answer_with_their_choices_in_order(served: Path, expected: dict[str, str]) -> None:
+    asks = [GenerationRequest(prompt=prompt, max_tokens=12, choices=2) for prompt in PROMPTS[:3]]
+
+    with serving(served, most_waiting=6) as service:
+        found = asyncio.run(heard(service, *asks))
+        assert isinstance(found[0], Begun) and sum(isinstance(e, Begun) for e in found) == 1
+        assert [text_of(found, i) for i in range(6)] == [expected[p] for p in PROMPTS[:3] for _ in range(2)]
+        tokens = sum(asyncio.run(service.count(each)) for each in asks)
+        last = found[-1]
+        assert isinstance(last, Finished) and (last.prompt_tokens, last.tokens, last.choices) == (tokens, 72, 6)
+        too_long = replace(asks[0], prompt=(5,) * 100_000)
+        with pytest.raises(RequestError, match="tokens"):
+            asyncio.run(heard(service, *asks, too_long))
+        assert service.engine.waiting == service.engine.running == 0
 
 
 def test_logprobs_are_of_every_token_with_its_bytes(served: Path, expected: dict[str, str]) -> None:

@@ -19,7 +19,8 @@ from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, RequestError
 from outcore.serve.choice import Writer
-from outcore.serve.events import Finished, GenerationRequest
+from outcore.serve.events import Ended, Finished, GenerationRequest
+from outcore.serve.service import ModelService
 from test_service import heard, serving, text_of, together
 
 ASK = GenerationRequest(prompt="def add(a, b):", max_tokens=6)
@@ -31,7 +32,7 @@ def idle(service: Any) -> bool:
     engine, until = service.engine, time.monotonic() + 20
 
     def nothing() -> bool:
-        return bool(engine._open_jobs == engine.running == engine.waiting == 0)
+        return bool(engine.running == engine.waiting == 0)
 
     while not nothing() and time.monotonic() < until:
         time.sleep(0.005)
@@ -66,15 +67,14 @@ def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_pat
 
 def test_who_has_heard_the_end_of_an_answer_sees_it_run_no_more(served: Path) -> None:
     running: list[int] = []
+
+    async def hears(service: ModelService) -> None:
+        async for event in service.answer(ASK):
+            if isinstance(event, Ended):
+                running.append(service.engine.running)
+
     with serving(served) as service:
-        engine, end = service.engine, service.engine._end
-
-        def ended(*given: Any) -> None:
-            running.append(engine.running)
-            end(*given)
-
-        engine._end = ended
-        asyncio.run(heard(service, ASK))
+        asyncio.run(hears(service))
     assert running == [0]
 
 
@@ -118,7 +118,7 @@ def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -
                 with pytest.raises(RequestError):
                     await heard(service, ASK)
             task = asyncio.create_task(heard(service, ASK))
-            while not service.engine._open_jobs:
+            while not service.engine.waiting:
                 await asyncio.sleep(0.005)
             asked.set()
             return text_of(await task)

@@ -14,8 +14,8 @@ import pytest
 from fake_service import Running, exchange, posted, running
 from hostile_bodies import bodies
 from outcore.serve.body import read_json
+from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
-from outcore.serve.limits import ClientLimits
 
 PIECE = "x" * 50_000
 
@@ -49,7 +49,6 @@ async def works(server: Running) -> None:
     assert answer.endswith(b'{"text":"all is well "}'), answer
     await until(lambda: not server.server.server_state.connections)
     assert (server.service.under_way, server.site.under_way, server.site.held_bytes) == (0, 0, 0)
-    assert not server.site.gate.waiting
     assert not server.raised
 
 
@@ -111,17 +110,6 @@ def test_a_client_that_was_told_and_goes_on_is_cut_off() -> None:
             assert not server.server.server_state.connections
             writer.close()
             await works(server)
-
-    asyncio.run(test())
-
-
-def test_a_client_that_is_told_408_is_told_it_in_the_words_of_its_api() -> None:
-    async def test() -> None:
-        async with running() as server:
-            answer = asyncio.create_task(exchange(server.port, HEAD.replace(b"/v1/say", b"/v1/messages") + b"\r\n"))
-            await server.look(31)
-            body = (await answer).partition(b"\r\n\r\n")[2]
-            assert json.loads(body) == {"type": "error", "told": "the body came too slowly"}
 
     asyncio.run(test())
 
@@ -199,37 +187,6 @@ def test_beyond_the_limit_whoever_has_waited_longest_makes_room() -> None:
                 writer.close()
             await until(lambda: server.service.under_way == 0)
             assert b'"status":"ok"' in await exchange(server.port, b"GET /health HTTP/1.0\r\n\r\n")
-            assert not server.raised
-
-    asyncio.run(test())
-
-
-def test_the_longest_wait_is_that_since_the_last_request_or_for_a_client_that_does_not_read() -> None:
-    async def test() -> None:
-        async with running(endless, ClientLimits(connections=3)) as server:
-            deaf = unread(server.port)
-            deaf.sendall(posted("/v1/say", {"prompt": "much", "stream": True}))
-            await until(lambda: any(c.full for c in server.server.server_state.connections))
-            clients = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
-            for reader, writer in clients:
-                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-                await reader.readuntil(b"}")
-            clients[0][1].write(b"GET /hea")
-            await server.look()
-            for gone in (None, 1, 0):
-                clients.append(await asyncio.open_connection("127.0.0.1", server.port))
-                await until(lambda: server.site.gate.dropped == len(clients) - 2)
-                if gone is not None:
-                    await until(clients[gone][0].at_eof)
-                else:
-                    # The one that did not read.
-                    await until(lambda: server.service.under_way == 0)
-                    assert not any(reader.at_eof() for reader, _ in clients)
-                assert gone != 1 or not clients[0][0].at_eof()
-            deaf.close()
-            for _, writer in clients:
-                writer.close()
-            await until(lambda: not server.server.server_state.connections)
             assert not server.raised
 
     asyncio.run(test())
@@ -318,39 +275,7 @@ def test_a_client_that_never_reads_loses_its_connection(stream: bool) -> None:
             await server.look(2)
             assert server.site.gate.late == 1
             await until(lambda: server.service.under_way == 0 and not server.server.server_state.connections)
-            assert not server.site.gate.waiting and not server.raised
-            # The end of what was sent is a reset, so that it is not taken for a whole answer.
-            with pytest.raises(ConnectionResetError):
-                while client.recv(1 << 20):
-                    pass
-            client.close()
-
-    asyncio.run(test())
-
-
-def test_a_closed_connection_waits_for_its_client_to_read_but_not_for_ever() -> None:
-    async def some(ask: GenerationRequest) -> AsyncGenerator[Event, None]:
-        yield TextPart(0, "x" * 10_000_000)
-
-    async def test() -> None:
-        async with running(some) as server:
-            client = socket.create_connection(("127.0.0.1", server.port))
-            await until(lambda: len(server.server.server_state.connections) == 1)
-            connection = next(iter(server.server.server_state.connections))
-            # All of it is written at once, so that nothing is left but to close.
-            connection.transport.set_write_buffer_limits(1 << 30)
-            client.sendall(posted("/v1/say", {"prompt": "a"}))
-            await until(connection.transport.is_closing)
-            for _ in range(3):
-                before, began = connection.transport.get_write_buffer_size(), time.monotonic()
-                while connection.transport.get_write_buffer_size() == before:
-                    client.recv(1 << 17)
-                    await asyncio.sleep(0)
-                    assert time.monotonic() - began < 20
-                await server.look(20)
-            assert server.site.gate.late == 0
-            await server.look(31)
-            assert server.site.gate.late == 1 and not server.server.server_state.connections
+            assert not server.raised
             client.close()
 
     asyncio.run(test())

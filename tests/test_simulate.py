@@ -58,16 +58,3 @@ def test_bounds_that_no_sweep_can_beat() -> None:
         assert all(t >= max(reads, computing) - 1e-9 for t in times)
         assert all(t <= reads + computing + 1e-9 for t in times)
         assert all(b <= a + 1e-9 for a, b in pairwise(times)), "more slots are never slower"
-
-
-def test_what_single_units_take_longer_is_made_good_by_others_and_lost_where_slots_are_few() -> None:
-    stages = layers(32, 1.0, 1.2, set(range(3, 32, 8)))
-    reads, computing = 28 * 1.2, 32.0
-    steady = {slots: simulate(stages, slots).sweep_s for slots in (3, 4, 6, 12)}
-    varying = {slots: simulate(stages, slots, varying=0.8).sweep_s for slots in (3, 4, 6, 12)}
-    assert all(b <= a + 1e-9 for a, b in pairwise(varying.values())), "more slots are never slower"
-    assert varying[3] > 1.05 * steady[3] and varying[12] < 1.03 * max(reads, computing)
-    # All together takes what it would: where nothing is waited for, exactly.
-    for alone in (layers(32, 1.0, 0.0), layers(32, 1.0, 1e-9)):
-        assert simulate(alone, 3, varying=0.8).sweep_s == pytest.approx(32)
-    assert simulate(layers(32, 0.0, 1.2), 3, varying=0.8).sweep_s == pytest.approx(32 * 1.2, rel=0.01)

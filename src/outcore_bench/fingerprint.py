@@ -49,7 +49,7 @@ def machine(folder: Path) -> Machine:
 
 def _calibration(folder: Path) -> dict[str, Any] | None:
     """What was measured of this machine and disk, all cores, without the models' layers; None: it was not."""
-    known, _ = load_calibration(folder, cores() if gpu_name() is None else 1)
+    known = load_calibration(folder, cores() if gpu_name() is None else 1)
     if known is None:
         return None
     return {name: value for name, value in asdict(known).items() if name not in ("kinds", "measured")}

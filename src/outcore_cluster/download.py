@@ -111,7 +111,7 @@ def _needed(
         "model_config": o.model_config, "trust_remote_code": o.trust_remote_code, "adapter_path": o.adapter_path,
     }  # fmt: skip
     lazy = open_model(folder, **arguments) if headers is None else open_partial(folder, nobody, **arguments)
-    known, _ = load_calibration(folder, (o.cpu_streams or cores()) if on_cpu() else 1)
+    known = load_calibration(folder, (o.cpu_streams or cores()) if on_cpu() else 1)
     profile = measured(lazy, o, known)
     heads = head_paths(profile)
     budget = asked_budget(o.memory, o.profile)

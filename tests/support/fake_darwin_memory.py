@@ -1,18 +1,26 @@
-"""A Mac's memory, for tests on any machine: what `memory_calls` asks, answered from a few numbers and xnu's rules.
+"""A Mac's memory, for tests on any machine: what psutil, MLX and sysctl tell, from a few numbers and xnu's rules.
 
 Pages are free, a file's, a program's own (idle or in use), compressed, or wired. Who takes memory gets free pages,
 then those of files, then those that the compressor makes of idle programs' pages, then what it swaps out. The level
-follows ``VM_PRESSURE_NORMAL_TO_WARNING`` and its neighbours in xnu's osfmk/vm/vm_pageout.c, as `mac_memory` has them.
+follows ``VM_PRESSURE_NORMAL_TO_WARNING`` and its neighbours in xnu's osfmk/vm/vm_pageout.c.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from outcore.machine.memory_calls import MemoryCalls, VmStatistics
+import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
+
+from outcore.machine import mac
+from outcore.machine.pressure import Pressure, read_pressure
 
 GB = 10**9
 PAGE = 16384
@@ -21,14 +29,14 @@ RATIO = 3
 
 
 @dataclass
-class FakeDarwin(MemoryCalls):
-    """A Mac. Bytes, but for counters, which are pages.
+class FakeDarwin:
+    """A Mac. Bytes.
 
     Attributes:
         wired: by the kernel; ``own``: by this process, weights that the GPU works on.
         idle, busy: memory of other programs that they leave alone, and that they work with.
         files: of the page cache. compressed: what the compressor's pages hold, uncompressed.
-        compressor_most: bytes that the compressor keeps before it swaps out.
+        compressor_most: bytes that the compressor keeps before it swaps out. swapped: bytes that it has.
         names: sysctl's other names.
     """
 
@@ -40,7 +48,7 @@ class FakeDarwin(MemoryCalls):
     compressed: int = 2 * GB
     own: int = 0
     compressor_most: int = 5 * GB
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    swapped: int = 0
     names: dict[str, bytes] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     level: int = 1
@@ -70,11 +78,10 @@ class FakeDarwin(MemoryCalls):
         if self.free < 0:
             pages = min(self.idle, -self.free * RATIO // (RATIO - 1) + PAGE)
             self.idle, self.compressed = self.idle - pages, self.compressed + pages
-            self.counters["compressions"] += pages // PAGE
         over = max(self.compressor - self.compressor_most, -self.free)
         if over > 0:
             self.compressed -= over * RATIO
-            self.counters["swapouts"] += over // PAGE
+            self.swapped += over
         both = self.unwired + self.compressor
         critical, warning = both * 10 // 35, both * 10 // 20
         if self.level != 1 and self.unwired > 1.2 * warning:
@@ -89,55 +96,40 @@ class FakeDarwin(MemoryCalls):
         self.own += nbytes
         self.settle()
 
-    def wake(self, nbytes: int) -> None:
-        """Other programs need again what has been compressed."""
-        nbytes = min(nbytes, self.compressed)
-        self.compressed, self.busy = self.compressed - nbytes, self.busy + nbytes
-        self.counters["decompressions"] += nbytes // PAGE
-        self.settle()
-
-    # What memory_calls asks
+    # What is asked
 
     def sysctl(self, name: str) -> bytes | None:
-        numbers = {
-            "hw.memsize": (self.total, 8),
-            "hw.pagesize": (PAGE, 8),
-            "kern.memorystatus_vm_pressure_level": (self.told or self.level, 4),
-        }
-        if name in numbers:
-            number, size = numbers[name]
-            return number.to_bytes(size, sys.byteorder)
+        if name == "kern.memorystatus_vm_pressure_level":
+            return (self.told or self.level).to_bytes(4, sys.byteorder)
         return self.names.get(name)
 
-    def vm_statistics(self) -> VmStatistics | None:
-        return VmStatistics(
-            free=self.free // PAGE,
-            active=self.busy // PAGE,
-            inactive=(self.idle + self.files) // PAGE,
-            wired=(self.wired + self.own) // PAGE,
-            compressor=self.compressor // PAGE,
-            external=self.files // PAGE,
-            internal=(self.idle + self.busy) // PAGE,
-            **self.counters,
-        )
+    def virtual_memory(self) -> SimpleNamespace:
+        """As psutil tells it on macOS."""
+        return SimpleNamespace(
+            total=self.total, free=self.free, active=self.busy, inactive=self.idle + self.files,
+            wired=self.wired + self.own, available=self.free + self.idle + self.files,
+        )  # fmt: skip
 
-    def machine(self) -> tuple[int, int]:
-        raise AssertionError("psutil knows no compressor")
-
-    def metal(self) -> bool:
-        return True
-
-    def device_info(self) -> Mapping[str, Any]:
+    def device_info(self, _: Any = None) -> dict[str, Any]:
         return {
             "device_name": "Apple M4", "memory_size": self.total,
             "max_recommended_working_set_size": self.total * 2 // 3, "max_buffer_length": self.total // 2,
         } | self.info  # fmt: skip
 
-    def metal_info(self) -> Mapping[str, Any]:
-        return self.device_info()
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """This machine is that Mac, as far as its memory goes."""
+        with (
+            patch.object(mac, "sysctl", self.sysctl),
+            patch.object(psutil, "virtual_memory", self.virtual_memory),
+            patch.object(mx.metal, "is_available", lambda: True),
+            patch.object(mx, "device_info", self.device_info),
+            patch.object(mx, "get_active_memory", lambda: self.own),
+            patch.object(mx, "get_cache_memory", lambda: self.cached),
+        ):
+            yield
 
-    def device_bytes(self) -> tuple[int, int]:
-        return self.own, self.cached
-
-
-COUNTERS: tuple[str, ...] = ("pageins", "pageouts", "decompressions", "compressions", "swapins", "swapouts")
+    def reading(self) -> Pressure:
+        """What it tells now."""
+        with self.here():
+            return read_pressure(Path("/nowhere"))

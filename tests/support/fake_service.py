@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,9 +19,9 @@ from outcore.serve.api import (
     ParsedRequest,
     ResponseWriter,
     Route,
-    server_sent,
 )
 from outcore.serve.app import application
+from outcore.serve.connection import ClientLimits
 from outcore.serve.events import (
     Begun,
     Ended,
@@ -33,7 +33,6 @@ from outcore.serve.events import (
     Service,
     TextPart,
 )
-from outcore.serve.limits import ClientLimits
 from outcore.serve.server import Server, listen
 from outcore.serve.site import Site
 
@@ -63,13 +62,18 @@ class FakeService:
         self.closed = 0
         self.status = "ok"
 
-    async def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
-        """As the script has it."""
+    async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """As the script has it, one after the other."""
         self.under_way += 1
         ended = False
         try:
-            async for event in self.script(ask):
-                yield event
+            for n, ask in enumerate(asks):
+                async for event in self.script(ask):
+                    if isinstance(event, Begun | Finished):
+                        if n == (0 if isinstance(event, Begun) else len(asks) - 1):
+                            yield event
+                    else:
+                        yield replace(event, index=event.index + n * ask.choices)
             ended = True
         except RequestError:
             ended = True
@@ -108,14 +112,14 @@ class FakeAnswering(ResponseWriter):
     def __init__(self, body: Mapping[str, Any]) -> None:
         super().__init__(bool(body.get("stream")), [str(key) for key in body if key not in ("stream", "prompt")])
 
-    def event(self, event: Event) -> bytes:
-        return server_sent(event.text) if isinstance(event, TextPart) else b""
+    def steps(self, event: Event) -> list[Any]:
+        return [event.text] if isinstance(event, TextPart) else []
 
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def failed(self, error: RequestError) -> bytes:
-        return server_sent({"error": str(error)})
+    def failure(self, error: RequestError) -> list[Any]:
+        return [{"error": str(error)}]
 
     def keepalive(self) -> bytes:
         return b": still here\n\n"
@@ -173,12 +177,13 @@ APIS = (ONE, OTHER, THIRD)
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Seconds that pass when they are told to, but for a little with every look."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
+        self.now += 1e-6
         return self.now
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from fake_service import FakeService
 from outcore.serve.api import Api
 from outcore.serve.app import application
+from outcore.serve.connection import ClientLimits
 from outcore.serve.events import (
     Begun,
     Called,
@@ -23,7 +24,6 @@ from outcore.serve.events import (
     RequestError,
     TextPart,
 )
-from outcore.serve.limits import ClientLimits
 from outcore.serve.site import Site
 
 CARD = ModelCard(
@@ -73,10 +73,10 @@ class Scripted(FakeService):
         self.asks: list[GenerationRequest] = []
         self.loads: list[tuple[str, float | None]] = []
 
-    async def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
+    async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events as they are written."""
-        self.asks.append(ask)
-        self.card(ask.model)
+        self.asks += asks
+        self.card(asks[0].model)
         for event in self.events:
             if self.pause_s:
                 await asyncio.sleep(self.pause_s)

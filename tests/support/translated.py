@@ -28,7 +28,7 @@ def events(*said: Event, reason: Any = "stop", tokens: int = 7, thought: int = 0
 
 def sent(answering: ResponseWriter, said: Sequence[Event]) -> bytes:
     """Everything that is streamed for these events."""
-    return b"".join(answering.event(e) for e in said) + answering.closing()
+    return b"".join(answering.sent(answering.steps(e)) for e in said) + answering.closing()
 
 
 def lines(data: bytes) -> list[Any]:

@@ -1,14 +1,12 @@
-"""What a disk gives the reader: by size of a request, by requests in flight, around the page cache and through it."""
+"""What a disk gives the reader: by requests in flight, around the page cache and through it."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..disk import disk_calls
 from ..disk.cold_ranges import UnreadRanges, forget, forget_before
@@ -21,27 +19,18 @@ from ..plan.machine_profile import Calibration
 from ..sizes import BLOCK, round_up
 
 MIB = 1 << 20
-CHUNKS = (MIB, 4 * MIB, 32 * MIB)
-"""Sizes of requests that are tried beside the default."""
-
-IN_FLIGHT = (1, 2, 4, 8, 16) if (os.cpu_count() or 1) >= 8 else (1, 2, 4, 8)
-"""Requests in flight that are tried around the page cache; ``DiskCalls.lanes`` are more."""
-
-CACHED = (1, 4, 8)
-"""Requests in flight that are tried through the page cache."""
+IN_FLIGHT = (1, 2, 8, 16)
+"""Requests in flight that are tried beside the default; ``DiskCalls.lanes`` are more."""
 
 PIECE = 64 * MIB
 """Bytes read into a slot at once: as large as a layer of a model of 2 to 4 GB."""
 
-MOST, LEAST, MEASUREMENTS = 256 * MIB, MIB, 40
+MOST, LEAST, MEASUREMENTS = 256 * MIB, MIB, 20
 """Bytes of one measurement at most and at least, and measurements that all files have to do for."""
 
 LARGEST = 6
 """Times as many bytes as that which a measurement with much in flight may read: twice what is in flight, or its end
 would count for too much."""
-
-ROUNDS = 3
-"""Times that the best settings are measured, of which the medians count: disks drift."""
 
 POINT_S, RATE_S = 0.4, 1.5
 """Seconds of one measurement, and of the one that says the disk's rate. What is in flight then is waited for."""
@@ -49,8 +38,8 @@ POINT_S, RATE_S = 0.4, 1.5
 LOOK_S = 0.05
 """Seconds after which a read that is waited for is looked at again."""
 
-CACHED_GAIN, DEFAULT_GAIN = 1.1, 1.03
-"""Reading through the page cache, which pushes out what others use, and any setting but the default must be so many
+GAIN = 1.1
+"""Reading through the page cache, which pushes out what others use, and any setting but the default, must be so many
 times as fast to be chosen: less is chance."""
 
 Progress = Callable[[str, int, int], None]
@@ -60,44 +49,31 @@ Progress = Callable[[str, int, int], None]
 class ReadSetting:
     """A way to read: requests of ``chunk`` bytes, ``threads`` at a time, around the page cache or through it."""
 
-    chunk: int
-    threads: int
-    direct: bool
+    chunk: int = CHUNK
+    threads: int = THREADS
+    direct: bool = True
 
     @property
     def in_flight(self) -> int:
         """Bytes asked for at a time."""
         return self.chunk * self.threads
 
-    def open(self, files: Sequence[Path], clock: Callable[[], float] = time.perf_counter) -> FileReader:
-        """A reader of these files that reads so."""
-        io = "auto" if self.direct else "cached"
-        return FileReader(files, io=io, threads=self.threads, chunk=self.chunk, metrics=Metrics(clock=clock))
-
-
-DEFAULT = ReadSetting(CHUNK, THREADS, True)
-
 
 class Bench:
     """Slots to read into and ranges to read, of which each measurement takes the next."""
 
     def __init__(self, unread: UnreadRanges, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.unread = unread
-        self.clock = clock
+        self.unread, self.clock = unread, clock
         with contextlib.closing(FileReader(unread.files, threads=1)) as reader:
-            direct = reader.direct
-        lanes = sorted({*IN_FLIGHT, *disk_calls.system().lanes})
+            self.small = ReadSetting(MIB, 1, reader.direct)
         # The default first: on a slow disk there is no time for all.
-        tried = [DEFAULT, *(replace(DEFAULT, threads=n) for n in lanes), *(replace(DEFAULT, chunk=c) for c in CHUNKS)]
-        tried.append(ReadSetting(MIB, 1, True))
-        self.settings = list(dict.fromkeys(tried)) if direct else []
-        self.settings += [ReadSetting(CHUNK, n, False) for n in CACHED] + [ReadSetting(MIB, 1, False)] * (not direct)
+        tried = [ReadSetting(threads=n) for n in (THREADS, *IN_FLIGHT, *disk_calls.system().lanes)]
+        tried = [*(tried if self.small.direct else []), ReadSetting(direct=False), self.small]
         self.nbytes = max(LEAST, min(MOST, unread.nbytes // MEASUREMENTS))
-        affordable = [s for s in self.settings if 2 * s.in_flight <= LARGEST * self.nbytes]
-        self.settings = affordable or [min(self.settings, key=lambda s: s.in_flight)]
+        affordable = [s for s in tried if 2 * s.in_flight <= LARGEST * self.nbytes]
+        self.settings = list(dict.fromkeys(affordable or [self.small]))
         self.piece = max(4 * BLOCK, min(PIECE, self.nbytes // 2, default_budget() // 16))
-        device = device_kind()
-        self.slots = [Slot(round_up(self.piece, BLOCK), device) for _ in range(4)]
+        self.slots = [Slot(round_up(self.piece, BLOCK), device_kind()) for _ in range(4)]
 
     def gbps(self, setting: ReadSetting, nbytes: int, most_s: float) -> float:
         """GB/s of so many bytes that were not read before, or as many as are read in ``most_s`` seconds; 0 if there are
@@ -105,7 +81,7 @@ class Bench:
         pieces = self.unread.take(max(nbytes, 2 * setting.in_flight), self.piece)
         extents = [e for piece in pieces for e in piece]
         forget_before(setting.direct, extents)
-        with contextlib.closing(setting.open(sorted({e.file for e in extents}))) as reader:
+        with contextlib.closing(self._reader(setting)) as reader:
             began = self.clock()
             # Threads take them up in order, so that a slot is written to again after what was read into it before.
             reads = [
@@ -129,51 +105,46 @@ class Bench:
             forget(extents)
         return done / seconds / 1e9 if done and seconds > 0 else 0.0
 
-    def latency(self, direct: bool, repeats: int = 16) -> float:
+    def latency(self, repeats: int = 16) -> float:
         """Seconds that a read of 4 KiB takes with nothing else in flight: median."""
         times = []
-        with contextlib.closing(ReadSetting(CHUNK, 1, direct).open(self.unread.files)) as reader:
+        with contextlib.closing(self._reader(self.small)) as reader:
             for _ in range(repeats):
                 pieces = self.unread.take(BLOCK, self.piece)
                 self.unread.take(MIB, self.piece)  # passed over: the next read is not next to this one
                 if not pieces:
                     break
-                forget_before(direct, pieces[0])
+                forget_before(self.small.direct, pieces[0])
                 began = self.clock()
                 reader.submit("latency", pieces[0], self.slots[0].payload).wait()
                 times.append(self.clock() - began)
         return statistics.median(times) if times else Calibration.read_latency_s
 
+    def _reader(self, setting: ReadSetting) -> FileReader:
+        io, metrics = "auto" if setting.direct else "cached", Metrics(clock=self.clock)
+        return FileReader(self.unread.files, io=io, threads=setting.threads, chunk=setting.chunk, metrics=metrics)
+
 
 def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibration:
-    """What reads the disk best, and how fast. Every setting is measured once, those that may be the best again, and
-    then the rate of the best.
+    """What reads the disk best, and how fast: every setting is measured once, then the rate of the best.
 
     A setting is not measured that has more in flight than the disk, as it was found so far, reads in ``POINT_S``.
     """
-    what, rates = "measuring the disk", dict[ReadSetting, list[float]]()
-    small = min(bench.settings, key=lambda s: s.in_flight)
-    latency = bench.latency(small.direct)
-    known = bench.gbps(small, MIB, POINT_S)
+    what, rates, latency = "measuring the disk", dict[ReadSetting, float](), bench.latency()
+    known = bench.gbps(bench.small, MIB, POINT_S)
     # What there was no time for may have some when the disk was seen to read faster with more in flight.
     for setting in [*bench.settings, *bench.settings]:
         progress(what, len(rates), len(bench.settings))
-        if setting not in rates and (setting == small or setting.in_flight <= known * 1e9 * POINT_S):
+        if setting not in rates and (setting == bench.small or setting.in_flight <= known * 1e9 * POINT_S):
             if rates and not bench.unread.nbytes:
                 break
-            rates[setting] = [bench.gbps(setting, bench.nbytes, POINT_S)]
-            known = max(known, rates[setting][0])
-    ranked = sorted(rates, key=lambda s: -rates[s][0])
-    finalists = {*ranked[:2], *(s for s in ranked[2:] if s == DEFAULT)}
-    for setting in [s for s in ranked if s in finalists] * (ROUNDS - 1):
-        if bench.unread.nbytes:
-            rates[setting].append(bench.gbps(setting, bench.nbytes, POINT_S))
-    medians = {s: statistics.median(r) for s, r in rates.items()}
+            rates[setting] = bench.gbps(setting, bench.nbytes, POINT_S)
+            known = max(known, rates[setting])
     progress(what, len(bench.settings), len(bench.settings))
-    setting = choose({s: medians[s] for s in finalists})
-    rate = bench.gbps(setting, int(medians[setting] * 1e9 * RATE_S), RATE_S)
+    setting = choose(rates)
+    rate = bench.gbps(setting, int(rates[setting] * 1e9 * RATE_S), RATE_S)
     return Calibration(
-        read_gbps=rate or medians[setting],
+        read_gbps=rate or rates[setting],
         read_latency_s=latency,
         # Another file of the disk may lie where direct reads are refused: auto reads cached there.
         io="auto" if setting.direct else "cached",
@@ -185,6 +156,6 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibrat
 
 def choose(rates: dict[ReadSetting, float]) -> ReadSetting:
     """The fastest, but direct reads unless cached ones are clearly faster, and the default unless another one is."""
-    fastest = max(rates, key=lambda s: rates[s] / (1 if s.direct else CACHED_GAIN))
-    default = replace(DEFAULT, direct=fastest.direct)
-    return default if default in rates and rates[default] * DEFAULT_GAIN >= rates[fastest] else fastest
+    fastest = max(rates, key=lambda s: rates[s] / (1 if s.direct else GAIN))
+    default = ReadSetting(direct=fastest.direct)
+    return default if rates.get(default, 0.0) * GAIN >= rates[fastest] else fastest

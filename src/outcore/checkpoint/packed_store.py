@@ -25,7 +25,7 @@ from ..errors import CheckpointError, StoreError, UnsupportedModelError
 from ..machine.cache_folder import cache_dir as cache_dir
 from ..machine.cache_folder import require_own
 from ..machine.cache_use import keep, kept
-from ..machine.packages import version
+from ..machine.hardware import version
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .codings import as_used

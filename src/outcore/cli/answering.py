@@ -143,20 +143,31 @@ class AnswerOutput:
     def shown(
         self, responses: Iterator[GenerationResponse], stops: Sequence[str], begun: Callable[[], None]
     ) -> Generator[GenerationResponse, None, None]:
-        """The responses up to a stop string, each of them noted and written to standard output; ``begun`` is called
-        with the first."""
+        """The responses up to the first of the stop strings, without it; ``finish_reason`` is ``stop`` then. Each of
+        them is noted and written to standard output; ``begun`` is called with the first.
+
+        Text that a stop string may begin with comes later, when it is known that it does not.
+        """
+        stopper = Stopper(stops)
         # Closed at once: only then do the caches hold what was said.
-        with closing(until_stop(responses, stops)) as until:
-            for response in until:
+        with closing(responses):  # type: ignore[type-var]
+            for response in responses:
+                text, reason = stopper.feed(response.text), response.finish_reason
+                if stopper.found is not None:
+                    reason = "stop"
+                elif reason is not None:
+                    text += stopper.finish()
                 if self.last is None:
                     begun()
                     self.ttft = time.perf_counter() - self._began
-                self.last = response
-                self.text += response.text
+                self.last = replace(response, text=text, finish_reason=reason)
+                self.text += text
                 self.tokens.append(response.token)
-                self.finish = response.finish_reason or self.finish
-                say(response.text)
-                yield response
+                self.finish = reason or self.finish
+                say(text)
+                yield self.last
+                if stopper.found is not None:
+                    return
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -172,23 +183,6 @@ class AnswerOutput:
             "finish_reason": last.finish_reason,
             "tokens": self.tokens,
         }
-
-
-def until_stop(
-    responses: Iterator[GenerationResponse], stops: Sequence[str]
-) -> Generator[GenerationResponse, None, None]:
-    """The same responses up to the first of these strings, without it; ``finish_reason`` is ``stop`` then.
-
-    Text that a stop string may begin with comes later, when it is known that it does not.
-    """
-    stopper = Stopper(stops)
-    with closing(responses):  # type: ignore[type-var]
-        for response in responses:
-            text = stopper.feed(response.text)
-            if stopper.found is not None:
-                yield replace(response, text=text, finish_reason="stop")
-                return
-            yield replace(response, text=text + (stopper.finish() if response.finish_reason is not None else ""))
 
 
 @contextmanager

@@ -7,11 +7,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ..calibration.calibrate import calibrate_mirrors, calibrated, kinds_of
+from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
 from ..checks import whole
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
 from ..loading.preparation import Preparation, prepare
 from ..machine.cache_folder import cache_dir
 from ..machine.device import on_cpu
@@ -20,7 +20,7 @@ from ..plan.machine_profile import Calibration
 from ..sizes import format_size
 from ..text import counted
 from .console import console, listing
-from .engine import measuring, progress_bar
+from .engine import progress_bar
 from .output import tell
 
 
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     prepared = _prepare(args)
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
-    folder = prepared.profile.lazy.checkpoint.folder if prepared else cache_dir()
+    profile = prepared.profile if prepared else None
+    folder = profile.lazy.checkpoint.folder if profile else cache_dir()
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -37,10 +38,7 @@ def run(args: argparse.Namespace) -> None:
         tell(line)
 
     with progress_bar() as bar:
-        told = measuring(bar)
-        found, measured = calibrated(prepared, folder, streams, force=args.force, progress=told, note=note)
-        mirrors = prepared.mirrors if prepared is not None else ()
-        others = calibrate_mirrors(mirrors, streams, force=args.force, progress=told)
+        found, measured = calibrated(profile, folder, streams, force=args.force, progress=bar.measuring, note=note)
     args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
@@ -48,8 +46,7 @@ def run(args: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - began, 2),
         "stored": str(file_of(key_of(folder, streams))) if measured else None,
         "notes": notes,
-        "mirrors": [{"folder": str(m.folder), "read_gbps": c.read_gbps} for m, c in zip(mirrors, others, strict=True)],
-        "model_kinds": sorted(kinds_of(prepared)) if prepared else [],
+        "model_kinds": sorted(kinds_of(profile)) if profile else [],
         **asdict(found),
     }
     _show(args.result.record, found, prepared)
@@ -58,20 +55,15 @@ def run(args: argparse.Namespace) -> None:
 def _prepare(args: argparse.Namespace) -> Preparation | None:
     """The model, opened; its plan does not matter."""
     if args.model is None:
-        if args.revision is not None or args.dtype is not None or args.mirror is not None:
-            raise UsageError("--revision, --dtype and --mirror are about a model; give one")
+        if args.revision is not None or args.dtype is not None:
+            raise UsageError("--revision and --dtype are about a model; give one")
         if args.cpu_streams is not None:
             whole("--cpu-streams", args.cpu_streams)
         return None
     folder = resolve_model(args.model, args.revision)
-    names = ("dtype", "cpu_streams", "mirror", "trust_remote_code")
+    names = ("dtype", "cpu_streams", "trust_remote_code")
     options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"flags": True}
-    try:
-        return prepare(folder, **options)
-    except BudgetError as e:
-        if e.smallest is None:
-            raise
-        return prepare(folder, memory=e.smallest, **options)
+    return prepare(folder, least=True, **options)
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
@@ -81,7 +73,6 @@ def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | No
         ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {chunk} MiB in flight, {how}"),
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
-        *((f"disk of {m['folder']}", f"{m['read_gbps']:.3g} GB/s") for m in record["mirrors"]),
     ]
     if prepared is not None:
         size = prepared.profile.size

@@ -32,8 +32,7 @@ from ..errors import OutcoreError, StoreError
 from ..loading.loader import load_model
 from ..loading.preparation import prepare
 from ..machine.cache_folder import make_cache
-from ..machine.device import device_kind
-from ..machine.device_facts import device_facts
+from ..machine.device import device_facts, device_kind
 from ..machine.hardware import cpu_name, gpu_name
 from ..machine.memory import default_budget
 from ..sizes import BLOCK, format_size, round_up

@@ -48,6 +48,7 @@ class ProgressBar(Progress):
         console = PlainConsole(stderr=True)
         columns = (SpinnerColumn(), said, BarColumn(), amount, TimeElapsedColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._told = False
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
@@ -58,6 +59,13 @@ class ProgressBar(Progress):
     def count(self, what: str, done: int, total: int, more: str = "") -> None:
         """Show ``done`` of ``total`` things, and what else there is to say."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
+
+    def measuring(self, what: str, done: int, total: int, more: str = "") -> None:
+        """``count`` for calibrating, which takes a while: where there is no bar a line says what is waited for."""
+        if not (self._told or self.console.is_terminal):
+            tell("measuring this machine, for up to a minute; what is found is kept")
+        self._told = True
+        self.count(what, done, total, more)
 
     def _show(self, what: str, done: int, total: int, amount: str) -> None:
         if not self.tasks or what != self.tasks[0].description:
@@ -81,20 +89,6 @@ def progress_bar() -> Iterator[ProgressBar]:
         yield bar
     finally:
         bar.clear()
-
-
-def measuring(bar: ProgressBar) -> Callable[..., None]:
-    """``bar.count`` for calibrating, which takes a while: where there is no bar a line says what is waited for."""
-    told = bar.console.is_terminal
-
-    def count(what: str, done: int, total: int, more: str = "") -> None:
-        nonlocal told
-        if not told:
-            tell("measuring this machine, for up to a minute; what is found is kept")
-            told = True
-        bar.count(what, done, total, more)
-
-    return count
 
 
 def sweep_progress(bar: ProgressBar, session: Session, check: Callable[[], None] = lambda: None) -> Callable[[], None]:

@@ -31,6 +31,9 @@ from .parser import ArgumentParser
 RANK = "MLX_RANK"
 """Set by ``outcore launch`` and ``mlx.launch`` where a command is one rank of several."""
 
+ALONE: set[str] = set()
+"""Commands that load no tokenizer, in a process that does nothing else."""
+
 WIDEST = 110
 """Characters of a line of help at most."""
 
@@ -124,6 +127,8 @@ def _run(name: str, words: list[str], result: Result) -> int:
     with rank as speaks, streams(as_json, (quiet and not command.launcher) or not speaks, sys.stderr):
         # MLX takes a second to import or, for the first time, many. Threads that begin meanwhile leave Ctrl-C alone.
         with uninterrupted(), _spinner() if speaks and not quiet else nullcontext():
+            if parser.prog in ALONE:
+                leave_out()
             run = _work(command, parser.run)
         # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
         if "mlx.core" in sys.modules:
@@ -219,8 +224,7 @@ def _look_for_compiler() -> None:
 
 def entry() -> None:
     """The console script."""
-    if sys.argv[1:2] in (["info"], ["list"]):
-        leave_out()
+    ALONE.update(("outcore info", "outcore list"))
     status = main()
     if sys.argv[1:2] == ["serve"] and status in (0, 130):
         # All is closed; Python would look at every object once more, for seconds on a busy machine.

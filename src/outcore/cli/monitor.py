@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import select
 import sys
 import time
 from collections.abc import Iterator
@@ -27,13 +27,18 @@ SETTLED = 5
 
 NOBODY = "No Outcore process of yours runs. Start one in another terminal, such as outcore chat: it will show up here."
 
-KEYS = "← → another process or model   q quit"
-
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command; refused where nothing runs that could be watched, or there is no terminal."""
+    """Run the command.
+
+    Raises:
+        UsageError: there is no terminal.
+        OutcoreError: nothing runs that could be watched.
+    """
     if args.once:
-        _once(args)
+        *_, processes = itertools.islice(_looks(), SETTLED)
+        args.result.record = {"processes": processes}
+        console(soft_wrap=False).print(_drawn(processes))
     elif args.json:
         for processes in _looks():
             for process in processes:
@@ -41,7 +46,12 @@ def run(args: argparse.Namespace) -> None:
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("standard output is no terminal; --json and --once do without")
     else:
-        _live(LiveView())
+        terminal = PlainConsole(highlight=False)
+        # Ctrl-C is the way to leave.
+        with contextlib.suppress(KeyboardInterrupt), Live(console=terminal, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(look(), refresh=True)
+                time.sleep(EVERY_S)
 
 
 def _looks() -> Iterator[list[dict[str, Any]]]:
@@ -56,68 +66,20 @@ def _looks() -> Iterator[list[dict[str, Any]]]:
         processes = read_all()
 
 
-def _once(args: argparse.Namespace) -> None:
-    *_, processes = itertools.islice(_looks(), SETTLED)
-    args.result.record = {"processes": processes}
-    out = console(soft_wrap=False)
+def look() -> RenderableType:
+    """What the view shows now."""
+    try:
+        processes = read_all()
+    except StoreError as e:
+        return Text(str(e), "red")
+    return Group(_drawn(processes) if processes else Text(NOBODY), Text("Ctrl-C to leave", "dim"))
+
+
+def _drawn(processes: list[dict[str, Any]]) -> Group:
+    """All models of these processes, one below the other."""
+    drawn: list[RenderableType] = []
     for process in processes:
-        for model in process["models"]:
-            out.print(view(process, model))
+        drawn += [view(process, model) for model in process["models"]]
         if not process["models"]:
-            out.print(f"{process['command']} · process {process['pid']}: {NO_MODEL}")
-
-
-class LiveView:
-    """One model of one process at a time.
-
-    Attributes:
-        over: the user has left.
-    """
-
-    def __init__(self) -> None:
-        self._places: list[tuple[int, int]] = []  # process number, model of it
-        self._at = (0, 0)
-        self.over = False
-
-    def look(self) -> RenderableType:
-        """What is to be seen now."""
-        try:
-            processes = read_all()
-        except StoreError as e:
-            return Text(str(e), "red")
-        self._places = [(p["pid"], i) for p in processes for i in range(max(1, len(p["models"])))]
-        if not self._places:
-            return Group(Text("outcore monitor", "bold"), Text(NOBODY), Text(KEYS, "dim"))
-        if self._at not in self._places:
-            # The same process's first model, or the first process there is.
-            self._at = next((p for p in self._places if p[0] == self._at[0]), self._places[0])
-        pid, number = self._at
-        tabs = Text(no_wrap=True, overflow="ellipsis")
-        shown: RenderableType = Text(NO_MODEL)
-        for process in processes:
-            here = process["pid"] == pid
-            tabs.append(f" {process['command']} {process['pid']} ", "reverse bold" if here else "")
-            if here and process["models"]:
-                shown = view(process, process["models"][number])
-        return Group(tabs, shown, Text(KEYS, "dim"))
-
-    def press(self, key: str) -> None:
-        """Do what a key asks for, by prompt_toolkit's name of it."""
-        if key in ("q", "c-c"):
-            self.over = True
-        elif key in ("right", "left", "c-i", "s-tab") and self._at in self._places:
-            step = 1 if key in ("right", "c-i") else -1
-            self._at = self._places[(self._places.index(self._at) + step) % len(self._places)]
-
-
-def _live(shown: LiveView) -> None:
-    from prompt_toolkit.input import create_input
-
-    keys = create_input(sys.stdin)
-    console = PlainConsole(highlight=False)
-    with keys.raw_mode(), Live(shown.look(), console=console, screen=True, auto_refresh=False) as live:
-        while not shown.over:
-            if select.select([keys.fileno()], [], [], EVERY_S)[0]:
-                for press in [*keys.read_keys(), *keys.flush_keys()]:
-                    shown.press(str(getattr(press.key, "value", press.key)))
-            live.update(shown.look(), refresh=True)
+            drawn.append(Text(f"{process['command']} · process {process['pid']}: {NO_MODEL}"))
+    return Group(*drawn)

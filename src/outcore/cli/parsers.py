@@ -227,7 +227,7 @@ _COMMANDS: dict[str, list[str | Flag]] = {
         _HUB,
         FLAGS["model"].but(help=f"{MODEL} Default: none; the disk of the cache folder alone."),
         "revision trust-remote-code",
-        *(FLAGS[name].but(group="") for name in ("dtype", "cpu-streams", "mirror")),
+        *(FLAGS[name].but(group="") for name in ("dtype", "cpu-streams")),
         FLAGS["force"].but(help="Measure again what is known already."),
     ],
     "completion": [

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import calibrate_mirrors, calibrated
+from ..calibration.calibrate import calibrated
 from ..checkpoint.find_model import name_of, resolve_model
 from ..errors import BudgetError
 from ..loading.draft_choices import what_it_gives
@@ -26,7 +26,7 @@ from ..sizes import format_size
 from ..text import counted
 from .arguments import engine_options
 from .console import console, listing
-from .engine import measuring, progress_bar
+from .engine import progress_bar
 from .output import tell
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
@@ -63,8 +63,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=note)
-            calibrate_mirrors(opened.mirrors, opened.cpu_streams, progress=measuring(bar))
+            calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:
@@ -237,7 +236,7 @@ def _print(record: dict[str, Any], plans: list[Plan], plan: Plan, best: Plan | N
     out.print(f"{record['title']} with {budget}: {held(plan)}. {speed}; {peak} at most.")
     if record["mirrors"]:
         folders = 1 + len(record["mirrors"])
-        out.print(f"Read from {folders} folders at once, {record['read_gbps']:.3g} GB/s together.")
+        out.print(f"Read from {folders} folders at once, and predicted by the first one's disk alone.")
     items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
     out.print(listing([*items, ("together", peak)], "right"))
     limited = computing_from(plans) if all(row["tps"] is not None for row in rows) else None

@@ -20,7 +20,7 @@ from ..checks import COUNT, real, whole
 from ..decode import request_values
 from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
-from ..machine.heap import share_one_heap
+from ..machine.memory import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
 from ..options import AUTO, LoadOptions
@@ -29,8 +29,7 @@ from ..serve.api import Defaults
 from ..serve.apis import APIS
 from ..serve.app import application
 from ..serve.events import Sampling
-from ..serve.limits import ClientLimits
-from ..serve.server import Deadline, Server, connections_within, listen, url
+from ..serve.server import Deadline, Server, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
 from .arguments import check_max_tokens, loading_options, template_options, text_of
@@ -51,7 +50,7 @@ KEY_BYTES = 4096
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    limits, defaults = ClientLimits(), defaults_of(args)
+    defaults = defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
     if args.ranks is not None and not args.ranks.serves(args, names):
@@ -69,10 +68,7 @@ def run(args: argparse.Namespace) -> None:
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
-        room = connections_within(limits.connections)
-        if room < limits.connections:
-            tell(f"Note: {room} connections at once, because no more files may be open (ulimit -n)")
-        site = Site(args.preset.service(service), APIS, replace(limits, connections=room), defaults)
+        site = Site(args.preset.service(service), APIS, defaults=defaults)
         address = url(args.host, sockets)
         models = [card.name for card in service.models()]
 

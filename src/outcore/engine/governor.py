@@ -4,10 +4,9 @@ The caller gives the time and what was read, gives memory up or takes it back be
 bytes, and comes back. Nothing is read or slept here, and no layer is touched.
 
     room is short        what is missing goes at once, with what others took of late, which they may take again
-    memory is paged,     a quarter of what can go goes, and more once a pass has shown what that did
-    or asked for
+    memory is paged      a quarter of what can go goes, and more once a pass has shown what that did
     macOS warns          the same, once: the warning is a ratio that resident weights move themselves, and lasts long
-                         after (``mac_memory``). While it lasts nothing comes back, and more goes only with paging
+                         after (``warning_room``). While it lasts nothing comes back
     out of memory, or    everything that can go goes
     everything waits
     calm for a while     a quarter comes back at a time, as far as there is room twice over; the while doubles each time
@@ -18,9 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..machine import mac_memory
+from ..machine import mac
 from ..machine.memory import MemoryLimit
 from ..machine.pressure import Pressure
 from ..sizes import format_size
@@ -42,22 +41,15 @@ CALM_S, MOST_CALM_S = 10.0, 900.0
 STARVED = 1 / 12
 """Of the reserve: with less, and nothing left to give up, a run that once had more ends rather than being killed."""
 
-ASKED_S = 10.0
-"""Seconds for which the system may ask in vain, when nothing is left to give up, before the run ends."""
-
 
 WINDOW_S = 2.0
-"""Seconds that a rate is taken over at least: one fault in a millisecond is not a thousand a second, and macOS's
-counters may be a second old (``rate_limit_host_statistics`` in xnu's osfmk/kern/host.c)."""
+"""Seconds that a rate is taken over at least: one fault in a millisecond is not a thousand a second."""
 
 HOLD_S = 4.0
 """Seconds for which paging shows before it counts: libraries being loaded, or an app that wakes up, are a burst."""
 
 PAGING = 200.0
-"""Major faults, or pages of 4 KiB swapped in or out, a second: 2 % of the time on a disk that answers in 0.1 ms."""
-
-DECOMPRESSIONS = 4000.0
-"""Pages of 4 KiB that macOS decompresses a second, 16 MB, beside a warning: memory is short now. Not measured."""
+"""Major faults, or pages of 4 KiB swapped in, a second: 2 % of the time on a disk that answers in 0.1 ms."""
 
 STALLED = 0.10
 """Share of the time in which some task waited for memory. Alone it means nothing: cached reads in a group that page
@@ -95,19 +87,17 @@ class Signs:
     """Signs of memory that is short, for one model while it runs.
 
     Attributes:
-        asked: the system has asked for memory since the reading before.
         gone_wrong: what has gone wrong since then, for the user; empty for nothing.
         quiet: nothing was swapped in to speak of in the last window.
     """
 
     def __init__(self) -> None:
-        self.asked = False
         self.gone_wrong = ""
         self.quiet = True
         self._before: Pressure | None = None
         self._window: tuple[float, Pressure] | None = None  # where the rates of this window begin
         self._full = False  # all tasks waited for memory in the last window
-        self._paging_s = self._squeezed_s = 0.0  # for how long now
+        self._paging_s = 0.0  # for how long now
 
     @property
     def paging(self) -> bool:
@@ -121,19 +111,13 @@ class Signs:
         return self.paging and self._full
 
     @property
-    def squeezed(self) -> bool:
-        """Whether macOS goes on swapping out or decompressing."""
-        return self._squeezed_s >= HOLD_S
-
-    @property
     def calm(self) -> bool:
         """Whether nothing shows at all."""
-        return self.quiet and not self._paging_s and not self._squeezed_s
+        return self.quiet and not self._paging_s
 
     def read(self, now: float, pressure: Pressure, short: bool) -> None:
         """Take a reading in. ``short``: there is little room."""
         before, self._before = self._before or pressure, pressure
-        self.asked = (pressure.alarms or 0) > (before.alarms or 0)
         self.gone_wrong = ""
         if pressure.oom_kill > before.oom_kill:
             self.gone_wrong = "the kernel has ended a process of this control group for want of memory"
@@ -155,16 +139,10 @@ class Signs:
         self.quiet = not swapping
         paging = (faulting and (swapping or stalled or short)) or (swapping and short)
         self._paging_s = self._paging_s + seconds if paging else 0.0
-        on_mac = pressure.macos_level is not None
-        squeezed = on_mac and (grown("swap_outs") or grown("decompressions", DECOMPRESSIONS))
-        self._squeezed_s = self._squeezed_s + seconds if squeezed else 0.0
 
     def start_over(self, now: float, pressure: Pressure) -> None:
-        """The number of residents has changed: rates from before say nothing about what comes, and what was asked for
-        has been given."""
-        self._window, self._paging_s, self._squeezed_s = (now, pressure), 0.0, 0.0
-        if self._before is not None:
-            self._before = replace(self._before, alarms=pressure.alarms)
+        """The number of residents has changed: rates from before say nothing about what comes."""
+        self._window, self._paging_s = (now, pressure), 0.0
 
 
 class Governor:
@@ -184,7 +162,6 @@ class Governor:
         self._answered = False  # macOS's warning
         self._had_room = False
         self._starved: tuple[float, int] | None = None  # since when, and what was free then
-        self._asked: tuple[float, float] | None = None  # in vain, first and last
 
     def growth(self, pressure: Pressure) -> int:
         """Bytes that may be taken for what was not there before: none while macOS warns."""
@@ -262,20 +239,18 @@ class Governor:
         signs, wanted, all_of_it = self._signs, reserve(limit), max(1, spare)
         if signs.gone_wrong:
             return all_of_it, signs.gone_wrong
-        if pressure.macos_level == mac_memory.CRITICAL:
+        if pressure.macos_level == mac.CRITICAL:
             return all_of_it, "macOS says that memory pressure is critical"
         if signs.drowning and not self._grown:  # else it goes with what came back
             return all_of_it, "memory is being paged, and all work waits for it"
         if free - again < wanted / 2:
             taken = f", and others have taken {format_size(again)} of late" if again > wanted / 8 else ""
             return wanted + again - free, f"{format_size(wanted)} should be free{taken}"
-        if signs.asked:
-            why = "the control group is to be smaller than what it holds"
-        elif signs.paging:
+        if signs.paging:
             why = "memory is being paged"
         elif _warns(pressure):
             why = "macOS warns of memory pressure"
-            if self._answered and not signs.squeezed:
+            if self._answered:
                 return 0, why
         else:
             return 0, ""
@@ -298,11 +273,6 @@ class Governor:
     def _hopeless(self, now: float, limit: MemoryLimit, again: int) -> bool:
         """Whether the run has to end. One that began with as little room as this goes on, for it may be enough."""
         free = limit.available
-        if self._signs.asked:
-            first, last = self._asked or (now, now)
-            self._asked = (first if now - last < ASKED_S / 2 else now, now)
-            if now - self._asked[0] >= ASKED_S:
-                return True
         low = free < STARVED * reserve(limit)
         if not self._had_room or not (low or free < again):
             self._starved = None
@@ -330,4 +300,4 @@ class Governor:
 
 def _warns(pressure: Pressure) -> bool:
     """Whether macOS says that memory is short, by however much."""
-    return pressure.macos_level in (mac_memory.WARNING, mac_memory.CRITICAL)
+    return pressure.macos_level in (mac.WARNING, mac.CRITICAL)

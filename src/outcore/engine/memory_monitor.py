@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..errors import BudgetError
-from ..machine.pressure import GroupAlarm, Pressure, read_pressure
+from ..machine.pressure import Pressure, read_pressure
 from .governor import Decision, Governor
 from .residency import Residency
 
@@ -54,10 +53,7 @@ class Watch:
         self.governor = governor or Governor()
         self.decisions: list[tuple[int, Act]] = []
         self.notes: list[str] = []
-        self._alarm = GroupAlarm() if read is None else None
-        if self._alarm is not None:
-            weakref.finalize(self, self._alarm.close)
-        self._read = read or (lambda: read_pressure(alarm=self._alarm))
+        self._read = read or read_pressure
         self._clock = clock
         self._passes = 0
         self._since = 0  # passes since the last look
@@ -105,11 +101,6 @@ class Watch:
     def room(self) -> int:
         """Bytes that may still be taken now, with what should stay free left alone; none while macOS warns."""
         return self.governor.growth(self._read())
-
-    def close(self) -> None:
-        """Look no more. Safe to call twice."""
-        if self._alarm is not None:
-            self._alarm.close()
 
     def _look(self, within: bool = False) -> Decision:
         layers, plan, streaming = self.residency.layers, self.engine.plan, self.engine.streaming

@@ -234,8 +234,6 @@ class Session(Engine):
     def close(self) -> None:
         self.closing()
         with self.exclusive:
-            if self.watch is not None:
-                self.watch.close()
             super().close()
             drafts = getattr(self.drafting, "model", None)
             if (own := getattr(drafts, "outcore", None)) is not None:

@@ -195,12 +195,6 @@ class Solo(Transport):
     """All of the model is here: nobody has to agree, and nothing is sent."""
 
 
-def transport_of(model: Any) -> Transport:
-    """That of a model, loaded by Outcore or not."""
-    found: Transport | None = getattr(getattr(model, "outcore", None), "transport", None)
-    return found or Solo()
-
-
 def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
     """What computes several passes layer by layer; None: they follow each other."""
     if streaming is None:

@@ -213,7 +213,7 @@ def _tell_first(prepared: Preparation, report: Progress) -> None:
     draft, checkpoint, rates = prepared.draft, prepared.profile.lazy.checkpoint, prepared.calibration
     if draft is None or draft.bits is None or not (first := to_write(prepared.profile, prepared.plan, draft.bits)):
         return
-    rate = min(rates.read_gbps, rates.join_gbps or rates.weight_gbps) * 1e9
+    rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
     seconds = max(1, round((2 * checkpoint.nbytes + first) / rate))
     report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 

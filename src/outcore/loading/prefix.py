@@ -17,7 +17,7 @@ from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.packed_store import cached
 from ..decode.blocks import FOLDER, BlockFiles
 from ..decode.prefix import GRID, PrefixCache
-from ..machine.packages import version
+from ..machine.hardware import version
 from ..options import LoadOptions
 
 FORMAT = "prompts 1"

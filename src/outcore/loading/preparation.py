@@ -40,7 +40,7 @@ from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .compact_copy import about_codings, or_compact
 from .draft_choices import Way, chosen_way, ways_to_draft
-from .mirrored import mirrored
+from .mirrored import about_mirrors
 from .opened import measured, with_draft
 
 
@@ -55,7 +55,7 @@ class Preparation:
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
         mirrors: folders with copies of the model's files, which were compared.
-        calibration: of the machine with the disks of its mirrors, as far as they were measured.
+        calibration: of the machine and the disk that the model is on.
     """
 
     profile: ModelProfile
@@ -197,7 +197,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
     """Open a model and what drafts for it, of all copies that there are the one that is fastest within the budget."""
     lazy = _opened_lazily(folder, o)
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
-    known, _ = load_calibration(folder, streams)
+    known = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
     kind, which = draft_kind(o)
     profile = measured(lazy, o, known)
@@ -208,12 +208,11 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
     elif not mirrors:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
         profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
-    calibration, told = mirrored(known or ASSUMED, mirrors, profile, o, streams)
-    known = calibration if known is not None else None
+    told = about_mirrors(mirrors, profile)
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
-    return _Opened(profile, kind, draft, streams, known, calibration, mirrors, told, shared)
+    return _Opened(profile, kind, draft, streams, known, known or ASSUMED, mirrors, told, shared)
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:

@@ -76,8 +76,7 @@ def note_held() -> int:
     global _most_held
     kept = int(mx.get_cache_memory())
     held = int(mx.get_active_memory()) + kept
-    most = limits._ours.get("cache")  # ``limits.cache``
-    full = most is not None and kept >= most * FULL
+    full = limits.cache is not None and kept >= limits.cache * FULL
     _most_held = max(_most_held, int(mx.get_peak_memory()) + kept if full else held)
     return held
 
@@ -108,8 +107,7 @@ class AllocatorLimits:
         self._lock = threading.RLock()  # a model may be collected while it is held
         self._needs: dict[int, Needs] = {}
         self._releases: dict[int, weakref.finalize[Any, Any]] = {}
-        self._before: dict[str, int] = {}
-        self._ours: dict[str, int] = {}
+        self._limits: dict[str, tuple[int, int]] = {}  # what there was before anybody needed them, and what we set
         self._applying = self._again = False
         self._process = os.getpid()
         self.counts = True
@@ -127,7 +125,7 @@ class AllocatorLimits:
     @property
     def cache(self) -> int | None:
         """Bytes of freed memory that MLX may keep; None: no model says anything of that."""
-        return self._ours.get("cache")
+        return self._limits["cache"][1] if "cache" in self._limits else None
 
     @property
     def held(self) -> bool:
@@ -172,28 +170,25 @@ class AllocatorLimits:
         try:
             while self._again:
                 self._again = False
-                self._apply_once()
+                needs = list(self._needs.values())
+                caches = [n.cache for n in needs if n.cache is not None]
+                waits = self.counts and any(n.waits for n in needs)
+                self._set("cache", mx.set_cache_limit, sum(caches) if caches else None)
+                self._set("memory", mx.set_memory_limit, sum(n.memory for n in needs) if waits else None)
+                if mx.metal.is_available():
+                    self._set("wired", _wire, sum(n.wired for n in needs) or None)
         finally:
             self._applying = False
-
-    def _apply_once(self) -> None:
-        needs = list(self._needs.values())
-        caches = [n.cache for n in needs if n.cache is not None]
-        self._set("cache", mx.set_cache_limit, sum(caches) if caches else None)
-        waits = self.counts and any(n.waits for n in needs)
-        self._set("memory", mx.set_memory_limit, sum(n.memory for n in needs) if waits else None)
-        if mx.metal.is_available():
-            self._set("wired", _wire, sum(n.wired for n in needs) or None)
 
     def _set(self, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
         """Set one; None: what it was before anybody needed it, unless somebody else has set it since."""
         if nbytes is not None:
-            before = despite_old_errors(limit, nbytes)
-            self._before.setdefault(name, before)
-            self._ours[name] = nbytes
-        elif name in self._before:
-            found = despite_old_errors(limit, self._before.pop(name))
-            if name != "wired" and found != self._ours.pop(name):
+            found = despite_old_errors(limit, nbytes)
+            self._limits[name] = self._limits.get(name, (found, 0))[0], nbytes
+        elif name in self._limits:
+            before, ours = self._limits.pop(name)
+            found = despite_old_errors(limit, before)
+            if name != "wired" and found != ours:
                 despite_old_errors(limit, found)
 
 

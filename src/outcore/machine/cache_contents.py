@@ -29,7 +29,6 @@ KERNELS, REMAINS, PROMPTS, CONVERSATION = "kernels", "remains", "prompts", "conv
 SESSIONS = "sessions"
 """The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
 
-
 FILES = {
     "calibration": ("calibration", r"[0-9a-f]{16}\.json"),
     "checked": ("first-use mark", r"[0-9a-f]{16}"),
@@ -39,7 +38,7 @@ FILES = {
     "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
     SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
 }
-"""Folders of files: what each file is, and how it is called. ``runs`` are of versions before this one."""
+"""Folders of files: what each file is, and how it is called. Earlier versions wrote ``runs`` and ``experts``."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Entry:
     model: str | None
     nbytes: int
     used: float
-    state: str | None
+    state: str | None = None
     coding: str | None = None
 
     def remove(self) -> None:
@@ -90,26 +89,10 @@ def contents() -> list[Entry]:
     Raises:
         StoreError: others could have put something into it.
     """
-    folder = cache_dir()
-    found = [*_copies(folder)]
-    for path in _inside(folder / "kernels"):
-        if _is_folder(path) and _MLX.fullmatch(path.name):
-            found.append(Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path)))
-    for path in _inside(folder / "prefix"):
-        if _is_folder(path) and (match := _PROMPTS.fullmatch(path.name)):
-            model = match[1].replace("--", "/")
-            found.append(Entry(f"prefix-{path.name}", PROMPTS, path, model, *_weight(path), None))
-    for name, (kind, pattern) in FILES.items():
-        for path in _inside(folder / name):
-            with suppress(OSError):
-                status = path.lstat()
-                if stat.S_ISREG(status.st_mode) and re.fullmatch(pattern, path.name):
-                    size, used = status.st_size, status.st_mtime
-                    found.append(Entry(f"{name}-{path.stem}", kind, path, None, size, used, None))
-    return sorted(found, key=lambda e: (-e.nbytes, e.name))
+    return sorted(_found(cache_dir()), key=lambda e: (-e.nbytes, e.name))
 
 
-def _copies(folder: Path) -> Iterator[Entry]:
+def _found(folder: Path) -> Iterator[Entry]:
     for path in _inside(folder):
         if not _is_folder(path):
             continue
@@ -119,7 +102,19 @@ def _copies(folder: Path) -> Iterator[Entry]:
             model, coding = match[2].replace("--", "/"), _coding(path / _MANIFEST)
             yield Entry(path.name, _COPIES[match[1]], path, model, *_weight(path), how, coding)
         elif _GOING.fullmatch(path.name):
-            yield Entry(path.name, REMAINS, path, None, *_weight(path), None)
+            yield Entry(path.name, REMAINS, path, None, *_weight(path))
+    for path in filter(_is_folder, _inside(folder / "kernels")):
+        if _MLX.fullmatch(path.name):
+            yield Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path))
+    for path in filter(_is_folder, _inside(folder / "prefix")):
+        if match := _PROMPTS.fullmatch(path.name):
+            yield Entry(f"prefix-{path.name}", PROMPTS, path, match[1].replace("--", "/"), *_weight(path))
+    for name, (kind, pattern) in FILES.items():
+        for path in _inside(folder / name):
+            with suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and re.fullmatch(pattern, path.name):
+                    yield Entry(f"{name}-{path.stem}", kind, path, None, status.st_size, status.st_mtime)
 
 
 def _coding(manifest: Path) -> str | None:
@@ -133,23 +128,19 @@ def _coding(manifest: Path) -> str | None:
 
 def _remove_conversation(path: Path) -> None:
     lock = path.with_name(f"{path.stem}.lock")
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as file:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InUseError("is under way in a process") from None
         path.unlink()  # the lock stays: who has it open already would hold another one than who comes next
-    finally:
-        os.close(fd)
 
 
 def _inside(folder: Path) -> list[Path]:
     """What is in a folder, if it is one and no link to one; the cache folder itself may be a link."""
-    if folder != cache_dir() and not _is_folder(folder):
-        return []
-    with suppress(OSError):
-        return sorted(folder.iterdir())
+    if folder == cache_dir() or _is_folder(folder):
+        with suppress(OSError):
+            return sorted(folder.iterdir())
     return []
 
 

@@ -16,8 +16,8 @@ import sys
 import threading
 from typing import Any
 
-PREFERRED_LOCATION = 3
-"""``CU_MEM_ADVISE_SET_PREFERRED_LOCATION``"""
+PREFERRED_LOCATION, ACCESSED_BY, CPU = 3, 5, -1
+"""``CU_MEM_ADVISE_SET_PREFERRED_LOCATION``, ``CU_MEM_ADVISE_SET_ACCESSED_BY``, ``CU_DEVICE_CPU``"""
 
 NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: it waits for no other stream, and none for it."""
@@ -33,8 +33,7 @@ class CudaDriver:
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
-        if status := self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0):
-            raise OSError(f"CUDA error {status}")
+        _check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0))
 
     def current(self) -> int:
         """Make the device's own context the calling thread's."""
@@ -69,8 +68,7 @@ class DeviceMemory:
     def __init__(self, driver: CudaDriver | None = None) -> None:
         self._driver = driver or CudaDriver()
         self._kept: dict[int, int] = {}  # where each begins, and its end
-        self._mine = threading.local()
-        self._streams: list[Any] = []
+        self._mine, self._streams = threading.local(), list[Any]()
         self._lock = threading.Lock()
 
     def keep(self, address: int, nbytes: int) -> None:
@@ -99,25 +97,19 @@ class DeviceMemory:
         if not any(begin <= at < end for begin, end in self._kept.items() for at in (to, of)):
             ctypes.memmove(to, of, len(source))
             return
-        _check(self._driver.copy(to, of, len(source), self._stream()))
-
-    def close(self) -> None:
-        """End the streams. No copy is under way."""
-        with self._lock:
-            streams, self._streams = self._streams, []
-            self._mine = threading.local()
-        for stream in streams:
-            self._driver.destroy(stream)
-
-    def _stream(self) -> Any:
         if not hasattr(self._mine, "stream"):
             _check(self._driver.current())
             status, stream = self._driver.stream()
             _check(status)
-            with self._lock:
-                self._streams.append(stream)
-                self._mine.stream = stream
-        return self._mine.stream
+            self._streams.append(stream)
+            self._mine.stream = stream
+        _check(self._driver.copy(to, of, len(source), self._mine.stream))
+
+    def close(self) -> None:
+        """End the streams. No copy is under way."""
+        self._mine = threading.local()
+        while self._streams:
+            self._driver.destroy(self._streams.pop())
 
 
 def move(target: memoryview, source: memoryview) -> None:
@@ -144,17 +136,14 @@ def prepare_slot(address: int, nbytes: int, device: str) -> None:
     """
     if sys.platform != "linux":
         return
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t(nbytes)
     for advice in (14, 25):  # MADV_HUGEPAGE, MADV_COLLAPSE (Linux 6.1), <linux/mman.h>
-        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+        libc.madvise(ctypes.c_void_p(address), size, ctypes.c_int(advice))
     if device == "gpu":
         with contextlib.suppress(OSError, AttributeError):
             cuda = ctypes.CDLL("libcuda.so.1")
-            # CU_MEM_ADVISE_SET_PREFERRED_LOCATION = 3 with CU_DEVICE_CPU = -1, CU_MEM_ADVISE_SET_ACCESSED_BY = 5
-            for advice, where in ((3, -1), (5, 0)):
-                cuda.cuMemAdvise(
-                    ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice), ctypes.c_int(where)
-                )
+            for advice, where in ((PREFERRED_LOCATION, CPU), (ACCESSED_BY, 0)):
+                cuda.cuMemAdvise(ctypes.c_uint64(address), size, ctypes.c_int(advice), ctypes.c_int(where))
 
 
 def _check(status: int) -> None:

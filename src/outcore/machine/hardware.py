@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import os
 import platform
 import sys
@@ -10,9 +12,12 @@ from pathlib import Path
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
-from . import memory_calls
+from . import mac
 from .device import on_cpu
-from .memory_calls import MemoryCalls
+from .memory import text_of
+
+version = functools.cache(importlib.metadata.version)
+"""Of a package: its metadata is read and parsed each time that one asks, which was a tenth of loading a small model."""
 
 
 def cores() -> int:
@@ -20,60 +25,35 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cpu_name(calls: MemoryCalls | None = None) -> str:
-    """The processor's name as the system gives it; on macOS ``machdep.cpu.brand_string``, where Python says ``arm``."""
-    if name := (calls or memory_calls.SYSTEM).text("machdep.cpu.brand_string"):
-        return name
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line for line in lines if line.startswith("model name")]
-    return models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine()
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return mac.cpu_name() or "".join(models[:1]) or platform.processor() or platform.machine()
 
 
 def gpu_name() -> str | None:
     """The name of the GPU that MLX computes on by default; None where that is the CPU."""
-    if on_cpu():
-        return None
-    return str(mx.device_info().get("device_name", "unknown"))
+    return None if on_cpu() else str(mx.device_info().get("device_name", "unknown"))
 
 
 def filesystem(folder: Path) -> str:
-    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``."""
-    # Each model that is loaded asks, and the system's list is long. What does not exist is said by who reads it.
-    try:
-        number = folder.stat().st_dev
-    except OSError:
-        return _mounted_at(folder, None)
-    if number not in _mounted:
-        _mounted[number] = _mounted_at(folder, number)
-    return _mounted[number]
+    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``; what does
+    not exist is said by who reads it."""
+    return _mounted_at(folder.resolve(), folder.stat().st_dev if folder.exists() else None)
 
 
-_mounted: dict[int, str] = {}
-"""What each device's number stands for."""
-
-
+@functools.cache  # each model that is loaded asks, and the system's list is long
 def _mounted_at(folder: Path, number: int | None) -> str:
     partitions = psutil.disk_partitions(all=True)
-    mounts = [p for p in partitions if folder.resolve().is_relative_to(p.mountpoint)]
+    mounts = [p for p in partitions if folder.is_relative_to(p.mountpoint)]
     if sys.platform == "darwin":  # most of what lies below / is on another volume there, and no path says so
         mounts = [p for p in partitions if number == Path(p.mountpoint).stat().st_dev] or mounts
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is None:
         return "unknown"
     device = str(mount.device).rsplit("/", 1)[-1]
-    model = _disk_model(device)
-    return f"{mount.fstype} on {device}" + (f" ({model})" if model else "")
-
-
-def _disk_model(device: str) -> str:
     block = Path("/sys/class/block") / device
     # A partition's folder lies in its disk's.
-    for disk in (block, block.resolve().parent):
-        try:
-            return (disk / "device/model").read_text().strip()
-        except OSError:
-            continue
-    return ""
+    models = [text_of(disk / "device/model").strip() for disk in (block, block.resolve().parent)]
+    return f"{mount.fstype} on {device}" + next((f" ({model})" for model in models if model), "")

@@ -18,7 +18,7 @@ from ..errors import StoreError
 from .cache_folder import make_cache, require_own
 from .cache_use import keep
 from .device import on_cuda
-from .packages import version
+from .hardware import version
 
 FOLDER = "MLX_PTX_CACHE_DIR"
 """The environment variable by which MLX is told where it keeps CUDA kernels. It looks when it compiles the first."""
@@ -38,7 +38,13 @@ def keep_kernels() -> Path | None:
         return None
     given = os.environ.get(FOLDER)
     try:
-        own = _own_folder()
+        own = make_cache()
+        # What is compiled for one GPU does not run on another.
+        architecture = re.sub(r"[^\w.-]", "-", str(mx.device_info().get("architecture", "gpu")))
+        for name in ("kernels", f"mlx-{version('mlx')}-{architecture}"):  # for this user alone: what is in it runs
+            own /= name
+            own.mkdir(mode=0o700, exist_ok=True)
+            require_own(own)
     except (StoreError, OSError):
         return Path(given) if given else None
     if given is not None and given != str(own):
@@ -52,19 +58,3 @@ def keep_kernels() -> Path | None:
             if not whole and time.time() - kernel.stat().st_mtime > HALF_S:
                 kernel.unlink(missing_ok=True)
     return own
-
-
-def _own_folder() -> Path:
-    """Made for this user alone: what is in it runs.
-
-    Raises:
-        StoreError, OSError: as ``make_cache``.
-    """
-    folder = make_cache()
-    # What is compiled for one GPU does not run on another.
-    architecture = re.sub(r"[^\w.-]", "-", str(mx.device_info().get("architecture", "gpu")))
-    for name in ("kernels", f"mlx-{version('mlx')}-{architecture}"):
-        folder /= name
-        folder.mkdir(mode=0o700, exist_ok=True)
-        require_own(folder)
-    return folder

@@ -1,25 +1,27 @@
-"""What memory there is: machine, control group, process limits, GPU. With `pressure`, `reader`, and what `memory_calls`
-asks of macOS, the only platform-specific code.
+"""What memory there is: of the machine, the control group, this process, the GPU.
 
 Every limit is stated as what it allows in all and what it still allows now. Page cache counts as allowed: the kernel
-gives it up when asked. Files are read below a `root`, so that tests can stand up any machine in a folder.
+gives it up when asked. Files are read below a ``root``, so that tests can stand up any machine in a folder.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import re
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
-from . import memory_calls
-from .mac_memory import CRITICAL, MacMemory, mac_memory, wired_limit
-from .memory_calls import MemoryCalls
-from .shared_host import shared_by
+from . import mac
+from .settings import SHARED_BY
 
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
@@ -48,68 +50,68 @@ class MemoryLimit:
     common: bool = False
 
 
-def process_memory_limit(root: Path = Path("/"), calls: MemoryCalls | None = None) -> MemoryLimit:
+def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The limit that leaves the least to allocate now; of equals, the one with the smaller total."""
-    return min(memory_limits(root, calls=calls), key=lambda limit: (limit.available, limit.total))
+    return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
 
 
-def memory_limits(
-    root: Path = Path("/"),
-    *,
-    device: bool = True,
-    calls: MemoryCalls | None = None,
-    mac: MacMemory | None = None,
-) -> tuple[MemoryLimit, ...]:
-    """Every limit that applies to this process, the machine's own memory first; that of the GPU only with `device`.
+def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """Every limit that applies to this process, the machine's own memory first.
 
-    On macOS the machine's is what can be had with other programs' inactive memory compressed: psutil counts all of
-    that as free.
-
-    Args:
-        calls: what macOS and MLX are asked by; the system's own by default.
-        mac: a reading that was just taken; None: one is taken, where this is a Mac.
+    Of a Mac's inactive memory half counts as available, for macOS has to compress it first.
     """
-    mac = mac or mac_memory(calls)
-    total, available = (mac.total, mac.available) if mac is not None else (calls or memory_calls.SYSTEM).machine()
-    limits = (_limit(total, total - available, "machine", common=True),)
-    return limits + cgroup_limits(root) + rlimits(root) + (device_limits(calls) if device else ())
+    found = psutil.virtual_memory()
+    available = found.available if mac.pressure_level() is None else found.free + found.inactive // 2
+    machine = _limit(found.total, found.total - available, "machine", common=True)
+    return (machine, *cgroup_limits(root), *rlimits(root), *device_limits())
 
 
-def default_budget(
-    limit: MemoryLimit | None = None, profile: str = "balanced", calls: MemoryCalls | None = None
-) -> int:
+def warning_room() -> int | None:
+    """Bytes that can be wired before macOS warns of memory pressure, if nothing else changes; None on other systems.
+
+    xnu warns where the active, inactive and free pages are fewer than those that hold compressed ones, and until they
+    are half as many again (``VM_PRESSURE_NORMAL_TO_WARNING``, osfmk/vm/vm_pageout.c, xnu-11417). Wiring pages, as the
+    GPU does with weights, makes the first fewer, however much is free. psutil gives no number of the second: they are
+    what is left of all pages.
+    """
+    if mac.pressure_level() is None:
+        return None
+    found = psutil.virtual_memory()
+    unwired = found.active + found.inactive + found.free
+    return max(0, int(2 * unwired - (found.total - found.wired)))
+
+
+def default_budget(limit: MemoryLimit | None = None, profile: str = "balanced") -> int:
     """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
 
-    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative. On macOS less:
-
-        available   what can be had without compressing anything, if it is less than what the limits leave
-        then        at most what can be wired before macOS warns of memory pressure, but half of it in any case: a
-                    warning stops nothing, and the compressor makes room, only slowly
-        critical    0: whatever is taken now is taken from a program in use
-
-    Of ranks on one host each has its part.
+    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative. On macOS at most what
+    can be wired before macOS warns of memory pressure, but half of the rest in any case, since a warning stops nothing;
+    and 0 where the pressure is critical. Of ranks on one host each has its part.
 
     Args:
-        limit: the limit to stay within; this process's own by default, which macOS's own numbers are counted with.
+        limit: the limit to stay within; this process's own by default.
         profile: one of ``options.PROFILES``.
     """
-    mac = mac_memory(calls) if limit is None else None
-    limit = limit or process_memory_limit(calls=calls)
+    level, room = (mac.pressure_level(), warning_room()) if limit is None else (None, None)
+    limit = limit or process_memory_limit()
     own, common = SHARES[profile]
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
-    share = (common if limit.common else own) / shared_by()
-    if mac is None:
-        return max(0, int(share * limit.available) - reserve)
-    if mac.level == CRITICAL:
+    budget = max(0, int((common if limit.common else own) / shared_by() * limit.available) - reserve)
+    if level == mac.CRITICAL:
         return 0
-    budget = max(0, int(share * min(limit.available, mac.uncompressed)) - reserve)
-    return min(budget, max(mac.warning_room // shared_by(), budget // 2))
+    return budget if room is None else min(budget, max(room // shared_by(), budget // 2))
 
 
 def last_resort(limit: MemoryLimit | None = None) -> int:
     """Bytes that may still be planned with where `default_budget` is too small for a model to run at all."""
     limit = limit or process_memory_limit()
     return max(0, limit.available // shared_by() - _LEAST_RESERVE)
+
+
+def shared_by() -> int:
+    """How many processes divide the memory; 1 for one that has it for itself."""
+    found = os.environ.get(SHARED_BY, "1")
+    return max(1, int(found)) if found.isdecimal() and len(found) < 6 else 1
 
 
 def rss() -> int:
@@ -130,25 +132,33 @@ def peak_rss(root: Path = Path("/")) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # getrusage(2): bytes on macOS, KiB elsewhere
 
 
-def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """The memory limits of this process's control groups (v1 and v2) and of all groups above them that can be seen.
-
-    https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
-    """
-    limits: list[MemoryLimit] = []
-    for version, folder in cgroup_folders(root):
-        read = _v2_limits if version == 2 else _v1_limits
-        limits.extend(read(folder, "/" + folder.relative_to(root).as_posix()))
-    return tuple(limits)
+def share_one_heap() -> None:
+    """All threads that are begun from now on allocate from one heap: of glibc's others ``free_heap`` cannot give back
+    the end (mallopt(3), malloc_trim(3)). Elsewhere it does nothing."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX, malloc.h
 
 
-def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """Version and folder of this process's memory groups, each followed by those above it that can be seen."""
-    groups = dict(_own_groups(text_of(root / "proc/self/cgroup")))
-    for version, mount_root, mount_point in _cgroup_mounts(text_of(root / "proc/self/mountinfo")):
-        if version in groups:
-            for folder in _folders_upwards(root, mount_root, mount_point, groups[version]):
-                yield version, folder
+def free_heap() -> None:
+    """Give memory that was freed back to the system, after something large has gone: Python and the C library keep some
+    of it for later."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def device_limits() -> tuple[MemoryLimit, ...]:
+    """The memory of MLX's default device where it has a limit of its own: Metal's working set, a CUDA card's memory."""
+    info, held, cached = mx.device_info(), mx.get_active_memory(), mx.get_cache_memory()
+    if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
+        # MLX knows what it was when the process began; the user may have set less since.
+        total = min(total, mac.wired_limit() or total)
+        return (_limit(total, held + cached, "Metal working set", common=True),)
+    # MLX's device.h: free_memory is given on CUDA only. What MLX itself caches there can be used again.
+    if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
+        used = total - int(info["free_memory"]) - cached
+        return (_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}", common=True),)
+    return ()
 
 
 def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
@@ -157,94 +167,60 @@ def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
     limits = text_of(root / "proc/self/limits")
     found = []
     for label, counted, name in (("address space", "VmSize", "RLIMIT_AS"), ("data size", "VmData", "RLIMIT_DATA")):
-        soft = re.search(rf"^Max {label} +([0-9]+) ", limits, re.MULTILINE)
-        if soft:
+        if soft := re.search(rf"^Max {label} +([0-9]+) ", limits, re.MULTILINE):
             found.append(_limit(int(soft[1]), status.get(counted, 0) * 1024, name))
     return tuple(found)
 
 
-def device_limits(calls: MemoryCalls | None = None) -> tuple[MemoryLimit, ...]:
-    """The memory of MLX's default device where it has a limit of its own: Metal's working set, a CUDA card's memory."""
-    calls = calls or memory_calls.SYSTEM
-    info, (active, cached) = calls.device_info(), calls.device_bytes()
+def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """The memory limits of this process's control groups (v1 and v2) and of all groups above them that can be seen.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+    """
     found = []
-    if calls.metal() and (total := int(info.get("max_recommended_working_set_size", 0))):
-        # MLX knows what it was when the process began; the user may have set less since.
-        total = min(total, wired_limit(calls) or total)
-        found.append(_limit(total, active + cached, "Metal working set", common=True))
-    # MLX's device.h: free_memory is given on CUDA only. What MLX itself caches there can be used again.
-    if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
-        used = total - int(info["free_memory"]) - cached
-        found.append(_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}", common=True))
+    for version, folder in cgroup_folders(root):
+        shown, stat = "/" + folder.relative_to(root).as_posix(), fields_of(folder / "memory.stat")
+        used = _number_in(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+        if used is None:  # the root group, or one without the memory controller
+            continue
+        total_ = "" if version == 2 else "total_"
+        used -= stat.get(f"{total_}inactive_file", 0) + stat.get(f"{total_}active_file", 0)
+        # Past memory.high nobody is killed, but everything crawls. Of groups above a v1 mount, which cannot be seen,
+        # the limit can.
+        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        totals = [(_number_in(folder / name), name) for name in names]
+        if (above := stat.get("hierarchical_memory_limit")) is not None and above < (totals[0][0] or 0):
+            totals.append((above, "memory.stat hierarchical_memory_limit"))
+        found += [_limit(n, used, f"{shown}/{name}") for n, name in totals if n is not None and n < _UNLIMITED]
     return tuple(found)
 
 
-def _limit(total: int, used: int, source: str, common: bool = False) -> MemoryLimit:
-    return MemoryLimit(total, min(total, max(0, total - used)), source, common)
-
-
-def _own_groups(text: str) -> Iterator[tuple[int, str]]:
-    """Version and path of this process's memory groups, from /proc/self/cgroup (`id:controllers:path` lines)."""
-    for line in text.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            yield 2, path
-        elif "memory" in controllers.split(","):
-            yield 1, path
-
-
-def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
-    """Version, root and mount point of every mounted memory hierarchy, from /proc/self/mountinfo (proc(5))."""
-    for line in text.splitlines():
+def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """Version and folder of this process's memory groups, each followed by those above it that can be seen."""
+    groups = {}
+    for line in text_of(root / "proc/self/cgroup").splitlines():  # id:controllers:path
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if (number == "0" and not controllers) or "memory" in controllers.split(","):
+            groups[1 if controllers else 2] = path
+    for line in text_of(root / "proc/self/mountinfo").splitlines():  # proc(5)
         mount, _, kind = line.partition(" - ")
         fields, kinds = mount.split(), kind.split()
         if len(fields) < 5 or len(kinds) < 3:
             continue
         version = 2 if kinds[0] == "cgroup2" else 1 if kinds[0] == "cgroup" and "memory" in kinds[2].split(",") else 0
-        if not version:
-            continue
-        # Spaces in paths are written as octal escapes.
-        mount_root, mount_point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
-        yield version, mount_root, mount_point
+        if version in groups:
+            # Spaces in paths are written as octal escapes.
+            shown, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
+            # In a container the mount can show a part of the hierarchy only, with this process's group at its top.
+            prefix, group = shown.rstrip("/") + "/", groups[version]
+            inside = group[len(prefix) :] if (group + "/").startswith(prefix) else ""
+            parts = [] if ".." in inside.split("/") else [part for part in inside.split("/") if part]
+            for depth in range(len(parts), -1, -1):
+                yield version, (root / point.lstrip("/")).joinpath(*parts[:depth])
 
 
-def _folders_upwards(root: Path, mount_root: str, mount_point: str, group: str) -> Iterator[Path]:
-    """The group's folder and those above it, up to the mount point."""
-    top = root / mount_point.lstrip("/")
-    # In a container the mount can show a part of the hierarchy only, with this process's group at its top.
-    prefix = mount_root.rstrip("/") + "/"
-    inside = group[len(prefix) :] if (group + "/").startswith(prefix) else ""
-    parts = [] if ".." in inside.split("/") else [part for part in inside.split("/") if part]
-    for depth in range(len(parts), -1, -1):
-        yield top.joinpath(*parts[:depth])
-
-
-def _v2_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
-    used = number_in(folder / "memory.current")
-    if used is None:  # the root group, or one without the memory controller
-        return
-    stat = fields_of(folder / "memory.stat")
-    used -= stat.get("inactive_file", 0) + stat.get("active_file", 0)
-    for name in ("memory.max", "memory.high"):  # past memory.high nobody is killed, but everything crawls
-        total = number_in(folder / name)
-        if total is not None:
-            yield _limit(total, used, f"{shown}/{name}")
-
-
-def _v1_limits(folder: Path, shown: str) -> Iterator[MemoryLimit]:
-    used = number_in(folder / "memory.usage_in_bytes")
-    total = number_in(folder / "memory.limit_in_bytes")
-    if used is None or total is None:
-        return
-    stat = fields_of(folder / "memory.stat")
-    used -= stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
-    if total < _UNLIMITED:
-        yield _limit(total, used, f"{shown}/memory.limit_in_bytes")
-    # Groups above the mount point cannot be seen; their limit can.
-    hierarchical = stat.get("hierarchical_memory_limit", _UNLIMITED)
-    if hierarchical < min(total, _UNLIMITED):
-        yield _limit(hierarchical, used, f"{shown}/memory.stat hierarchical_memory_limit")
+def _limit(total: int, used: int, source: str, common: bool = False) -> MemoryLimit:
+    return MemoryLimit(total, min(total, max(0, total - used)), source, common)
 
 
 def text_of(path: Path) -> str:
@@ -255,7 +231,7 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def number_in(path: Path) -> int | None:
+def _number_in(path: Path) -> int | None:
     text = text_of(path).strip()
     return int(text) if text.isdecimal() else None  # v2 writes "max" for no limit
 

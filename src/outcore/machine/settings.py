@@ -24,10 +24,14 @@ from ..errors import UsageError
 from ..text import one_line, shortened
 from .small_files import read_small
 
-KEYS = ("memory", "model", "cache", "monitor")
-
 ON, OFF = "on", "off"
 """Whether what runs can be watched (``monitor``)."""
+
+KEYS = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
+"""What can be settled, and an example of each."""
+
+SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
+"""The variable that says how many ranks of one run divide a host's memory, this process too."""
 
 LONGEST = 1 << 20
 """Bytes of a configuration file that are read; devices have no end."""
@@ -59,50 +63,37 @@ def settled() -> dict[str, Setting]:
     Raises:
         UsageError: it cannot be used; says which and why.
     """
-    path = config_file()
-    if path is None:
+    own, found = os.environ.get("OUTCORE_CONFIG"), {}
+    if own == os.devnull:
         return {}
-    found = {}
-    for key, value in _read(path).items():
+    try:
+        path = Path(own).expanduser() if own else PlatformDirs("outcore").user_config_path / "config.toml"
+    except RuntimeError as e:  # there is no home folder
+        if own:
+            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
+        return {}
+    for key, value in _read(path, named=bool(own)).items():
         if key not in KEYS:
             raise UsageError(f"{path}: no key {shortened(key)}; there are {', '.join(KEYS)}")
         if not isinstance(value, str) or not value:
-            raise UsageError(f'{path}: {key}: give text in quotation marks, such as {key} = "{_EXAMPLES[key]}"')
+            raise UsageError(f'{path}: {key}: give text in quotation marks, such as {key} = "{KEYS[key]}"')
         if key == "cache" and not value.startswith(("/", "~")):
             raise UsageError(f"{path}: cache: {shortened(value)}: give the whole path, from / or ~ on")
         found[key] = _checked(key, Setting(value, f"{path}: {key}"))
     return found
 
 
-def config_file() -> Path | None:
-    """``$OUTCORE_CONFIG``, else ``outcore/config.toml`` in the user's folder for such files; None: there is no home."""
-    own = os.environ.get("OUTCORE_CONFIG")
-    try:
-        return Path(own).expanduser() if own else PlatformDirs("outcore").user_config_path / "config.toml"
-    except RuntimeError as e:
-        if own:
-            raise UsageError(f"OUTCORE_CONFIG: {shortened(own)}: {e}") from e
-        return None
-
-
-_EXAMPLES = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *, named: bool) -> dict[str, Any]:
     import tomllib  # takes 10 ms, and few have such a file
 
-    if str(path) == os.devnull:
-        return {}
     try:
-        text = read_small(path, LONGEST)
+        return tomllib.loads(read_small(path, LONGEST).decode())
     except FileNotFoundError:
-        if os.environ.get("OUTCORE_CONFIG"):
+        if named:
             raise UsageError(f"OUTCORE_CONFIG: {path}: no such file") from None
         return {}
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
-    try:
-        return tomllib.loads(text.decode())
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
         raise UsageError(f"{path}: not TOML: {one_line(e)}") from e
 

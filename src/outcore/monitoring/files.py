@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
@@ -14,8 +13,6 @@ import psutil  # type: ignore[import-untyped]
 from platformdirs import PlatformDirs
 
 from ..errors import StoreError
-
-_ADVICE = "set XDG_RUNTIME_DIR to a folder of your own"
 
 LONGEST = 1 << 20
 """Bytes of a snapshot; a longer file is none."""
@@ -40,11 +37,8 @@ def make_folder() -> Path:
         OSError: it cannot be made.
     """
     folder = runtime_folder()
-    if not folder.parent.exists():
-        # Where the system has made none, it lies in the folder for temporary files, where others may write.
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=path != folder, exist_ok=True)
     require_private(folder)
     return folder
 
@@ -56,17 +50,13 @@ def require_private(folder: Path) -> None:
         StoreError: says which, and what to do.
         FileNotFoundError: it is not there.
     """
-    me = os.geteuid()
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise StoreError(f"{folder}: not a folder, but where the monitor's snapshots should be; remove it")
-    if status.st_uid != me:
-        raise StoreError(f"{folder}: belongs to user {status.st_uid}, who decides what is in it; {_ADVICE}")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise StoreError(f"{folder}: others may look into it; chmod 700 {folder}")
-    above = folder.parent.stat()
-    if above.st_uid not in (me, 0) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
-        raise StoreError(f"{folder.parent}: others may rename what is in it; {_ADVICE}")
+    me, status, above = os.geteuid(), folder.lstat(), folder.parent.stat()
+    alone = stat.S_ISDIR(status.st_mode) and status.st_uid == me and not stat.S_IMODE(status.st_mode) & 0o077
+    if not alone or above.st_uid not in (me, 0) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
+        raise StoreError(
+            f"{folder}: the monitor's snapshots lie there, and others could look into it or replace it: "
+            f"chmod 700 {folder}, or set XDG_RUNTIME_DIR to a folder of your own"
+        )
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

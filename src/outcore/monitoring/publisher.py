@@ -37,8 +37,7 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self.command = ""
-        self.staying = 0
+        self.command, self.staying = "", 0
         self._lock = threading.RLock()
         self._recorders: list[SnapshotRecorder] = []
         self._stop: threading.Event | None = None  # ends the thread that writes; None: there is none
@@ -54,17 +53,11 @@ class Board:
 
     def add(self, session: Session, name: str) -> None:
         """Show a model too, until it is closed or dropped."""
-        recorder = SnapshotRecorder(session, name)
-
-        def remove() -> None:
-            with self._lock:
-                self._recorders = [r for r in self._recorders if r is not recorder]
-                self.end_if_empty()
-
         with self._lock:
             if not any(r.session is session for r in self._recorders):
+                recorder = SnapshotRecorder(session, name)
                 self._recorders.append(recorder)
-                session.closing.join(remove)
+                session.closing.join(lambda: self._remove(recorder))
 
     def begin(self) -> bool:
         """Write the first snapshot and start the thread; returns whether others can see the process."""
@@ -92,14 +85,17 @@ class Board:
 
     def end_if_empty(self) -> None:
         """End if nothing is left to be shown."""
-        with self._lock:
-            self._recorders = [r for r in self._recorders if r.session is not None]
-            if not (self._recorders or self.staying):
-                self.end()
+        self._remove(None)
 
     def forked(self) -> None:
         """In a forked child: the thread and its file are the parent's."""
         self._lock, self._stop = threading.RLock(), None
+
+    def _remove(self, recorder: SnapshotRecorder | None) -> None:
+        with self._lock:
+            self._recorders = [r for r in self._recorders if r is not recorder and r.session is not None]
+            if not (self._recorders or self.staying):
+                self.end()
 
     def _write(self) -> None:
         document = self.snapshot()

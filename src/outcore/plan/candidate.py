@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -20,26 +20,30 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
 ``ModelSize.reuse`` at most."""
 
 
-class Cuts:
-    """What candidates of one model share: layers in parts, by what of them stays and the size of units, made once for
-    all that are alike; and bytes of activations."""
+class Candidates:
+    """The candidates of one model, and what they share: layers in parts, made once for all that are alike, bytes of
+    activations, and which layers stay, by their number.
 
-    def __init__(self, size: ModelSize) -> None:
-        self.size = size
+    Args:
+        placement: one of ``options.PLACEMENTS``.
+    """
+
+    def __init__(self, size: ModelSize, placement: str = "even") -> None:
+        self.size, self._placement = size, placement
         first = dict[object, int]()
         self._alike = [first.setdefault(layer, i) for i, layer in enumerate(size.layers)]
-        self._made = dict[tuple[int, tuple[int, ...], int], Cut]()
+        self._cuts = dict[tuple[int, tuple[int, ...], int], Cut]()
         self._activations = dict[tuple[int, int | None], int]()
 
     def streamed(self, resident: frozenset[int], kept: dict[int, tuple[int, ...]], unit: int) -> list[tuple[int, Cut]]:
-        """Each streamed layer, by its number, in parts."""
+        """Each streamed layer, by its number, in parts of at most ``unit`` bytes, without the pieces that are kept."""
         found = []
         for i, alike in enumerate(self._alike):
             if i not in resident:
                 key = alike, kept.get(i, ()), unit
-                if key not in self._made:
-                    self._made[key] = cut_layer(self.size.layers[i], key[1], unit)
-                found.append((i, self._made[key]))
+                if key not in self._cuts:
+                    self._cuts[key] = cut_layer(self.size.layers[i], key[1], unit)
+                found.append((i, self._cuts[key]))
         return found
 
     def activations(self, step: int, between: int | None) -> int:
@@ -48,25 +52,71 @@ class Cuts:
             self._activations[step, between] = self.size.activations(step, between)
         return self._activations[step, between]
 
+    @cached_property
+    def _stay(self) -> list[frozenset[int]]:
+        return [frozenset(place(self.size, count, self._placement)) for count in range(len(self.size.layers) + 1)]
 
-@dataclass(frozen=True)
+    @cached_property
+    def _weights(self) -> list[int]:
+        return [sum([self.size.layers[i].resident for i in stay]) for stay in self._stay]
+
+    def at(self, count: int, head: bool, step: int, ring: int, unit: int) -> Candidate:
+        """The candidate with so many layers resident; the others as in ``Candidate``."""
+        return Candidate(self, self._stay[count], head, step, ring, unit)
+
+    def first(
+        self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int, budget: int
+    ) -> Candidate | None:
+        """The first of these numbers of resident layers that fits into so many bytes."""
+        room = budget - self.beside(head, step)
+        for count in counts:
+            if self._weights[count] <= room:
+                found = self.at(count, head, step, ring, unit)
+                if found.peak <= budget:
+                    return found
+        return None
+
+    def smallest(self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int) -> int:
+        """The smallest peak in bytes of these numbers of resident layers."""
+        found, beside = -1, self.beside(head, step)
+        for count in counts:
+            if found < 0 or self._weights[count] + beside < found:
+                peak = self.at(count, head, step, ring, unit).peak
+                found = peak if found < 0 else min(found, peak)
+        return found
+
+    def beside(self, head: bool, step: int) -> int:
+        """Bytes of all but layers, slots and copies, as if tables that may be streamed were: no candidate takes less
+        than that and its resident layers."""
+        size = self.size
+        streamed = size.tables + (size.head.resident if head and size.head is not None else 0)
+        return size.non_layer - streamed + self.activations(step, None) + (0 if size.on_disk else size.caches(0.0))
+
+
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A plan being made: everything but what it predicts.
 
     Attributes:
+        of: the candidates that it is one of.
+        head: whether the head is streamed.
+        step: tokens of a prompt that a pass takes.
         slots: of the ring; ``unit``: bytes that parts of layers have at most, as far as they can be cut.
         kept: pieces of streamed layers that stay.
-        cuts: what candidates of one model share; None: nobody's.
     """
 
-    size: ModelSize
+    of: Candidates
     resident: frozenset[int]
     head: bool
     step: int
     slots: int
     unit: int
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    cuts: Cuts | None = field(default=None, compare=False)
+
+    @property
+    def size(self) -> ModelSize:
+        """Of the model."""
+        return self.of.size
 
     @cached_property
     def peak(self) -> int:
@@ -76,7 +126,7 @@ class Candidate:
 
     @cached_property
     def _streamed(self) -> list[tuple[int, Cut]]:
-        return (self.cuts or Cuts(self.size)).streamed(self.resident, dict(self.kept), self.unit)
+        return self.of.streamed(self.resident, dict(self.kept), self.unit)
 
     @cached_property
     def _streams(self) -> bool:
@@ -115,7 +165,7 @@ class Candidate:
                 between = max(between or 0, cut.between)
         if self.head and size.head is not None:
             cast = max(cast, -(-size.head.cast * self.unit_bytes // max(size.head.read, self.unit_bytes)))
-        return (self.cuts or Cuts(size)).activations(self.step, between) + cast
+        return self.of.activations(self.step, between) + cast
 
     @cached_property
     def _caches(self) -> int:
@@ -137,9 +187,7 @@ class Candidate:
     def bare(self) -> Plan:
         """The plan, without a budget and what it takes."""
         size = self.size
-        parts = tuple(
-            [StreamedPart(i, p.pieces, p.slot, p.read, p.cast) for i, cut in self._streamed for p in cut.parts]
-        )
+        parts = [StreamedPart(i, p.pieces, p.slot, p.read, p.cast) for i, cut in self._streamed for p in cut.parts]
         streamed = tuple([i for i, _ in self._streamed])
         read = sum(map(size.kv_read, streamed)) if size.on_disk else 0
         for _, cut in self._streamed:
@@ -149,7 +197,7 @@ class Candidate:
             resident=tuple(sorted(self.resident)),
             streamed=streamed,
             kept=self.kept,
-            parts=parts,
+            parts=tuple(parts),
             head_streamed=self.head,
             slots=self.slots if self._streams else 0,
             unit_bytes=self.unit_bytes if self._streams else 0,
@@ -213,63 +261,14 @@ def together(resident: frozenset[int], layers: int) -> float:
     return min(longest + 1, layers) / max(layers, 1)
 
 
-class Candidates:
-    """Candidates of one model by how many of its layers stay; which of them cannot fit is told without cutting layers.
-
-    Args:
-        placement: one of ``options.PLACEMENTS``.
-    """
-
-    def __init__(self, size: ModelSize, placement: str = "even") -> None:
-        self.size, self._cuts = size, Cuts(size)
-        self._stay = [frozenset(place(size, count, placement)) for count in range(len(size.layers) + 1)]
-        self._weights = [sum([size.layers[i].resident for i in stay]) for stay in self._stay]
-
-    def at(self, count: int, head: bool, step: int, ring: int, unit: int) -> Candidate:
-        """The candidate with so many layers resident; the others as in ``Candidate``."""
-        return Candidate(self.size, self._stay[count], head, step, ring, unit, cuts=self._cuts)
-
-    def first(
-        self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int, budget: int
-    ) -> Candidate | None:
-        """The first of these numbers of resident layers that fits into so many bytes."""
-        room = budget - self.beside(head, step)
-        for count in counts:
-            if self._weights[count] <= room:
-                found = self.at(count, head, step, ring, unit)
-                if found.peak <= budget:
-                    return found
-        return None
-
-    def smallest(self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int) -> int:
-        """The smallest peak in bytes of these numbers of resident layers."""
-        found, beside = -1, self.beside(head, step)
-        for count in counts:
-            if found < 0 or self._weights[count] + beside < found:
-                peak = self.at(count, head, step, ring, unit).peak
-                found = peak if found < 0 else min(found, peak)
-        return found
-
-    def beside(self, head: bool, step: int) -> int:
-        """Bytes of all but layers, slots and copies, as if tables that may be streamed were: no candidate takes less
-        than that and its resident layers."""
-        size = self.size
-        streamed = size.tables + (size.head.resident if head and size.head is not None else 0)
-        activations = self._cuts.activations(step, None)
-        return size.non_layer - streamed + activations + (0 if size.on_disk else size.caches(0.0))
-
-
 def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
     """Which ``count`` layers stay resident; at least those that cannot be streamed."""
     fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
     free = [i for i, layer in enumerate(size.layers) if layer.streamable]
     wanted = max(0, count - len(fixed))
-    if placement == "first":
-        chosen = list(range(wanted))
-    elif placement == "last":
-        chosen = list(range(len(free) - wanted, len(free)))
-    elif placement == "interleaved":
+    if placement == "interleaved":
         chosen = [*range(1, len(free), 2), *range(0, len(free), 2)][:wanted]
     else:
-        chosen = spread(wanted, len(free))
+        first, last = range(wanted), range(len(free) - wanted, len(free))
+        chosen = {"first": [*first], "last": [*last]}.get(placement) or spread(wanted, len(free))
     return sorted([*fixed, *[free[i] for i in chosen]])

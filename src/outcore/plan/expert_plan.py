@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from ..sizes import BLOCK, slot_bytes
-from .candidate import Candidate, Cuts
+from .candidate import Candidate, Candidates
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import LayerSize, unit_sizes
@@ -50,8 +50,8 @@ class ExpertSize:
 
 
 HITS = ((0.0, 0.0), (0.0625, 0.18), (0.1, 0.25), (0.25, 0.53), (0.5, 0.78), (0.75, 0.93), (1.0, 1.0))
-"""Share of a layer's experts that have slots, and of uses that find theirs there: what is expected of a model that was
-not measured. Means of 2,500 tokens of code and of prose (py-qwen35moe-30m, ``ExpertPolicy``)."""
+"""Share of a layer's experts that have slots, and of uses that find theirs there: means of 2,500 tokens of code and of
+prose (py-qwen35moe-30m, ``ExpertPolicy``)."""
 
 
 def hit_rate(share: float) -> float:
@@ -200,10 +200,10 @@ def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterat
         (i, tuple(n for n in range(len(size.layers[i].pieces)) if n not in experts.pieces))
         for i, experts in pooled.items()
     )
-    cuts = Cuts(size)
+    candidates = Candidates(size)
     units = unit_sizes([size.layers[i] for i in pooled], size.most_unit) if pooled else []
     for step, ring, unit in itertools.product(steps, rings, units):
-        yield Candidate(size, stay, False, step, ring, unit, kept, cuts).bare
+        yield Candidate(candidates, stay, False, step, ring, unit, kept).bare
 
 
 def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, int]] | None:

@@ -98,22 +98,17 @@ class Planning:
     def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
         """Sizes of the model with its draft, and whether the head stays: as many drafted tokens as the budget is worth,
         else a few; the head in memory, else streamed, for which a copy of the model needs one of its own."""
-        head = self.options.get("head_resident")
-        if self.kind in (AUTO, NONE) or self.draft is None:
+        head, draft = self.options.get("head_resident"), self.draft
+        if self.kind in (AUTO, NONE) or draft is None:
             yield self.size, head
             return
+        heads = [True] if draft.uses_head else [head]
+        if draft.head and self.size.head is not None and not draft.uses_head and head is None:
+            heads = [True, False]
         for drafted in dict.fromkeys(drafted_tokens(self.size, b, explicit=True) for b in (budget, 0)):
-            size = replace(self.size, drafted=drafted)
-            if self.draft.uses_head:
-                yield self.draft.beside(size, False), True
-                continue
-            if not self.draft.head or self.size.head is None:
-                yield self.draft.beside(size, False), head
-                continue
-            if head is not False:
-                yield self.draft.beside(size, False), True
-            if head is not True:
-                yield self.draft.beside(size, True), False
+            for stays in heads:
+                streamed = stays is False and bool(draft.head) and self.size.head is not None
+                yield draft.beside(replace(self.size, drafted=drafted), streamed), stays
 
     def _drafting_beside(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
         """The plan with room for what is drafted, where something is streamed anyway and there is such room; not in
@@ -124,9 +119,8 @@ class Planning:
                 with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)
             except BudgetError:
                 return Planned(plan, self.size, None)
-            if with_draft.kv_slot > plan.kv_slot == 0:  # what is drafted is not worth reading keys and values
-                return Planned(plan, self.size, None)
-            return Planned(with_draft, size, self.draft)
+            if not with_draft.kv_slot > plan.kv_slot == 0:  # else it is not worth reading keys and values
+                return Planned(with_draft, size, self.draft)
         return Planned(plan, self.size, None)
 
     def _make(self, size: ModelSize, budget: int, head: bool | None, calibration: Calibration) -> Plan:
@@ -183,10 +177,8 @@ def speed_curve(
 def knee(plans: Sequence[Plan], available: int) -> Plan | None:
     """Of the plans that fit into ``available`` bytes, the smallest that is about as fast as the fastest; None: none."""
     fitting = [p for p in plans if p.budget_bytes <= available]
-    if not fitting:
-        return None
-    fastest = min(p.token_s for p in fitting)
-    return next(p for p in fitting if p.token_s <= fastest / NEAR)
+    fastest = min((p.token_s for p in fitting), default=0.0)
+    return next((p for p in fitting if p.token_s <= fastest / NEAR), None)
 
 
 def computing_from(plans: Sequence[Plan]) -> Plan | None:

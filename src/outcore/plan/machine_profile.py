@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 TOKENS = (1, 4, 16, 128, 512)
 """Numbers of tokens that computing is measured for: a token, a draft, several sequences, and chunks of a prompt."""
@@ -22,11 +22,7 @@ class Calibration:
         read_latency_s: from asking for a small read to its end, with nothing else in flight.
         sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
         weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
-        join_gbps: GB/s of codes that are put together from their high and low bits; None: as fast as weights are
-            computed with.
         decode_gbps: GB/s of bfloat16 weights that are put together from three quarters of their bytes; None: not known.
-        cast_gbps: GB/s of weights that are brought to the dtype they are computed in; None: as fast as weights are
-            computed with.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
             pass over it by number of tokens, everything in memory.
         measured: False for the assumptions of a machine that was never calibrated.
@@ -36,9 +32,7 @@ class Calibration:
     read_latency_s: float = 0.0002
     sync_s: float = 0.0002
     weight_gbps: float = 10.0
-    join_gbps: float | None = None
     decode_gbps: float | None = None
-    cast_gbps: float | None = None
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
@@ -50,26 +44,9 @@ class Calibration:
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
 
-    def join_s(self, nbytes: int) -> float:
-        """Seconds in which so many bytes of codes are put together."""
-        return nbytes / (self.join_gbps or self.weight_gbps) / 1e9
-
-    def joined(self, gbps: Sequence[float], share: float) -> Calibration:
-        """The same machine where other disks are read at these rates, too.
-
-        Args:
-            share: of what is read, that they have; the rest is read from the one disk alone.
-        """
-        together = self.read_gbps + sum(gbps)
-        return replace(self, read_gbps=min(together, self.read_gbps / (1 - share)) if share < 1 else together)
-
     def decode_s(self, nbytes: int) -> float:
         """Seconds in which weights of so many bytes are decoded."""
         return nbytes / (self.decode_gbps or self.weight_gbps) / 1e9
-
-    def cast_s(self, nbytes: int) -> float:
-        """Seconds in which weights are brought to a dtype in which they have so many bytes."""
-        return nbytes / (self.cast_gbps or self.weight_gbps) / 1e9
 
 
 def interpolate(times: Mapping[int, float], tokens: int) -> float:

@@ -161,9 +161,9 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
         for plan in (best, pooled):
             if plan is not None and (found is None or plan.run_s < found.run_s * WORTH):
                 found = plan
-        if found is not None and not found.split:
+        if found is not None and not found.split and found.slots > SLOTS[-1]:
             break
-        # Layers in parts wait for each other: memory that the head takes may be worth more to them.
+        # Layers in parts, or in few slots, wait for each other: memory that the head takes may be worth more to them.
     if found is not None:
         return _with_larger_step(size, found, steps)
     raise BudgetError(refusal(size, budget, least, asked.resident), least)
@@ -276,7 +276,9 @@ def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int
 def _replanned(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
     stay = frozenset(resident)
     kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
-    candidate = Candidate(size, stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept)
+    candidate = Candidate(
+        Candidates(size), stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept
+    )
     bare = replace(candidate.bare, unit_bytes=plan.unit_bytes) if plan.slots else candidate.bare
     return replace(
         bare,
@@ -290,7 +292,7 @@ def _replanned(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
 
 def resident_budget(size: ModelSize) -> int:
     """The smallest budget in bytes with which everything stays resident."""
-    return Candidate(size, frozenset(range(len(size.layers))), False, _thriftiest_step(size), 0, 0).peak
+    return Candidates(size).at(len(size.layers), False, _thriftiest_step(size), 0, 0).peak
 
 
 def _thriftiest_step(size: ModelSize) -> int:

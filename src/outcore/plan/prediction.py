@@ -2,18 +2,16 @@
 
 The ring is not a maximum of reading and computing: a unit can be read only when a slot is free, and a slot is free only
 when what was read into it has been computed. Where units differ in size, or residents lie between them, one waits for
-the other. And where one takes longer than others of its size, by chance, so does the other: the more, the fewer slots
-there are.
+the other.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
-from operator import attrgetter, itemgetter
+from itertools import cycle, islice
+from operator import attrgetter
 from typing import Protocol
 
 from .machine_profile import Calibration
@@ -58,7 +56,7 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     if size.on_demand is not None and size.on_demand.reads(plan, size, size.sequences):
         token_s = sum(turn.compute_s for turn in size.on_demand.turns(size, plan, calibration))
     else:
-        token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context, VARYING).sweep_s
+        token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context).sweep_s
     prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
     known = calibration.seconds(size.rest_kind, 1) is not None
     return replace(plan, token_s=token_s, ttft_s=prompt.first_s, calibrated=calibration.measured and known)
@@ -68,13 +66,13 @@ def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, 
     """Seconds of a sweep over so many tokens of each text, in one pass for each text or in one for each token; of one
     token of one text what ``predict`` says."""
     passes = [(tokens, texts)] if blocks else [(1, tokens * texts)]
-    return _timing(size, plan, calibration, passes, size.context, VARYING).sweep_s
+    return _timing(size, plan, calibration, passes, size.context).sweep_s
 
 
-VARYING = 0.8
-"""Share by which single reads, and computing of single units, take longer or less than on average. On two cores with
-nobody else (``llama-4gb``, 1.32 GB, three slots) the disk was idle for 0.13 s of a sweep of 1.11, where this says 0.06
-and times that are always the same 0.01."""
+UNEVEN = 0.8
+"""Where reading and computing take equally long, so much of a sweep, over the square of the slots, is lost by single
+reads and layers that take longer than others of their size (``llama-4gb``: 1.20 with two slots, 1.09 with three,
+1.05 with four). Nothing is lost where one takes half as long as the other (simulated, times varying by up to .8)."""
 
 Passes = Sequence[tuple[int, int]]
 """Tokens of a pass over the model, and how many such passes there are: long prompts have thousands."""
@@ -96,9 +94,7 @@ class Turn:
     read_s: float = 0.0
 
 
-def _timing(
-    size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int, varying: float = 0.0
-) -> Timing:
+def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> Timing:
     """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
     stages: list[Stage] = []
     pending = 0.0  # of resident layers: on the device's queue with what follows
@@ -113,7 +109,11 @@ def _timing(
         pending = 0.0
     if pending:
         stages.append(Stage(pending))
-    return simulate(stages, max(plan.slots, 2), varying)
+    slots = max(plan.slots, 2)
+    timing = simulate(stages, slots)
+    less, more = sorted([sum([s.read_s for s in stages]), sum([s.compute_s for s in stages])])
+    lost = max(0.0, UNEVEN / slots**2 * more - (more - less) / 2) if less else 0.0
+    return replace(timing, sweep_s=timing.sweep_s + lost)
 
 
 def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> list[Turn]:
@@ -133,11 +133,11 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             continue
         total = sum(map(attrgetter("read"), mine))
         if layer.joined or layer.decoded or layer.to_cast:
-            # Once for all passes; of pieces that stay in memory it was done before.
+            # Once for all passes; of pieces that stay in memory it was done before. Codes are put together, and weights
+            # brought to another dtype, about as fast as weights are computed with.
             share = total / layer.read if layer.read else 1.0
-            compute += calibration.join_s(round(layer.joined * share))
             compute += calibration.decode_s(round(layer.decoded * share))
-            compute += calibration.cast_s(round(layer.to_cast * share))
+            compute += share * (layer.joined + layer.to_cast) / calibration.weight_gbps / 1e9
         # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
         text = size.kv_read(i, kept) if size.on_disk else 0
         for part in mine:
@@ -167,10 +167,8 @@ def computing_s(kind: str, nbytes: int, calibration: Calibration, passes: Passes
     return seconds
 
 
-BEFORE, PAIRS = 3, 2
-"""Sweeps that are simulated after those that full slots hold already, until the ring is in step; and pairs of sweeps
-that count after those. What one of a pair takes more, the other takes less, so that all of them together read and
-compute as long as they would without chance."""
+BEFORE = 3
+"""Sweeps that are simulated after those that full slots hold already, until the ring is in step."""
 
 
 @dataclass(frozen=True)
@@ -189,56 +187,29 @@ class Timing:
     first_s: float
 
 
-def simulate(stages: Sequence[Stage], slots: int, varying: float = 0.0) -> Timing:
-    """Run ``stages`` again and again through a ring of ``slots`` slots.
+def simulate(stages: Sequence[Stage], slots: int) -> Timing:
+    """Run ``stages``, of one sweep in order, again and again through a ring of ``slots`` slots.
 
     Reads follow each other at the disk's rate, computing follows in order. A slot is free again when its unit has been
     computed.
-
-    Args:
-        stages: of one sweep, in order.
-        varying: share by which single reads, and computing of single units, take longer or less than on average, at
-            most; below 1.
     """
     reads = [s.read_s for s in stages if s.read_s > 0]
     if not reads:
-        total = sum(map(attrgetter("compute_s"), stages))
+        total = sum([s.compute_s for s in stages])
         return Timing(total, total)
-    before, counted = BEFORE + slots // len(reads) - (not varying), 2 * PAIRS if varying else 1
-    computes = [s.compute_s for s in stages]
-    sweeps: list[tuple[Sequence[float], Sequence[float]]] = [(reads, computes)] * before
-    sweeps += [_by_chance(reads, computes, n, varying) for n in range(counted + slots // len(reads) + 1)]
     # The ring is full in the beginning: the first read is of what comes so many units later.
-    coming = islice(chain.from_iterable(map(itemgetter(0), sweeps)), slots, None)
+    coming = islice(cycle(reads), slots, None)
     ready = deque([0.0] * slots)  # when each slot has been read into, in the order of units
     device = disk = 0.0  # when they are free
     marks = []
-    for _, taken in sweeps[: before + counted]:
-        for stage, compute_s in zip(stages, taken, strict=True):
+    for _ in range(BEFORE + slots // len(reads)):
+        for stage in stages:
             if stage.read_s > 0:
-                device = max(device, ready.popleft()) + compute_s
+                device = max(device, ready.popleft()) + stage.compute_s
                 disk = max(disk, device) + next(coming)
                 ready.append(disk)
             else:
-                device += compute_s
+                device += stage.compute_s
         marks.append(device)
     # Slots that were full at first may take many sweeps to run dry where reading takes hardly longer than computing.
-    return Timing(max((marks[-1] - marks[before - 1]) / counted, sum(reads)), marks[0])
-
-
-def _by_chance(
-    reads: Sequence[float], computes: Sequence[float], sweep: int, varying: float
-) -> tuple[Sequence[float], Sequence[float]]:
-    """What reading and computing of single units takes in a sweep that counts: the same each time."""
-    if not varying:
-        return reads, computes
-    pair, second = divmod(sweep, 2)
-    share = -varying if second else varying
-    shift, n = 37 * pair, len(_DRAWN)
-    return (
-        [s * (1.0 + share * _DRAWN[(place + shift) % n]) for place, s in enumerate(reads)],
-        [s * (1.0 + share * _DRAWN[(shift - 1 - place) % n]) for place, s in enumerate(computes)],
-    )
-
-
-_DRAWN = [2 * random.Random(seed).random() - 1 for seed in range(499)]
+    return Timing(max(marks[-1] - marks[-2], sum(reads)), marks[0])

@@ -12,10 +12,11 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,20 +57,14 @@ class Access:
         Raises:
             RequestError: 403 or 401.
         """
-        host = headers.get("host")
+        host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._called(_name(host)):
-            raise RequestError(
-                f"this server is not called {host[:100]!r}; --allowed-hosts names what it may be called",
-                "host_not_allowed",
-                status=403,
-            )
-        origin = headers.get("origin")
-        if origin is not None and not self._may_ask(origin, host):
-            raise RequestError(
-                f"pages of {origin[:100]!r} may not ask; --allowed-origins names those that may",
-                "origin_not_allowed",
-                status=403,
-            )
+            why = f"this server is not called {host[:100]!r}; --allowed-hosts names what it may be called"
+            raise RequestError(why, "host_not_allowed", status=403)
+        own = host is not None and (origin or "").lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
+        if origin is not None and not own and not self._shared_with(origin):
+            why = f"pages of {origin[:100]!r} may not ask; --allowed-origins names those that may"
+            raise RequestError(why, "origin_not_allowed", status=403)
         if self.key is not None and path not in OPEN and not _carries(headers, self.key):
             raise RequestError("give the server's API key, as Bearer or x-api-key", "invalid_api_key", status=401)
 
@@ -82,14 +77,9 @@ class Access:
             return False
         return self.addresses or address.is_loopback
 
-    def shared_with(self, origin: str) -> bool:
-        """Whether pages of this origin, which is not the server's own, may ask and read."""
+    def _shared_with(self, origin: str) -> bool:
         local = "localhost" in self.origins and LOCAL.fullmatch(origin) is not None
         return local or "*" in self.origins or origin in self.origins
-
-    def _may_ask(self, origin: str, host: str | None) -> bool:
-        own = host is not None and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
-        return own or self.shared_with(origin)
 
 
 class Guard:
@@ -108,8 +98,12 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) + 4 for k, v in headers.raw)
         try:
-            self._check_framing(scope)
+            if size > self.header_bytes:
+                raise RequestError(f"the headers have more than {self.header_bytes} bytes", FRAMING, status=431)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                raise RequestError("give either Content-Length or Transfer-Encoding", FRAMING)
             self.access.check(scope["path"], headers)
         except RequestError as e:
             response = self.refusal(scope["path"], headers, e)
@@ -119,14 +113,6 @@ class Guard:
         else:
             await self.app(scope, receive, send)
 
-    def _check_framing(self, scope: Scope) -> None:
-        headers = scope["headers"]
-        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) + 4 for k, v in headers)
-        if size > self.header_bytes:
-            raise RequestError(f"the headers have more than {self.header_bytes} bytes", FRAMING, status=431)
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
-            raise RequestError("give either Content-Length or Transfer-Encoding", FRAMING)
-
 
 def local_names(host: str) -> set[str]:
     """What this machine is called where it listens at ``host``; no name server is asked."""
@@ -134,31 +120,18 @@ def local_names(host: str) -> set[str]:
     return {host.lower(), own, own.partition(".")[0], own.partition(".")[0] + ".local"} - {""}
 
 
-class Cors(CORSMiddleware):
-    """Tells browsers which pages may read; those that ask beforehand are told 200 either way, and read it in headers.
-
-    Cookies are let through (``credentials``), since some apps send them with all they ask; there is none here that
-    would say anything.
-    """
-
-    def __init__(self, app: ASGIApp, access: Access, exposed: Sequence[str]) -> None:
-        self.access = access
-        super().__init__(
-            app,
-            tuple(access.origins),
-            ("GET", "POST", "DELETE", "OPTIONS"),
-            allow_headers=("*",),
-            allow_credentials=True,
-            expose_headers=exposed,
-        )
-
-    def is_allowed_origin(self, origin: str) -> bool:
-        return self.access.shared_with(origin)
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        response.status_code = 200
-        return response
+def cors(access: Access, exposed: str) -> Middleware:
+    """What tells browsers which pages may read. Cookies are let through, since some apps send them with all they ask;
+    there is none here that would say anything."""
+    return Middleware(
+        CORSMiddleware,
+        tuple(access.origins),
+        ("GET", "POST", "DELETE", "OPTIONS"),
+        allow_headers=("*",),
+        allow_credentials=True,
+        allow_origin_regex=LOCAL.pattern if "localhost" in access.origins else None,
+        expose_headers=(exposed,),
+    )
 
 
 def _name(host: str) -> str:
@@ -172,10 +145,8 @@ def _name(host: str) -> str:
 def _carries(headers: Headers, key: str) -> bool:
     """Compared in a time that says nothing of the key, nor of its length."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = [token.strip()] if scheme.lower() == "bearer" else []
+    given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     wanted = hashlib.sha256(key.encode()).digest()
-    found = False
-    for word in [*given, headers.get("x-api-key", "")]:
-        # Headers are bytes, which Starlette reads as Latin-1.
-        found |= hmac.compare_digest(hashlib.sha256(word.encode("latin-1")).digest(), wanted)
-    return found
+    # Headers are bytes, which Starlette reads as Latin-1.
+    found = [hmac.compare_digest(hashlib.sha256(word.encode("latin-1")).digest(), wanted) for word in given]
+    return any(found)

@@ -1,70 +1,88 @@
-"""Anthropic's Messages API: bodies to what the engine is asked, and its models."""
+"""Anthropic's Messages API: what its bodies ask, and answers as content blocks that open, grow and close."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from ..checks import COUNT
-from .anthropic_answers import MessageWriter
-from .api import Defaults, HttpRequest, ParsedRequest, Route
-from .events import GenerationRequest, ModelCard, Service
+from .api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
+from .events import (
+    Begun,
+    Called,
+    Ended,
+    Event,
+    Finished,
+    GenerationRequest,
+    ModelCard,
+    RequestError,
+    Service,
+    TextPart,
+)
 from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
     Body,
     Count,
     Function,
+    Message,
     Part,
     Share,
     Stops,
     Temperature,
-    once,
-    opaque,
+    called,
+    conversation,
+    joined,
+    part_of,
     read,
     sampling_of,
+    text_of,
     wrong,
 )
 
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Effort, in the three words that chat templates know."""
-
-CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": ""}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's choices of a tool, and ``GenerationRequest``'s."""
 
-Message = dict[str, Any]
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+          429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+SIGNATURE = "unsigned"
+"""Of what was thought. Nobody checks it here, but some clients send back no thinking without one."""
 
 
 class Block(Part):
     """A content block, of whatever type."""
 
+    model_config = ConfigDict(extra="allow")
+
     type: str
     text: str | None = None
-    thinking: str | None = None
+    thinking: str = ""
     id: str = ""
     name: str = ""
     input: dict[str, Any] | None = None
     tool_use_id: str = ""
-    content: Blocks = []
+    content: Any = ""
     is_error: bool = False
 
-
-Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
-"""Content: a string is one block of text."""
+    def plain(self, where: str, *, opaque: bool = False) -> Any:
+        """The text, or an opaque part."""
+        return part_of(self.model_dump(exclude_unset=True), where, ("text",), opaque=opaque)
 
 
 class Turn(Part):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: Annotated[
+        list[Block], BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v)
+    ]
 
 
 class Tool(Function):
@@ -79,9 +97,8 @@ class ToolChoice(Part):
 
 
 class Thinking(Part):
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
     display: Literal["summarized", "omitted"] = "summarized"
-    budget_tokens: Any = None  # no model here keeps to one
 
 
 class Format(Part):
@@ -100,10 +117,10 @@ class PromptBody(Body):
     refused = {"mcp_servers": ([],), "container": ("",)}
 
     model: str = ""
-    system: Blocks = []
+    system: Any = ""
     messages: list[Turn]
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     output_config: Output = Output()
     output_format: Format | None = None
@@ -124,13 +141,10 @@ def message(request: HttpRequest, service: Service) -> ParsedRequest:
     """``/v1/messages``."""
     body = read(MessageBody, request.body)
     sampling = sampling_of(body, request.defaults.sampling)
-    ask = replace(
-        _asked(body, request.defaults), max_tokens=body.max_tokens, sampling=sampling, stop=body.stop_sequences
-    )
-    budget = body.thinking is not None and body.thinking.budget_tokens is not None
-    ignored = body.ignored(*(["thinking.budget_tokens"] if budget else []))
+    ask = _asked(body, request.defaults)
+    ask = replace(ask, max_tokens=body.max_tokens, sampling=sampling, stop=body.stop_sequences)
     shows = body.thinking is None or body.thinking.display != "omitted"
-    return ParsedRequest((ask,), MessageWriter(body.stream, ignored, stop=ask.stop, shows_thinking=shows))
+    return ParsedRequest((ask,), MessageWriter(body.stream, body.ignored(), stop=ask.stop, shows_thinking=shows))
 
 
 def count(request: HttpRequest, service: Service) -> Awaitable[dict[str, Any]]:
@@ -144,20 +158,21 @@ def count(request: HttpRequest, service: Service) -> Awaitable[dict[str, Any]]:
 
 
 def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
-    tools = once([_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)], ".name")
     options = dict(defaults.template_options)
     if body.thinking is not None:
         options["enable_thinking"] = body.thinking.type != "disabled"
-    if body.output_config.effort is not None:
-        options["reasoning_effort"] = EFFORTS[body.output_config.effort]
+    if effort := body.output_config.effort:
+        options["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
     form, messages = body.output_config.format or body.output_format, _conversation(body)
+    if (choice := body.tool_choice).type == "tool" and choice.name in ("", "auto", "none", "required"):
+        raise wrong("tool_choice.name", "the name of one of the tools is needed")
     return GenerationRequest(
         model=body.model,
         messages=tuple(messages),
         continued=messages[-1]["role"] == "assistant",
-        tools=tools,
-        tool_choice=_choice(body.tool_choice, [tool["function"]["name"] for tool in tools]),
-        parallel_tools=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)),
+        tool_choice=CHOICES.get(choice.type, choice.name),
+        parallel_tools=not choice.disable_parallel_tool_use,
         template_options=options,
         max_tokens=defaults.max_tokens,
         sampling=defaults.sampling,
@@ -174,50 +189,28 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
     return tool.tool(parameters=tool.input_schema)
 
 
-def _choice(choice: ToolChoice | None, names: Sequence[str]) -> str:
-    """``GenerationRequest.tool_choice``."""
-    if choice is None:
-        return "auto"
-    if choice.type in ("any", "tool") and not names:
-        raise wrong("tool_choice", "there are no tools to choose from")
-    if choice.type == "tool" and (choice.name not in names or choice.name in CHOICES.values()):
-        raise wrong("tool_choice.name", "the name of one of the tools is needed")
-    return CHOICES[choice.type] or choice.name
-
-
 def _conversation(body: PromptBody) -> list[Message]:
     """The messages as chat templates take them; the last is an assistant's only if it is to be continued."""
     turns: list[Message] = []
-    if system := _text(body.system, "system", "\n\n"):
-        turns.append({"role": "system", "content": system})
-    called: dict[str, str] = {}
+    if body.system not in ("", []):
+        turns.append({"role": "system", "content": text_of(body.system, "system", ("text",), "\n\n")})
     begun = False  # with something else than system messages
     for i, turn in enumerate(body.messages):
         where = f"messages[{i}].content"
         if turn.role == "system":
-            turns.append(_system(_text(turn.content, where, "\n\n"), begun))
+            text = "\n\n".join(block.plain(f"{where}[{n}]") for n, block in enumerate(turn.content))
+            # Many templates take one in front only: a later one is of the user's turn, marked as clients do.
+            marked = {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+            turns.append(marked if begun else {"role": "system", "content": text})
             continue
         begun = True
-        turns += _user(turn, where, called) if turn.role == "user" else [_assistant(turn, where, called)]
-    messages = _alternating(turns)
-    last, where = messages[-1] if messages else {"role": ""}, f"messages[{len(body.messages) - 1}].content"
-    if last["role"] == "assistant":
-        if "tool_calls" in last:
-            raise wrong(where, "each tool_use needs its tool_result in a message after it")
-        if not last["content"] and "reasoning_content" in last:
-            raise wrong(where, "thinking cannot be continued; end with text")
-        if not last["content"]:
-            messages.pop()
+        turns += _user(turn, where) if turn.role == "user" else [_assistant(turn, where)]
+    messages = list(conversation(_alternating(turns)))
+    if messages[-1:] == [{"role": "assistant", "content": ""}]:
+        messages.pop()
     if all(message["role"] == "system" for message in messages):
         raise wrong("messages", "at least one of the user is needed")
     return messages
-
-
-def _system(text: str, begun: bool) -> Message:
-    """Many templates take one in front only: a later one is of the user's turn, marked as Anthropic's clients do."""
-    if begun:
-        return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
-    return {"role": "system", "content": text}
 
 
 def _alternating(turns: Sequence[Message]) -> list[Message]:
@@ -228,78 +221,166 @@ def _alternating(turns: Sequence[Message]) -> list[Message]:
         if role == "tool" or len(same) == 1:
             messages += same
             continue
-        joined: Message = {"role": role}
+        made: Message = {"role": role}
         for name in ("content", "reasoning_content"):
             if any(name in turn for turn in same):
-                joined[name] = "\n\n".join(text for turn in same if (text := turn.get(name)))
+                made[name] = joined([text for turn in same if (text := turn.get(name))], "\n\n")
         if calls := [call for turn in same for call in turn.get("tool_calls", ())]:
-            joined["tool_calls"] = calls
-        messages.append(joined)
+            made["tool_calls"] = calls
+        messages.append(made)
     return messages
 
 
-def _placed(blocks: Sequence[Block], where: str, *kinds: str) -> Iterator[tuple[str, Block]]:
-    """The blocks with their places.
-
-    Raises:
-        RequestError: one is of none of these kinds, or is text without a text.
-    """
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]"
-        if block.type not in kinds:
-            raise opaque(block.type, f"{at}.type", kinds)
-        if block.type in ("text", "thinking") and getattr(block, block.type) is None:
-            raise wrong(f"{at}.{block.type}", "a string is needed")
-        yield at, block
-
-
-def _text(blocks: Sequence[Block], where: str, between: str) -> str:
-    return between.join(block.text or "" for _, block in _placed(blocks, where, "text"))
-
-
-def _user(turn: Turn, where: str, called: Mapping[str, str]) -> list[Message]:
+def _user(turn: Turn, where: str) -> list[Message]:
     """The results of tools first: they belong to the calls before."""
-    texts: list[str] = []
+    parts: list[Any] = []
     turns: list[Message] = []
-    for at, block in _placed(turn.content, where, "text", "tool_result"):
-        if block.type == "text":
-            texts.append(block.text or "")
+    for i, block in enumerate(turn.content):
+        at = f"{where}[{i}]"
+        if block.type != "tool_result":
+            parts.append(block.plain(at, opaque=True))
             continue
-        content = _text(block.content, f"{at}.content", "\n")
         if not block.tool_use_id:
             raise wrong(f"{at}.tool_use_id", "a string is needed")
+        content = "" if block.content == [] else text_of(block.content, f"{at}.content", ("text",), "\n")
         if block.is_error and not content.lower().startswith("error"):
             content = f"Error: {content}"
-        named = {"name": called[block.tool_use_id]} if block.tool_use_id in called else {}
-        turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content, **named})
-    return [*turns, {"role": "user", "content": "".join(texts)}] if texts or not turns else turns
+        turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    return [*turns, {"role": "user", "content": joined(parts)}] if parts or not turns else turns
 
 
-def _assistant(turn: Turn, where: str, called: dict[str, str]) -> Message:
+def _assistant(turn: Turn, where: str) -> Message:
     said: list[str] = []
-    thought: list[str] = []
     calls: list[dict[str, Any]] = []
-    for at, block in _placed(turn.content, where, "text", "thinking", "redacted_thinking", "tool_use"):
-        said.append(block.text or "" if block.type == "text" else "")
-        thought.append(block.thinking or "" if block.type == "thinking" else "")
+    for i, block in enumerate(turn.content):
         if block.type == "tool_use":
             for name in ("input", "name", "id"):
                 if getattr(block, name) in (None, ""):
-                    raise wrong(f"{at}.{name}", "it is needed")
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
-            called[block.id] = block.name
+                    raise wrong(f"{where}[{i}].{name}", "it is needed")
+            calls.append(called(block.id, block.name, block.input or {}))
+        elif block.type not in ("thinking", "redacted_thinking"):
+            said.append(block.plain(f"{where}[{i}]"))
     made: Message = {"role": "assistant", "content": "".join(said)}
-    if reasoning := "".join(thought):
-        made["reasoning_content"] = reasoning
+    if thought := "".join(block.thinking for block in turn.content):
+        made["reasoning_content"] = thought
     return made | ({"tool_calls": calls} if calls else {})
+
+
+class MessageWriter(ResponseWriter):
+    """Writes an answer as a stream of events or as one message.
+
+    Args:
+        stop: the request's stop sequences; an answer that ends at another string has ended its turn.
+        shows_thinking: what was thought is sent, and not only that something was.
+    """
+
+    named = True
+
+    def __init__(
+        self, streams: bool, ignored: Sequence[str] = (), *, stop: Sequence[str] = (), shows_thinking: bool = True
+    ) -> None:
+        super().__init__(streams, ignored)
+        self._stop, self._shows_thinking = stop, shows_thinking
+        self._message: dict[str, Any] = {}
+        self._open = False  # the last of its blocks
+        self._end = Ended(0, "stop", 0)
+
+    def closing(self) -> bytes:
+        return self.sent([{"type": "message_stop"}])
+
+    def failure(self, error: RequestError) -> Iterator[dict[str, Any]]:
+        yield error_body(error)
+
+    def keepalive(self) -> bytes:
+        # A client's first event is message_start whatever comes; before it a comment.
+        return self.sent([{"type": "ping"}]) if self._message else super().keepalive()
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        for event in events:
+            for _ in self.steps(event):
+                pass
+        return self._message
+
+    def steps(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case Begun():
+                self._message = {
+                    "id": new_id("msg_"), "type": "message", "role": "assistant", "model": event.model, "content": [],
+                    "stop_reason": None, "stop_sequence": None,
+                    "usage": _usage(Finished(event.prompt_tokens, 0, event.cached_tokens)),
+                }  # fmt: skip
+                yield {"type": "message_start", "message": self._message}
+                yield {"type": "ping"}
+            case TextPart():
+                if event.reasoning:
+                    shown = event.reasoning if self._shows_thinking else ""
+                    yield from self._grow("thinking", shown, "thinking_delta", {"signature": ""})
+                if event.text:
+                    yield from self._grow("text", event.text, "text_delta")
+            case Called():
+                yield from self._close()
+                yield self._opened({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+                yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+                self._message["content"][-1]["input"] = json.loads(event.arguments)
+                yield from self._close()
+            case Ended():
+                self._end = event
+                if not self._message["content"]:  # clients take the first block without looking whether there is one
+                    yield from self._grow("text", "", "text_delta")
+                yield from self._close()
+            case Finished():
+                own = self._end.reason == "stop" and self._end.stop in self._stop
+                delta = {"stop_reason": "stop_sequence" if own else REASONS[self._end.reason],
+                         "stop_sequence": self._end.stop if own else None}  # fmt: skip
+                self._message |= delta | {"usage": _usage(event)}
+                yield {"type": "message_delta", "delta": delta, "usage": self._message["usage"]}
+
+    def _grow(self, kind: str, text: str, delta: str, more: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """More of a block of this kind."""
+        if not self._open or self._message["content"][-1]["type"] != kind:
+            yield from self._close()
+            yield self._opened({"type": kind, kind: "", **(more or {})})
+        if text:
+            self._message["content"][-1][kind] += text
+            yield self._delta({"type": delta, kind: text})
+
+    def _opened(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._message["content"].append(block)
+        self._open = True
+        return {"type": "content_block_start", "index": len(self._message["content"]) - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._message["content"]) - 1, "delta": delta}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if not self._open:
+            return
+        self._open, block = False, self._message["content"][-1]
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        yield {"type": "content_block_stop", "index": len(self._message["content"]) - 1}
+
+
+def _usage(of: Finished) -> dict[str, Any]:
+    """Tokens of the prompt are those that were computed, plus those that were cached."""
+    usage: dict[str, Any] = {
+        "input_tokens": of.prompt_tokens - of.cached_tokens, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": of.cached_tokens, "output_tokens": of.tokens,
+    }  # fmt: skip
+    return usage | ({"output_tokens_details": {"thinking_tokens": of.reasoning_tokens}} if of.reasoning_tokens else {})
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """An error as the API tells it; its type follows from the status."""
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def models(request: HttpRequest, service: Service) -> dict[str, Any]:
     """``/v1/models``."""
     found = [_model(card) for card in service.models()]
-    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
-    return {"data": found, "has_more": False, **ends}
+    return {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
 
 
 def model(request: HttpRequest, service: Service) -> dict[str, Any]:

@@ -1,24 +1,40 @@
 """What an API is to the HTTP application: a table of routes, and the words that its errors are told in.
 
 A route reads a request and says what is to be done: either a ``ParsedRequest``, which a model answers, or a JSON value
-(or an awaitable of one), which is the answer. A ``ResponseWriter`` turns the events of a model's answer into bytes.
+(or an awaitable of one), which is the answer. A ``ResponseWriter`` turns the events of a model's answer into JSON. To
+add an API is to write a module with an ``Api``, and to name it in ``apis``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 
-from .events import Event, GenerationRequest, RequestError, Sampling, Service
+from .events import (
+    Begun,
+    Called,
+    Ended,
+    Event,
+    Finished,
+    GenerationRequest,
+    RequestError,
+    Sampling,
+    Service,
+    TextPart,
+    TokenLogprob,
+)
 
-JSON, EVENT_STREAM, JSON_LINES = "application/json", "text/event-stream", "application/x-ndjson"
+EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's number for what is as good as impossible; JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -50,30 +66,36 @@ class HttpRequest:
 
 
 class ResponseWriter(ABC):
-    """Writes one answer: a stream of bytes, event by event, or one JSON body of all events.
+    """Writes one answer: a stream of JSON objects, event by event, or one of all events.
 
     Args:
         streams: events are sent as they come.
         ignored: names of the request's fields that have no effect; a header of the response carries them.
+
+    Attributes:
+        media_type: of a stream. ``named``: the type of each of its objects is the name of its event, too.
     """
 
-    media_type = EVENT_STREAM
-    """Of a stream."""
+    media_type, named = EVENT_STREAM, False
 
     def __init__(self, streams: bool, ignored: Sequence[str] = ()) -> None:
         self.streams, self.ignored = streams, tuple(ignored)
 
     @abstractmethod
-    def event(self, event: Event) -> bytes:
-        """What a stream sends for an event; may be empty."""
+    def steps(self, event: Event) -> Iterable[Any]:
+        """What a stream sends for an event."""
+
+    @abstractmethod
+    def failure(self, error: RequestError) -> Iterable[Any]:
+        """The end of a stream that fails after something was sent."""
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The body of an answer that does not stream."""
 
-    @abstractmethod
-    def failed(self, error: RequestError) -> bytes:
-        """The end of a stream that fails after something was sent."""
+    def sent(self, steps: Iterable[Any]) -> bytes:
+        """Objects as they go over the wire."""
+        return b"".join(server_sent(step, step["type"] if self.named else "") for step in steps)
 
     def closing(self) -> bytes:
         """What a stream sends after the last event."""
@@ -140,26 +162,70 @@ def refused(path: str, why: str, method: str = "POST") -> Route:
     return Route(path, handle, method, "Refused, with its reason")
 
 
+@dataclass
+class WholeChoice:
+    """A whole choice."""
+
+    parts: list[TextPart] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    reason: str = "stop"
+
+    @property
+    def text(self) -> str:
+        """Of the answer; ``reasoning``: what was thought before it."""
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.reasoning for part in self.parts)
+
+
+class Whole:
+    """A whole answer, put together from its events."""
+
+    def __init__(self, events: Iterable[Event], choices: int = 1) -> None:
+        self.begun, self.finished = Begun("", 0), Finished(0, 0)
+        self.choices = [WholeChoice() for _ in range(choices)]
+        for event in events:
+            match event:
+                case Begun():
+                    self.begun = event
+                case TextPart():
+                    self.choices[event.index].parts.append(event)
+                case Called():
+                    self.choices[event.index].calls.append(event)
+                case Ended():
+                    self.choices[event.index].reason = event.reason
+                case Finished():
+                    self.finished = event
+
+
+def logprob_entries(parts: Iterable[TextPart]) -> list[dict[str, Any]]:
+    """Tokens as OpenAI's chats and responses, and Ollama, tell them."""
+
+    def entry(token: TokenLogprob) -> dict[str, Any]:
+        return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
+
+    tokens = [token for part in parts for token in part.logprobs]
+    return [entry(token) | {"top_logprobs": [entry(other) for other in token.top]} for token in tokens]
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other answer has."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
 def encoded(value: Any) -> bytes:
     """Compact JSON in UTF-8, without a line break."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may write: JSON can say it and UTF-8 cannot
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def decoded(arguments: str) -> dict[str, Any]:
-    """The arguments of a call that a model wrote, as an object that ``encoded`` can write: a number that no float or
-    int holds becomes text."""
-
-    def real(digits: str) -> float | str:
-        return value if math.isfinite(value := float(digits)) else digits
-
-    def whole(digits: str) -> int | str:
-        return int(digits) if len(digits) <= sys.int_info.str_digits_check_threshold else digits
-
-    found: dict[str, Any] = json.loads(arguments, parse_constant=str, parse_float=real, parse_int=whole)
-    return found
 
 
 def server_sent(value: Any, event: str = "") -> bytes:

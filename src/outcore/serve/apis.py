@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from . import anthropic, anthropic_answers, ollama, ollama_answers, openai, responses
+from . import anthropic, completions, ollama, openai, responses
 from .api import Api
-from .openai_answers import error_body
 
-OPENAI = Api("openai", error_body, (*openai.ROUTES, *responses.ROUTES))
-ANTHROPIC = Api("anthropic", anthropic_answers.error_body, anthropic.ROUTES, header="anthropic-version")
-OLLAMA = Api("ollama", ollama_answers.error_body, ollama.ROUTES)
+OPENAI = Api("openai", openai.error_body, (*openai.ROUTES, *completions.ROUTES, *responses.ROUTES))
+ANTHROPIC = Api("anthropic", anthropic.error_body, anthropic.ROUTES, header="anthropic-version")
+OLLAMA = Api("ollama", ollama.error_body, ollama.ROUTES)
 APIS = (OPENAI, ANTHROPIC, OLLAMA)

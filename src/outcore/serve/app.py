@@ -1,34 +1,39 @@
-"""The HTTP application: the addresses of all APIs, and those that belong to none."""
+"""The HTTP application: the addresses of all APIs, and those that belong to none, and answers on their way to clients.
+
+An answer goes out event by event as they come, or whole; it ends when the client goes, or the server does. The engine
+never waits for a client: events queue in the service. What is queued is an answer's own text and no more, which
+``max_tokens`` bounds; a client that takes nothing for ``ClientLimits.write_s`` loses its connection, and with it the
+answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as StarletteRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from ..machine.heap import give_back
+from ..machine.memory import free_heap
 from ..monitoring.publisher import board
 from . import page
-from .access import Access, Cors, Guard
-from .api import Api, HttpRequest, ParsedRequest, Route
+from .access import Access, Guard, cors
+from .api import EVENT_STREAM, Api, HttpRequest, ParsedRequest, ResponseWriter, Route
 from .body import HeldBody
-from .delivery import deliver, while_there
 from .description import described
 from .events import Called, Event, RequestError, TextPart
 from .metrics import Counted
-from .several import answers
-from .site import IGNORED, Site, error_response, json_response
+from .site import IGNORED, Site, error_response, ignored_header, json_response, shutting_down
 
 log = logging.getLogger("outcore")
 
@@ -43,25 +48,25 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         access: who may ask; None: whoever calls it by a name of this machine, no page in a browser but its own.
     """
     access = access or Access()
-    middleware = [Middleware(Counted, site.metrics)]
-    if access.origins:
-        middleware.append(Middleware(Cors, access, (IGNORED,)))
+    middleware = [Middleware(Counted, site.metrics), *([cors(access, IGNORED)] if access.origins else [])]
     middleware.append(Middleware(Guard, access, site.limits.header_bytes, site.refusal))
 
-    def missing(request: StarletteRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = "no such address" if error.status_code == 404 else f"{request.method}: not here"
-        told = RequestError(f"{request.url.path}: {what}", "not_found", status=error.status_code)
-        return error_response(site.api(request.url.path, request.headers), told, error.headers)
+    def missing(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        what = "no such address" if status == 404 else f"{request.method}: not here"
+        told = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
+        response = site.refusal(request.url.path, request.headers, told)
+        response.headers.update(getattr(error, "headers", None) or {})
+        return response
 
-    paths: dict[str, dict[str, list[tuple[Api, Route]]]] = {}
+    routes: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
     for api in site.apis:
         for route in api.routes:
-            paths.setdefault(route.path, {}).setdefault(route.method, []).append((api, route))
+            routes.setdefault((route.path, route.method), []).append((api, route))
     app = Starlette(
         routes=[
-            *(StarletteRoute(own.path, own, methods=["GET"]) for own in _own(site, access)),
-            *(StarletteRoute(p, Address(site, p, methods), methods=list(methods)) for p, methods in paths.items()),
+            *_own(site),
+            *(StarletteRoute(p, Address(site, there), methods=[method]) for (p, method), there in routes.items()),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: missing},
@@ -70,59 +75,44 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     return app
 
 
-class _Page:
-    """An address without an API."""
+def _own(site: Site) -> list[StarletteRoute]:
+    """Addresses without an API."""
 
-    def __init__(self, path: str, answer: Callable[[StarletteRequest], Response]) -> None:
-        self.path, self.answer = path, answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.answer(StarletteRequest(scope, receive))(scope, receive, send)
-
-
-def _own(site: Site, access: Access) -> list[_Page]:
-    def health(_: StarletteRequest) -> Response:
+    async def health(_: Request) -> Response:
         state = site.service.state()
         status = "closing" if site.closing else state.get("status", "ok")
         told = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
         return json_response(told, 503 if status == "closing" else 200)
 
-    def front(request: StarletteRequest) -> Response:
-        if page.wanted(request):
+    async def front(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):  # programs that look for a server take anything
             return page.page()
         return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
 
-    events = page.Events(board.snapshot, lambda: site.closing)
+    async def metrics(request: Request) -> Response:
+        return site.metrics.response(request.headers.get("accept", ""))
 
-    def watched(request: StarletteRequest) -> Response:
-        try:
-            return events.response()
-        except RequestError as e:
-            return site.refusal(page.EVENTS, request.headers, e)
+    async def openapi(_: Request) -> Response:
+        return json_response(described(site.apis))
 
-    return [
-        _Page("/", front),
-        _Page(page.EVENTS, watched),
-        _Page("/health", health),
-        _Page("/metrics", lambda request: site.metrics.response(request.headers.get("accept", ""))),
-        _Page("/openapi.json", lambda _: json_response(described(site.apis, key=access.key is not None))),
-    ]
+    watched = page.Events(board.snapshot, lambda: site.closing).response
+    own = {"/": front, page.EVENTS: watched, "/health": health, "/metrics": metrics, "/openapi.json": openapi}
+    return [StarletteRoute(path, answer, methods=["GET"]) for path, answer in own.items()]
 
 
 class Address:
-    """An ASGI application for a path.
+    """An ASGI application for a path and a method.
 
     Args:
-        methods: for each, the APIs that answer it there; of several that whose header a request has, else the first
-            that has none.
+        there: the APIs that answer it there; of several that whose header a request has, else the first that has none.
     """
 
-    def __init__(self, site: Site, path: str, methods: Mapping[str, Sequence[tuple[Api, Route]]]) -> None:
-        self.site, self.path, self.methods = site, path, methods
+    def __init__(self, site: Site, there: Sequence[tuple[Api, Route]]) -> None:
+        self.site, self.there = site, there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, started, body = StarletteRequest(scope, receive), False, self.site.body()
-        api, route = self._chosen(request)
+        request, started, body = Request(scope, receive), False, HeldBody(self.site)
+        api, route = max(self.there, key=lambda pair: pair[0].header in request.headers if pair[0].header else 0.5)
 
         async def sending(message: Message) -> None:
             nonlocal started
@@ -140,7 +130,7 @@ class Address:
             e.__traceback__ = e.__cause__ = e.__context__ = None
             await error_response(api, e)(scope, receive, send)
         except Exception:
-            log.exception("%s %s failed", request.method, self.path)
+            log.exception("%s %s failed", request.method, route.path)
             if started:
                 raise
             error = RequestError("something went wrong; the server's log says what", "internal_error", status=500)
@@ -150,14 +140,9 @@ class Address:
             self.site.under_way -= 1
             self.site.answered += 1
         if body.received > RETURNED:
-            await body.work(give_back)
+            await body.work(free_heap)
 
-    def _chosen(self, request: StarletteRequest) -> tuple[Api, Route]:
-        there = self.methods["GET" if request.method == "HEAD" else request.method]
-        named = [pair for pair in there if pair[0].header is not None and pair[0].header in request.headers]
-        return (named or [pair for pair in there if pair[0].header is None] or list(there))[0]
-
-    async def _answer(self, route: Route, http: StarletteRequest, send: Send, body: HeldBody) -> None:
+    async def _answer(self, route: Route, http: Request, send: Send, body: HeldBody) -> None:
         site = self.site
         request = HttpRequest(await body.read(http), http.path_params, site.defaults)
         began = time.monotonic()
@@ -165,8 +150,7 @@ class Address:
         handled = await body.work(route.handle, request, site.service)
         del request
         if isinstance(handled, ParsedRequest):
-            events = self._counted(handled, body, began)
-            work = deliver(events, handled.answering, send, site.ended, site.limits.keepalive_s)
+            work = _deliver(self._counted(handled, body, began), handled.answering, send, site)
         else:
 
             async def tell() -> None:
@@ -174,12 +158,12 @@ class Address:
                 await json_response(value)(http.scope, http.receive, send)
 
             work = tell()
-        await while_there(work, http.receive)
+        await _while_there(work, http.receive)
 
     async def _counted(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
         """The events of an answer, as metrics count them; the first of them needs the body no more."""
         metrics, first = self.site.metrics, True
-        async with aclosing(answers(self.site.service, asked.asks)) as events:
+        async with aclosing(self.site.service.answer(*asked.asks)) as events:
             async for event in events:
                 body.release()
                 if first and isinstance(event, TextPart | Called):
@@ -187,3 +171,104 @@ class Address:
                     metrics.first_token.observe(time.monotonic() - began)
                 metrics.event(event)
                 yield event
+
+
+async def _deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site) -> None:
+    """Send an answer.
+
+    Args:
+        events: closed at the end, however that comes.
+
+    Raises:
+        RequestError: it failed before anything was sent.
+    """
+    async with aclosing(events), aclosing(_heard(events, site)) as heard:
+        if not writer.streams:
+            body = writer.whole([event async for event in heard if event is not None])
+            response = json_response(body, headers=ignored_header(writer.ignored))
+            await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+            await send({"type": "http.response.body", "body": response.body})
+            return
+        started = False
+
+        async def tell(data: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _stream_headers(writer)})
+            if data or not more:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for event in heard:
+                if data := writer.keepalive() if event is None else writer.sent(writer.steps(event)):
+                    await tell(data)
+            await tell(writer.closing(), more=False)
+        except RequestError as e:
+            if not started:
+                raise
+            await tell(writer.sent(writer.failure(e)), more=False)
+
+
+def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:
+    headers = ignored_header(writer.ignored)
+    if writer.media_type == EVENT_STREAM:
+        # Proxies are not to keep it until it is whole (nginx: ngx_http_upstream_module, X-Accel-Buffering).
+        headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    response = Response(None, 200, headers, media_type=writer.media_type)
+    return [(k, v) for k, v in response.raw_headers if k != b"content-length"]
+
+
+async def _heard(events: AsyncGenerator[Event, None], site: Site) -> AsyncGenerator[Event | None, None]:
+    """The events; None whenever none has come for so long that a client may wonder.
+
+    Raises:
+        RequestError: the answer failed, or the server ends.
+    """
+
+    async def following() -> Event | None:
+        return await anext(events, None)
+
+    over, waiting = asyncio.create_task(site.ended.wait()), asyncio.create_task(following())
+    try:
+        while True:
+            patience_s = site.limits.keepalive_s
+            await asyncio.wait((waiting, over), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                if (event := waiting.result()) is None:
+                    return
+                yield event
+                waiting = asyncio.create_task(following())
+            elif over.done():
+                raise shutting_down()
+            else:
+                yield None
+    except (RequestError, asyncio.CancelledError):
+        raise
+    except Exception as e:
+        log.exception("an answer failed")
+        raise RequestError("the answer failed; the server's log says why", "internal_error", status=500) from e
+    finally:
+        await _cancelled(over, waiting)
+
+
+async def _while_there(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do some work for a client; ended when it has gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, waiting = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        await _cancelled(working, waiting)
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,7 +10,7 @@ from ..decode.batch_engine import Request
 from ..decode.batch_file import CHAT, BatchRequest
 from ..decode.request_values import whole_text
 from ..errors import RequestError
-from . import openai
+from . import completions, openai
 from .api import HttpRequest
 from .choice import request_of
 from .events import Service
@@ -29,7 +29,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
     """
     if not isinstance(line.body, dict):
         raise RequestError("body: not a JSON object")
-    read = openai.chat if line.url == CHAT else openai.completion
+    read = openai.chat if line.url == CHAT else completions.completion
     parsed = read(HttpRequest(line.body), cast(Service, None))
     (ask, *more), answering = parsed.asks, parsed.answering
     asked = {

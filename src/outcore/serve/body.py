@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request
 
 from ..text import one_line
 from .events import RequestError
-from .limits import ClientLimits
+
+if TYPE_CHECKING:
+    from .site import Site
 
 R = TypeVar("R")
 
@@ -33,20 +35,17 @@ BOM = b"\xef\xbb\xbf"
 class HeldBody:
     """A request's body, whose bytes count against the limit of all bodies until ``release``.
 
-    Args:
-        held: bytes of all bodies, in a list of one.
-
     Attributes:
         nbytes: that count now. ``received``: that came.
     """
 
-    def __init__(self, limits: ClientLimits, held: list[int]) -> None:
-        self._limits, self._held = limits, held
+    def __init__(self, site: Site) -> None:
+        self._site = site
         self.nbytes = self.received = 0
 
     def release(self) -> None:
         """Count it no more: the request is answered, or has its prompt. Safe to call twice."""
-        self._held[0] -= self.nbytes
+        self._site.held_bytes -= self.nbytes
         self.nbytes = 0
 
     async def read(self, request: Request) -> dict[str, Any]:
@@ -58,30 +57,26 @@ class HeldBody:
         """
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise RequestError("a compressed body is not understood: send it as it is", status=415)
-        most, data = self._limits.body_bytes, bytearray()
+        site, most, data = self._site, self._site.limits.body_bytes, bytearray()
         declared = request.headers.get("content-length", "")
+        large = RequestError(f"the body is larger than {most} bytes", "request_too_large", status=413)
         if declared.isdecimal() and int(declared[:20]) > most:
-            raise _too_large(most)
+            raise large
         async for chunk in request.stream():
             if len(data) + len(chunk) > most:
-                raise _too_large(most)
-            if self._held[0] + len(chunk) > self._limits.all_bodies_bytes:
+                raise large
+            if site.held_bytes + len(chunk) > 4 * most:
                 why = "too many large requests are being read, or wait for their answers"
                 raise RequestError(why, "overloaded", status=503, retry_after=1)
-            self._held[0] += len(chunk)
+            site.held_bytes += len(chunk)
             self.nbytes += len(chunk)
             self.received += len(chunk)
             data += chunk
-        return await self.work(read_json, data, self._limits.values)
+        return await self.work(read_json, data, site.limits.values)
 
     async def work(self, work: Callable[..., R], *args: Any) -> R:
         """What some work with the body returns or raises; in a thread if the body is large."""
         return await asyncio.to_thread(work, *args) if self.received > LARGE else work(*args)
-
-
-def _too_large(most: int) -> RequestError:
-    why = f"the body is larger than {most} bytes, the most that is taken here"
-    return RequestError(why, "request_too_large", status=413)
 
 
 def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, Any]:
@@ -105,23 +100,13 @@ def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, A
         raise RequestError(f"the body is not JSON in UTF-8: {one_line(e)}") from None
     if not isinstance(value, dict):
         raise RequestError("the body is not a JSON object")
-    _check(value)
-    return value
-
-
-def _check(value: dict[str, Any]) -> None:
-    """Refuse what is too deep or infinite, level by level, so that no depth is too much for it."""
+    # Level by level, so that no depth is too much.
     level: list[Any] = [value]
     for _ in range(DEPTH):
-        inner: list[Any] = []
-        for container in level:
-            held = container.values() if isinstance(container, dict) else container
-            for v in [v for v in held if type(v) in (dict, list, float)]:
-                if type(v) is not float:
-                    inner.append(v)
-                elif math.isinf(v):
-                    raise RequestError("the body holds a number that is too large")
-        if not inner:
-            return
-        level = inner
+        held = [v for inner in level for v in (inner.values() if isinstance(inner, dict) else inner)]
+        if any(type(v) is float and math.isinf(v) for v in held):
+            raise RequestError("the body holds a number that is too large")
+        level = [v for v in held if type(v) in (dict, list)]
+        if not level:
+            return value
     raise RequestError(f"the body has more than {DEPTH} brackets inside each other")

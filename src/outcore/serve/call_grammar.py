@@ -1,4 +1,5 @@
-"""Grammars (Lark's form, as llguidance reads it) of tool calls, in the forms that models write them in."""
+"""Rules of a grammar for tool calls, in the forms that models write them in. What llguidance does not know of a schema
+is said to the model alone."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .grammar import OPTIONS
+from .grammar import json_of
 
 FORMS = ("json_tools", "mistral", "qwen3_coder")
 """mlx-lm's names of those that can be required."""
@@ -32,7 +33,7 @@ class CallForm:
     arguments: str = ""
 
     def lark(self, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-        """One call of one of the tools; with ``several``, or more.
+        """One call of one of the tools as the rule ``answer``; with ``several``, or more.
 
         Args:
             tools: in OpenAI's form, with ``parameters``.
@@ -48,14 +49,14 @@ class CallForm:
             calls = [f"{_text(f['name'])} {self.arguments} a{n}" for n, f in enumerate(functions)]
         else:
             each, between, around = "call", '", "', f'{self.start} " "? "[" {{}} "]"'
-        rules = [f"start: {around.format(_repeated('each', between, several))}", f"each: {each}"]
+        rules = [f"answer: {around.format(_repeated('each', between, several))}", f"each: {each}"]
         rules.append(f"call: {' | '.join(calls)}")
-        return "\n".join(rules + [f"a{n}: {_json(f['parameters'])}" for n, f in enumerate(functions)])
+        return "\n".join(rules + [f"a{n}: {json_of(f['parameters'], lenient=True)}" for n, f in enumerate(functions)])
 
     def _elements(self, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
         """``<function=NAME>`` with a ``<parameter=NAME>`` for each argument."""
         rules = [
-            f"start: {_repeated('call', NEW_LINE, several)}",
+            f"answer: {_repeated('call', NEW_LINE, several)}",
             f"call: {self.start} {NEW_LINE} function {NEW_LINE} {self.end}",
             f"function: {' | '.join(f'f{n}' for n in range(len(functions)))}",
             'text[suffix="</parameter>"]: /(.|\\n)*/',
@@ -93,12 +94,7 @@ def _value(value: Any, schema: Mapping[str, Any]) -> str:
         return f"({' | '.join(map(_text, value['enum']))}) {_text(ELEMENT_END)}"
     if not isinstance(kind, str) or kind == "string":
         return f"text {NEW_LINE}"
-    return f"{_json({**value, **definitions})} {_text(ELEMENT_END)}"
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema, as far as llguidance knows its words: what it does not know is said to the model alone."""
-    return f"%json {json.dumps({**schema, 'x-guidance': OPTIONS | {'lenient': True}})}"
+    return f"{json_of({**value, **definitions}, lenient=True)} {_text(ELEMENT_END)}"
 
 
 def _text(text: str) -> str:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 
 from ..decode.batch_engine import Request, Token
 from ..decode.sampling import own_sampler
 from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
+from ..modules.mlx_lm_compat import byte_decoder
 from ..text import one_line
-from .events import Called, Ended, Event, Sampling, TextPart, TokenLogprob
+from .events import Called, Ended, Event, GenerationRequest, Sampling, TextPart, TokenLogprob
 from .parsing import Stopper
 from .prompting import Prompt
-from .token_text import TokenTexts
 
 log = logging.getLogger("outcore.serve")
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token of SentencePiece's for a byte that no other has."""
 
 
 @dataclass(eq=False)
@@ -29,9 +33,9 @@ class ChoiceJob:
 
     Attributes:
         model: whose turn it waits for.
+        index: among the choices of its request.
         tell: called on the engine's thread with the choice's events; ``Ended`` or an exception is the last.
         max_tokens: of the answer, at least one.
-        logprobs, keep_alive: as in ``GenerationRequest``.
         asked_at: by ``time.monotonic``; ``joined_at``: when its first token was there.
         load_s: seconds that loading the model took for it.
         drafted, accepted: tokens that were drafted for it, and stayed.
@@ -40,14 +44,11 @@ class ChoiceJob:
 
     model: str
     index: int
+    ask: GenerationRequest
     prompt: Prompt
     tokenizer: TokenizerWrapper
-    texts: TokenTexts
     tell: Callable[[Event | Exception], None]
     max_tokens: int
-    sampling: Sampling
-    logprobs: int | None = None
-    keep_alive: float | None = None
     asked_at: float = field(default_factory=time.monotonic)
     joined_at: float | None = None
     load_s: float = 0.0
@@ -55,13 +56,9 @@ class ChoiceJob:
     accepted: int = 0
     unwanted: bool = False
 
-    def request(self, uid: int) -> Request:
-        """What the scheduler is given; made on the engine's thread."""
-        return request_of(uid, self.prompt, self.sampling, self.max_tokens, self.logprobs)
-
 
 def request_of(uid: int, prompt: Prompt, sampling: Sampling, max_tokens: int, logprobs: int | None = None) -> Request:
-    """What the scheduler is given for a prompt."""
+    """What the scheduler is given for a prompt; made on the thread that computes."""
     names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold", "seed")
     sampler = own_sampler(sampling.temperature, **{name: getattr(sampling, name) for name in names})
     options: dict[str, Any] = {}
@@ -98,9 +95,8 @@ class Writer:
         if not ends:
             self._text.add_token(token.token)
         if token.logprob is not None:
-            texts, first = self.job.texts, self.tokens == 1
-            top = tuple(texts.logprob(each, value, first=first) for each, value in token.top)
-            self._logprobs.append(texts.logprob(token.token, token.logprob, top, first=first))
+            top = tuple(self._told(each, value) for each, value in token.top)
+            self._logprobs.append(self._told(token.token, token.logprob, top))
         said = self._said(self._parser.feed(self._stopper.feed(self._text.last_segment)))
         if ends or self._stopper.found is not None or self._parser.over:
             return [*said, *self.end("stop")]
@@ -129,6 +125,32 @@ class Writer:
                 piece, self._logprobs = replace(piece, logprobs=tuple(self._logprobs)), []
             found.append(piece)
         return found
+
+    def _told(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        """A token with its bytes; of the answer's first one as its text begins, so that all of them are the text."""
+        data = token_bytes(self.job.tokenizer, type(self._text), token)
+        trims = getattr(self._text, "trim_space", isinstance(self._text, BPEStreamingDetokenizer))
+        if self.tokens == 1 and trims:
+            data = data.removeprefix(b" ")
+        return TokenLogprob(token, data.decode("utf-8", "replace"), data, logprob, top)
+
+
+def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
+    """What a token stands for, since a character may take several; none for one that the tokenizer does not have.
+
+    Args:
+        kind: of the tokenizer's detokenizer.
+    """
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None:
+        return b""
+    known = byte_decoder() if issubclass(kind, BPEStreamingDetokenizer) else {}
+    if known and all(c in known for c in name):
+        return bytes(known[c] for c in name)
+    if issubclass(kind, SPMStreamingDetokenizer):
+        byte = BYTE.fullmatch(name)
+        return bytes([int(byte[1], 16)]) if byte else str(name).replace("\u2581", " ").encode()
+    return str(tokenizer.decode([token])).encode()
 
 
 def as_request_error(error: Exception, job: ChoiceJob, alone: bool = False) -> RequestError:

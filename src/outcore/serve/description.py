@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from ..version import __version__
-from .api import Api, Route
+from .api import Api
 from .page import EVENTS
 
 PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
@@ -23,61 +23,40 @@ OWN = {
 }
 
 
-def described(apis: Sequence[Api], key: bool) -> dict[str, Any]:
-    """The description.
-
-    Args:
-        key: requests must carry one.
-    """
+def described(apis: Sequence[Api]) -> dict[str, Any]:
+    """The description."""
     bodies = dict.fromkeys(route.body for api in apis for route in api.routes if route.body is not None)
     named, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
-    paths: dict[str, dict[str, Any]] = {}
-    for path, (summary, media_type) in OWN.items():
-        operation = {"summary": summary, "operationId": _id("get", path), "responses": _responses(media_type)}
-        paths[path] = {"get": operation | ({"security": []} if path in ("/", "/health") else {})}
-    for api in apis:
-        for route in api.routes:
-            operation = _operation(api, route)
-            if route.body is not None:
-                content = {"application/json": {"schema": named[route.body, "validation"]}}
-                operation["requestBody"] = {"required": True, "content": content}
-            # Where two families have one address, a header says which is meant; a description has room for one.
-            paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {}).setdefault(route.method.lower(), operation)
-    schemes = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    paths: dict[str, dict[str, Any]] = {
+        path: {"get": _operation("get", path, summary, media_type)} for path, (summary, media_type) in OWN.items()
     }
-    security: dict[str, Any] = {"security": [{name: []} for name in schemes]} if key else {}
+    for api, route in [(a, route) for a in apis for route in a.routes]:
+        operation = _operation(route.method.lower(), route.path, route.summary) | {"tags": [api.name]}
+        if route.body is not None:
+            content = {"application/json": {"schema": named[route.body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        # Where two families have one address, a header says which is meant; a description has room for one.
+        paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {}).setdefault(route.method.lower(), operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outcore", "version": __version__},
-        "tags": [{"name": api.name} for api in apis],
         "paths": paths,
-        "components": {"schemas": schemas.get("$defs", {}), "securitySchemes": schemes if key else {}},
-        **security,
+        "components": {"schemas": schemas.get("$defs", {})},
     }
 
 
-def _operation(api: Api, route: Route) -> dict[str, Any]:
-    return {
-        "tags": [api.name],
-        "summary": route.summary,
-        "operationId": _id(route.method, route.path),
-        "responses": _responses("application/json"),
-        "parameters": [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in PARAMETER.findall(route.path)
-        ],
-    }
-
-
-def _responses(media_type: str) -> dict[str, Any]:
+def _operation(method: str, path: str, summary: str, media_type: str = "application/json") -> dict[str, Any]:
     schema = {"type": "string"} if media_type.startswith("text/") else {"type": "object"}
     error = {"description": "Why not", "content": {"application/json": {"schema": {"type": "object"}}}}
-    return {"200": {"description": "The answer", "content": {media_type: {"schema": schema}}}, "default": error}
-
-
-def _id(method: str, path: str) -> str:
-    return "_".join([method.lower(), *re.findall(r"\w+", PARAMETER.sub(r"\1", path))])
+    names = PARAMETER.findall(path)
+    return {
+        "summary": summary,
+        "operationId": "_".join([method, *re.findall(r"\w+", PARAMETER.sub(r"\1", path))]),
+        "responses": {
+            "200": {"description": "The answer", "content": {media_type: {"schema": schema}}},
+            "default": error,
+        },
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names],
+    }

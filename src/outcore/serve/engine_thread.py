@@ -1,10 +1,10 @@
 """The thread that computes. MLX's streams belong to threads: this one loads models, runs them and lets them go.
 
-Jobs come through a queue and are told what becomes of them. They are taken in the order in which they came; a job for
-another model than the one that is loaded waits until all before it have ended, and those after it wait behind it. An
-error fails the jobs that it concerns, never the thread. Of a model that ranks share the first rank has the engine: it
-stays loaded, and an error that no rank can go on after ends the thread on purpose. Between two parts of a step it looks
-whether that is wanted still: where nobody does any more, or the server ends, it is broken off.
+What it is to do comes through a queue. Jobs are taken in the order in which they came, and are told what becomes of
+them; a job for another model than the one that is loaded waits until all before it have ended, and those after it wait
+behind it. An error fails the jobs that it concerns, never the thread. Of a model that ranks share the first rank has
+the engine: it stays loaded, and an error that no rank can go on after ends the thread on purpose. Between two parts of
+a step it looks whether that is wanted still: where nobody does any more, or the server ends, it is broken off.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..errors import OutcoreError, RequestError
 from ..machine.interrupts import asking
 from ..machine.threads import join
 from ..text import one_line
-from .choice import ChoiceJob, Writer, as_request_error
-from .events import Begun, Ended
+from .choice import ChoiceJob, Writer, as_request_error, request_of
+from .events import Begun, Ended, Event
 from .model_slot import Loaded, ModelSlot
 
 log = logging.getLogger("outcore.serve")
@@ -41,19 +41,15 @@ RETRY_S = 5.0
 LOOK_S = 0.5
 """Seconds after which it looks whether the ranks that share the model are still there, when nobody asks."""
 
-Call = tuple[Callable[[], Any], Future[Any]]
-"""Something else that is done on the thread, between steps."""
-
 
 class EngineThread:
-    """Runs jobs.
+    """Runs jobs, from when it is made.
 
     Args:
         open_model: loads a model by its name.
-        most: sequences that share sweeps at most.
-        prefill_step, draft_tokens: as in ``Continuous``.
         keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
         most_waiting: jobs that may wait.
+        options: of ``Continuous``.
 
     Attributes:
         slot: the model that is in memory; read from other threads, never waited for.
@@ -61,43 +57,31 @@ class EngineThread:
     """
 
     def __init__(
-        self,
-        open_model: Callable[[str], nn.Module],
-        *,
-        most: int = 32,
-        prefill_step: int | None = None,
-        draft_tokens: int | None = None,
-        keep_alive: float | None = None,
-        most_waiting: int = 256,
+        self, open_model: Callable[[str], nn.Module], keep_alive: float | None, most_waiting: int, **options: Any
     ) -> None:
-        options = {"most": most, "prefill_step": prefill_step, "draft_tokens": draft_tokens}
         self.slot = ModelSlot(open_model, keep_alive, **options)
         self._most_waiting = most_waiting
         self.failure: Exception | None = None
-        self._inbox: queue.SimpleQueue[ChoiceJob | Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._pending: deque[ChoiceJob] = deque()
         self._uids = itertools.count()
-        self._open_jobs = 0  # submitted, and not over
+        self._jobs: set[ChoiceJob] = set()  # submitted, and not over
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outcore-engine", daemon=True)
+        self._thread.start()
 
     # From any thread
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
     @property
     def running(self) -> int:
-        """Choices that are being written."""
+        """Choices that are being written; ``waiting``: that wait."""
         loaded = self.slot.loaded
         return loaded.sequences.running if loaded is not None else 0
 
     @property
     def waiting(self) -> int:
-        """Choices that wait."""
-        return max(0, self._open_jobs - self.running)
+        return max(0, len(self._jobs) - self.running)
 
     def submit(self, jobs: Sequence[ChoiceJob]) -> None:
         """Have these answered.
@@ -107,59 +91,65 @@ class EngineThread:
         """
         with self._lock:
             if self._closing:
-                raise _ended()
+                raise ended()
             if self.waiting + len(jobs) > self._most_waiting:
                 raise too_many(self.waiting)
-            self._open_jobs += len(jobs)
+            self._jobs.update(jobs)
             # With the lock held: what is in when the thread ends is told so.
-            for job in jobs:
-                self._inbox.put(job)
+            self._inbox.put(lambda: self._pending.extend(jobs))
 
     def cancel(self, jobs: Sequence[ChoiceJob]) -> None:
         """Nobody waits for these any more: their places are free before the next sweep."""
         for job in jobs:
             job.unwanted = True
-        self._inbox.put(None)
+        self._inbox.put(int)
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
         """Do something on the engine's thread, between steps."""
         future: Future[Any] = Future()
+
+        def do() -> None:
+            try:
+                if self._closing:
+                    raise ended()
+                future.set_result(work())
+            except Exception as e:
+                future.set_exception(e)
+
         with self._lock:
             if self._closing:
-                future.set_exception(_ended())
+                future.set_exception(ended())
             else:
-                self._inbox.put((work, future))
+                self._inbox.put(do)
         return future
 
     def close(self, wait_s: float | None = None) -> None:
         """End: what is under way fails, and the model is closed. Safe to call twice."""
         with self._lock:
             self._closing = True
-        self._inbox.put(None)
+        self._inbox.put(int)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             join(self._thread, wait_s)
 
     # On the engine's thread
 
-    def load(self, name: str, keep_alive: float | None) -> None:
-        """Have a model in memory, by way of ``call``. Where another one is being asked, that goes on first."""
-        slot = self.slot
-        if slot.name not in (None, name) and (slot.asked or self._pending):
-            raise RequestError(f"{slot.name} is answering; try again later", "busy", status=503, retry_after=RETRY_S)
-        if slot.name != name:
-            slot.switch(name)
-        slot.stay(keep_alive)
-
-    def unload(self, name: str) -> None:
-        """Let the model go, by way of ``call``, unless it is being asked.
+    def keep(self, name: str, keep_alive: float | None) -> None:
+        """Have a model in memory, by way of ``call``; ``keep_alive`` 0: let it go, unless it is being asked.
 
         Raises:
-            RequestError: several machines share it.
+            RequestError: another one is being asked, or several machines share it.
         """
-        if self.slot.loaded is not None and self.slot.loaded.leader is not None:
-            raise RequestError("the model stays loaded: several machines share it", "not_supported")
-        if self.slot.name == name and not self.slot.asked:
-            self.slot.drop()
+        slot = self.slot
+        if keep_alive == 0:
+            if slot.loaded is not None and slot.loaded.leader is not None:
+                raise RequestError("the model stays loaded: several machines share it", "not_supported")
+            if slot.name == name and not slot.asked:
+                slot.drop()
+            return
+        if slot.name not in (None, name) and (slot.asked or self._pending):
+            raise RequestError(f"{slot.name} is answering; try again later", "busy", status=503, retry_after=RETRY_S)
+        loaded = slot.loaded if slot.loaded is not None and slot.name == name else slot.switch(name)
+        loaded.stay(slot.keep_alive if keep_alive is None else keep_alive)
 
     def _run(self) -> None:
         try:
@@ -177,8 +167,8 @@ class EngineThread:
         finally:
             with self._lock:
                 self._closing = True
-            self._fail_all(_ended())
-            self._take_in(lambda job: self._failed(job, _ended()), lambda call: call[1].set_exception(_ended()))
+            self._take_in()
+            self._fail_all(ended())
             # What is queued on a thread's streams goes with them, and MLX may count it as under way for ever: near a
             # memory limit it would wait for that.
             with contextlib.suppress(RuntimeError):
@@ -199,35 +189,32 @@ class EngineThread:
     def _listen(self) -> None:
         """Take what has come; wait for it where there is nothing else to do."""
         slot = self.slot
-        wait_s: float | None = 0.0
-        if not self._pending and not slot.asked:
-            slot.rest()
-            wait_s = LOOK_S if slot.loaded is not None and slot.loaded.leader is not None else slot.left_s
-        self._take_in(self._pending.append, _do, wait_s)
+        if self._pending or slot.asked:
+            self._take_in()
+        elif slot.loaded is None:
+            self._take_in(None)
+        else:
+            slot.loaded.rest()
+            self._take_in(slot.left_s if slot.loaded.leader is None else LOOK_S)
         if not slot.asked and not self._pending and slot.left_s == 0:
             slot.drop()
         for job in [job for job in self._pending if job.unwanted]:
             self._pending.remove(job)
-            self._over(job)
+            self._jobs.discard(job)
         if (loaded := slot.loaded) is not None:
             gone = [uid for uid, writer in loaded.jobs.items() if writer.job.unwanted]
             for uid in gone:
-                self._over(loaded.jobs.pop(uid).job)
+                self._jobs.discard(loaded.jobs.pop(uid).job)
             if gone:
                 loaded.sequences.remove(gone)
 
-    def _take_in(
-        self, on_job: Callable[[ChoiceJob], None], on_call: Callable[[Call], None], wait_s: float | None = 0
-    ) -> None:
-        """Empty the inbox; wait so long for the first of it (None: for ever)."""
+    def _take_in(self, wait_s: float | None = 0) -> None:
+        """Do what is in the inbox; wait so long for the first of it (None: for ever)."""
         with contextlib.suppress(queue.Empty):
-            item = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
+            work = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
             while True:
-                if isinstance(item, ChoiceJob):
-                    on_job(item)
-                elif item is not None:
-                    on_call(item)
-                item = self._inbox.get_nowait()
+                work()
+                work = self._inbox.get_nowait()
 
     def _work(self) -> None:
         """One step."""
@@ -269,12 +256,11 @@ class EngineThread:
     def _take(self, loaded: Loaded, job: ChoiceJob) -> None:
         uid = next(self._uids)
         try:
-            request, writer = job.request(uid), Writer(job)
+            request = request_of(uid, job.prompt, job.ask.sampling, job.max_tokens, job.ask.logprobs)
+            loaded.take(uid, Writer(job))
         except Exception as e:
             self._failed(job, e)
             return
-        loaded.wake()
-        loaded.jobs[uid] = writer
         loaded.sequences.ends = job.tokenizer.eos_token_ids
         loaded.sequences.add(request)
 
@@ -285,7 +271,7 @@ class EngineThread:
             job.joined_at, queued_s = now, now - prompt_s - job.asked_at
             prompt_tokens, found = len(job.prompt.tokens), step.found.get(uid, 0)
             job.tell(Begun(job.model, prompt_tokens, found, job.load_s, queued_s, prompt_s))
-        over: dict[int, Ended | Exception] = {}
+        over: dict[int, Event | Exception] = {}
         for token in step.tokens:
             loaded.tokens += 1
             try:
@@ -293,67 +279,55 @@ class EngineThread:
             except Exception as e:  # a model may have more tokens than its tokenizer has texts for
                 over[token.uid] = e
                 continue
-            for event in said:
-                if isinstance(event, Ended):
-                    over[token.uid] = event
-                else:
-                    loaded.jobs[token.uid].job.tell(event)
-        # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
-        loaded.sequences.remove(list(over))
-        for uid, end in over.items():
-            self._end(loaded, uid, end)
+            self._say(loaded.jobs[token.uid].job, said, over, token.uid)
         for uid in step.full:
             log.warning("an answer ended for want of memory for a longer context")
-            *said, full = loaded.jobs[uid].end("length")
-            for event in said:
-                loaded.jobs[uid].job.tell(event)
-            assert isinstance(full, Ended)
-            self._end(loaded, uid, full)
+            self._say(loaded.jobs[uid].job, loaded.jobs[uid].end("length"), over, uid)
+        # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
+        loaded.sequences.remove([uid for uid in over if uid not in step.full])
+        for uid, end in over.items():
+            job = loaded.jobs.pop(uid).job
+            if isinstance(end, Exception):
+                self._failed(job, end)
+                continue
+            self._jobs.discard(job)
+            if job.ask.keep_alive is not None:
+                loaded.stay(job.ask.keep_alive)
+            job.tell(end)
         concerned = Counter(id(error) for _, error in step.failed)
         for uid, error in step.failed:
             # What failed for several together is not the length of one's prompt.
             self._failed(loaded.jobs.pop(uid).job, error, concerned[id(error)] == 1)
 
-    def _end(self, loaded: Loaded, uid: int, end: Ended | Exception) -> None:
-        job = loaded.jobs.pop(uid).job
-        if isinstance(end, Exception):
-            self._failed(job, end)
-            return
-        self._over(job)
-        if job.keep_alive is not None:
-            self.slot.stay(job.keep_alive)
-        job.tell(end)
-
-    def _over(self, job: ChoiceJob) -> None:
-        with self._lock:
-            self._open_jobs -= 1
+    def _say(self, job: ChoiceJob, said: Sequence[Event], over: dict[int, Event | Exception], uid: int) -> None:
+        for event in said:
+            if isinstance(event, Ended):
+                over[uid] = event
+            else:
+                job.tell(event)
 
     def _failed(self, job: ChoiceJob, error: Exception, alone: bool = False) -> None:
-        self._over(job)
+        self._jobs.discard(job)
         job.tell(as_request_error(error, job, alone))
 
     def _fail_all(self, error: Exception) -> None:
         """Whatever is under way or waits fails; the model goes, since nobody knows what state it is in. What comes
         meanwhile, perhaps from those who are told, is not of this error."""
-        if self.slot.loaded is not None:
-            for writer in list(self.slot.loaded.jobs.values()):
-                self._failed(writer.job, error)
-            self.slot.loaded.jobs.clear()
+        loaded, pending = self.slot.loaded, list(self._pending)
+        self._pending.clear()
+        jobs = [writer.job for writer in loaded.jobs.values()] if loaded is not None else []
+        if loaded is not None:
+            loaded.jobs.clear()
+        del loaded
+        for job in jobs:
+            self._failed(job, error)
         self.slot.drop()
-        while self._pending:
-            self._failed(self._pending.popleft(), error)
+        for job in pending:
+            self._failed(job, error)
 
 
 class _Unwanted(BaseException):
     """A step was broken off that nobody waits for."""
-
-
-def _do(call: Call) -> None:
-    work, future = call
-    try:
-        future.set_result(work())
-    except Exception as e:
-        future.set_exception(e)
 
 
 def too_many(waiting: int) -> RequestError:
@@ -362,5 +336,6 @@ def too_many(waiting: int) -> RequestError:
     return RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)
 
 
-def _ended() -> RequestError:
+def ended() -> RequestError:
+    """That nothing is answered any more."""
     return RequestError("the server is shutting down", "shutting_down", status=503)

@@ -7,26 +7,11 @@ for each choice any number of ``TextPart`` and ``Called`` and one ``Ended``, and
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ..errors import RequestError
-
-__all__ = [
-    "Begun",
-    "Called",
-    "Ended",
-    "Event",
-    "Finished",
-    "GenerationRequest",
-    "ModelCard",
-    "RequestError",
-    "Sampling",
-    "Service",
-    "TextPart",
-    "TokenLogprob",
-]  # fmt: skip
+from ..errors import RequestError as RequestError
 
 
 @dataclass(frozen=True)
@@ -59,8 +44,9 @@ class GenerationRequest:
 
     Attributes:
         model: its name as the client gave it; empty: the only one, or the default.
-        messages: as chat templates take them: ``role`` (system, user, assistant, tool), ``content`` (a string),
-            ``reasoning_content``, ``tool_calls`` (OpenAI's, but ``arguments`` an object), ``tool_call_id``, ``name``.
+        messages: as chat templates take them: ``role`` (system, user, assistant, tool), ``content`` (a string, or a
+            list of parts, some of which a package's ``requests.OPAQUE`` has made), ``reasoning_content``,
+            ``tool_calls`` (OpenAI's, but ``arguments`` an object), ``tool_call_id``, ``name``.
         prompt: a text, or token ids, to be continued as they are.
         continued: the last message is an assistant's that the answer goes on with.
         tools: functions that may be called, in OpenAI's form ``{"type": "function", "function": {...}}``.
@@ -148,7 +134,7 @@ class Called:
     """A choice calls a tool.
 
     Attributes:
-        arguments: JSON, an object.
+        arguments: JSON, an object of finite numbers.
         id: of this call, such as ``call_3f...``; ``number``: its place among those of the choice, from 0.
     """
 
@@ -238,8 +224,11 @@ class ModelCard:
 class Service(Protocol):
     """What APIs are answered by. Lists, cards and state never wait for the engine."""
 
-    def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
-        """The events of an answer, as they come; closing it ends the answer and frees its place.
+    def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """The events of an answer, as they come; closing it ends the answer and frees its places.
+
+        Args:
+            asks: one, or several that differ in their prompts: their choices are numbered through.
 
         Raises:
             RequestError: the request cannot be answered; its ``status`` says how HTTP tells that: 400, 404 (no such
@@ -256,11 +245,7 @@ class Service(Protocol):
         ...
 
     def card(self, name: str) -> ModelCard:
-        """One of them.
-
-        Raises:
-            RequestError: there is none of that name (404).
-        """
+        """One of them; RequestError (404): there is none of that name."""
         ...
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
@@ -269,5 +254,5 @@ class Service(Protocol):
 
     def state(self) -> Mapping[str, Any]:
         """What the engine does now, for ``/health`` and ``/metrics``: ``status`` (``ok``, ``loading``, ``closing``),
-        ``running``, ``waiting``, ``most`` that may run at once, and of each loaded model its counters."""
+        ``running``, ``waiting``, and of each loaded model its counters."""
         ...

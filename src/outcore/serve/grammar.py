@@ -1,22 +1,21 @@
 """Answers that a grammar allows: JSON of a schema, or calls of tools. llguidance says which tokens may come next.
 
-A grammar begins where the answer does. What may come before it, thoughts, is left free until its end; and a call of a
-tool may come in its place.
+All that an answer may be is one text in Lark's form, as llguidance reads it: the rule ``answer``, and before it, or in
+its place, what is left free, such as thoughts.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from numpy.typing import NDArray
 
 from ..errors import RequestError
 from ..modules.mlx_lm_compat import inner_tokenizer
@@ -31,22 +30,51 @@ SPACES = r"( |\n{1,2}[ \t]{0,20})?"
 GRAMMAR_CHARACTERS = 1 << 16
 """Of a grammar or a schema, at most: what is made of it takes hundreds of bytes for each."""
 
-OPTIONS: dict[str, Any] = {"whitespace_pattern": SPACES}
+
+@dataclass(frozen=True)
+class Free:
+    """Text that the grammar says nothing of.
+
+    Attributes:
+        opening: tokens that it begins with.
+        closing: and ends with, after which the answer begins; none: it takes the rest of the text.
+        ends: the answer may end within it, before its closing tokens.
+    """
+
+    opening: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
+    ends: bool = False
+
+    def rules(self, name: str, stops: Iterable[int]) -> str:
+        """The text as rules of Lark's, the first of this name; where it may end the answer, also ``NAME_cut``, for its
+        beginnings. It has none of the stops (tokens)."""
+        opening = " ".join(f"<[{token}]>" for token in self.opening)
+        closing, known = self.closing, sorted({*self.closing, *stops})
+        # Rule number n: texts that end with n tokens of the closing ones, and not with more; the last one is whole.
+        made: list[list[str]] = [[opening], *([] for _ in closing)]
+        for n in range(max(1, len(closing))):
+            made[0].append(f"{name}{n} <[^{','.join(map(str, known))}]>")
+            for token in dict.fromkeys(closing):
+                read = (*closing[:n], token)
+                to = max(k for k in range(len(closing) + 1) if read[len(read) - k :] == closing[:k] and k <= len(read))
+                made[to].append(f"{name}{n} <[{token}]>")
+        cut = f"{name}_cut: {' | '.join(f'{name}{n}' for n in range(len(closing)))}"
+        rules = [f"{name}: {name}{len(made) - 1}", cut][: 2 if self.ends else 1]
+        return "\n".join([*rules, *(f"{name}{n}: {' | '.join(each)}" for n, each in enumerate(made))])
 
 
 @dataclass(frozen=True)
-class Detour:
-    """Text that the grammar says nothing of, where the answer begins.
+class Before:
+    """What an answer may begin with.
 
     Attributes:
-        opening: tokens that it begins with. ``closing``: and ends with, after which the grammar begins; none: it takes
-            the rest of the text.
-        ends: the answer may end within it.
+        inside: the prompt ends within this.
+        thoughts: that may come first. ``instead``: what may come in place of the answer.
     """
 
-    opening: tuple[int, ...]
-    closing: tuple[int, ...] = ()
-    ends: bool = False
+    inside: Free | None = None
+    thoughts: Free | None = None
+    instead: Free | None = None
 
 
 @dataclass(frozen=True)
@@ -56,15 +84,11 @@ class Grammar:
     Attributes:
         matcher: at the grammar's beginning; not to be moved.
         vocabulary: tokens that it knows. ``ends``: those that end an answer.
-        detours: that may come before it, or in its place.
-        inside: the prompt ends within this one.
     """
 
     matcher: LLMatcher
     vocabulary: int
     ends: frozenset[int]
-    detours: tuple[Detour, ...] = ()
-    inside: Detour | None = None
 
     def processor(self, prompt: int | None = None) -> GrammarProcessor:
         """A logits processor for one choice; it may move to another thread between two calls.
@@ -102,36 +126,26 @@ class Grammars:
             why = f"this model's tokenizer cannot be kept to a form: {one_line(e)}"
             raise RequestError(why, "unsupported_parameter") from e
 
-    def of_schema(self, schema: Mapping[str, Any], begun: str = "") -> LLMatcher:
-        """JSON of a schema; an empty one: any object.
+    def of_rules(self, field: str, answer: str, before: Before = Before(), begun: str = "") -> Grammar:
+        """A grammar of rules, ``answer`` and those that it needs.
 
         Args:
-            begun: of it, before the answer.
+            field: of the request, which errors name.
+            begun: of the answer, in the prompt already.
 
         Raises:
-            RequestError: llguidance cannot follow it, or it does not begin like that.
+            RequestError: llguidance cannot follow it, or the answer does not begin like that.
         """
-        check_grammar("schema", extent(schema, GRAMMAR_CHARACTERS))
-        try:
-            source = json.dumps({**(schema or {"type": "object"}), "x-guidance": OPTIONS})
-        except RecursionError as e:
-            raise _not_followed("schema", e) from e
-        matcher = self._matcher("schema", lambda own: own.grammar_from_json_schema(source))
-        tokens = self.tokenizer.tokenize_str(begun) if begun else []
-        if matcher.try_consume_tokens(tokens) < len(tokens):
-            raise RequestError("messages: the last one does not begin JSON of the schema", param="messages")
-        return matcher
+        ends = self.tokenizer.eos_tokens
+        start = "(answer | instead)" if before.instead else "answer"
+        if before.thoughts:
+            start = f"thoughts? {start}"
+        if before.inside:
+            start = f"inside {start}" + (" | inside_cut" if before.inside.ends else "")
+        free = [each.rules(name, ends) for name, each in vars(before).items() if each is not None]
+        return self._grammar(field, "\n".join([f"start: {start}", *free, answer]), begun)
 
-    def of_lark(self, lark: str) -> LLMatcher:
-        """Text of a grammar in Lark's form.
-
-        Raises:
-            RequestError: llguidance cannot follow it.
-        """
-        check_grammar("tools", len(lark))
-        return self._matcher("tools", lambda own: own.grammar_from_lark(lark))
-
-    def of_text(self, text: str) -> LLMatcher:
+    def of_text(self, text: str) -> Grammar:
         """A grammar in llama.cpp's form (GBNF), or in Lark's.
 
         Raises:
@@ -145,25 +159,41 @@ class Grammars:
             lark = any_to_lark(text)
         except Exception as e:  # of several kinds, its own among them
             raise _not_followed("grammar", e) from e
-        return self._matcher("grammar", lambda own: own.grammar_from_lark(lark))
+        return self._grammar("grammar", lark, "")
 
-    def grammar(self, matcher: LLMatcher, detours: Sequence[Detour] = (), inside: Detour | None = None) -> Grammar:
-        """A matcher, with what may come before it."""
+    def _grammar(self, field: str, lark: str, begun: str) -> Grammar:
         own = self.tokenizer
-        return Grammar(matcher, own.vocab_size, frozenset(own.eos_tokens), tuple(detours), inside)
-
-    def _matcher(self, field: str, source: Callable[[type[LLMatcher]], str]) -> LLMatcher:
-        tokenizer = self.tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)
         try:
-            matcher = LLMatcher(tokenizer, source(LLMatcher), log_level=0, limits=limits)
+            matcher = LLMatcher(own, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
         except ValueError as e:
             raise _not_followed(field, e) from e
         if matcher.is_error():
             raise _not_followed(field, matcher.get_error())
-        return matcher
+        tokens = own.tokenize_str(begun) if begun else []
+        if matcher.try_consume_tokens(tokens) < len(tokens):
+            raise RequestError("messages: the last one does not begin JSON of the schema", param="messages")
+        return Grammar(matcher, own.vocab_size, frozenset(own.eos_tokens))
+
+
+def schema_rule(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, as the rule ``answer``; of an empty one: any object.
+
+    Raises:
+        RequestError: it is too large or too deep.
+    """
+    check_grammar("schema", extent(schema, GRAMMAR_CHARACTERS))
+    try:
+        return f"answer: {json_of(schema or {'type': 'object'})}"
+    except RecursionError as e:
+        raise _not_followed("schema", e) from e
+
+
+def json_of(schema: Mapping[str, Any], **options: Any) -> str:
+    """JSON of a schema in a rule."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACES, **options}})}"
 
 
 def extent(value: Any, most: int) -> int:
@@ -197,45 +227,18 @@ def _not_followed(field: str, error: Exception | str) -> RequestError:
     return RequestError(f"{field}: it cannot be followed: {one_line(error)}", param=field)
 
 
-class _At(Enum):
-    BEGINNING = auto()  # of the answer: a detour may begin, or the grammar
-    OPENING = auto()  # of a detour
-    DETOUR = auto()
-    GRAMMAR = auto()
-    END = auto()  # the grammar's end has passed, or a token came that it does not allow
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where an answer is after some of its tokens.
-
-    Attributes:
-        detour: that it is in; ``opened``: tokens of its opening that are there.
-        matched: tokens that the matcher has taken.
-        left: a detour has ended: none of that kind begins again.
-    """
-
-    at: _At = _At.BEGINNING
-    detour: Detour | None = None
-    opened: int = 0
-    matched: int = 0
-    left: bool = False
-
-
 class GrammarProcessor:
     """A logits processor (mlx-lm's) that leaves a token only where the grammar allows it. To be the last of them.
 
-    It takes each token once. Where it is called with other tokens than before, such as without drafted ones that did
-    not stay, it goes back to where they part.
+    It takes each token once, but where it is called with other tokens than before, such as without drafted ones that
+    did not stay.
     """
 
     def __init__(self, grammar: Grammar, prompt: int | None) -> None:
         self._grammar, self._prompt = grammar, prompt
         self._matcher = grammar.matcher.deep_copy()
         self._tokens: list[int] = []
-        inside = grammar.inside
-        first = _Place() if inside is None else _Place(_At.DETOUR, inside)
-        self._places = [first]  # after none of the tokens, after one, ...
+        self._matched = 0  # of those; before the end, or a token that the grammar does not allow
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits (1, vocabulary) with minus infinity for what may not come next.
@@ -250,69 +253,27 @@ class GrammarProcessor:
             self._prompt = tokens.size
         answer = tokens[self._prompt :]
         self._follow(cast(list[int], answer.tolist()) if answer.size else [])
-        allowed = self._allowed(logits.shape[-1])
-        if allowed is None:
-            return logits
-        return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
-
-    def _follow(self, tokens: Sequence[int]) -> None:
-        same = next((i for i, (a, b) in enumerate(zip(self._tokens, tokens, strict=False)) if a != b), None)
-        same = min(len(self._tokens), len(tokens)) if same is None else same
-        self._matcher.rollback(self._places[-1].matched - self._places[same].matched)
-        del self._tokens[same:], self._places[same + 1 :]
-        for token in tokens[same:]:
-            self._tokens.append(token)
-            self._places.append(self._next(self._places[-1], token))
-
-    def _next(self, place: _Place, token: int) -> _Place:
-        if place.at is _At.DETOUR:
-            assert place.detour is not None
-            closing = list(place.detour.closing)
-            over = closing and self._tokens[-len(closing) :] == closing
-            return replace(place, at=_At.BEGINNING, detour=None, left=True) if over else place
-        if place.at is _At.BEGINNING:
-            begun = next((d for d in self._detours(place) if d.opening[0] == token), None)
-            if begun is not None:
-                return self._opened(replace(place, detour=begun, opened=1))
-        if place.at is _At.OPENING:
-            assert place.detour is not None
-            if token == place.detour.opening[place.opened]:
-                return self._opened(replace(place, opened=place.opened + 1))
-        elif place.at is not _At.END and token not in self._grammar.ends:
-            if self._matcher.try_consume_tokens([token]) == 1:
-                return replace(place, at=_At.GRAMMAR, matched=place.matched + 1)
-            if self._matcher.is_error():
-                raise RequestError(f"schema: it is too much here: {one_line(self._matcher.get_error())}")
-        return replace(place, at=_At.END)
-
-    def _opened(self, place: _Place) -> _Place:
-        assert place.detour is not None
-        return replace(place, at=_At.DETOUR if place.opened == len(place.detour.opening) else _At.OPENING)
-
-    def _detours(self, place: _Place) -> list[Detour]:
-        return [d for d in self._grammar.detours if not (place.left and d.closing)]
-
-    def _allowed(self, width: int) -> NDArray[np.bool_] | None:
-        """Whether each token of the model's vocabulary may come next; None: any may."""
-        place = self._places[-1]
+        width = logits.shape[-1]
         allowed = np.zeros(max(width, self._grammar.vocabulary), dtype=np.bool_)
-        if place.at is _At.DETOUR:
-            assert place.detour is not None
-            if place.detour.ends or not place.detour.closing:
-                return None
-            # An answer has to come yet.
-            allowed[:] = True
-            allowed[list(self._grammar.ends)] = False
-        elif place.at is _At.OPENING:
-            assert place.detour is not None
-            allowed[place.detour.opening[place.opened]] = True
-        elif place.at is _At.END:
+        if self._matched < len(self._tokens):
             allowed[list(self._grammar.ends)] = True
         else:
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            if self._matcher.is_error():
-                raise RequestError(f"schema: it is too much here: {one_line(self._matcher.get_error())}")
+            self._check()
             allowed[: self._grammar.vocabulary] = np.unpackbits(mask, bitorder="little")[: self._grammar.vocabulary]
-            if place.at is _At.BEGINNING:
-                allowed[[d.opening[0] for d in self._detours(place)]] = True
-        return allowed[:width]
+        return mx.where(mx.array(allowed[:width]), logits, mx.array(-mx.inf, logits.dtype))
+
+    def _follow(self, tokens: list[int]) -> None:
+        if self._tokens != tokens[: len(self._tokens)]:
+            # llguidance's own rollback goes wrong where a grammar names tokens by their numbers; a token takes it 1 µs.
+            self._matcher, self._matched, self._tokens = self._grammar.matcher.deep_copy(), 0, []
+        new, own = tokens[len(self._tokens) :], self._grammar
+        if self._matched == len(self._tokens):
+            known = itertools.takewhile(lambda token: token < own.vocabulary and token not in own.ends, new)
+            self._matched += self._matcher.try_consume_tokens(list(known))
+            self._check()
+        self._tokens = tokens
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"schema: it is too much here: {one_line(self._matcher.get_error())}")

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +30,9 @@ class Loaded:
     Attributes:
         sequences: ``Leader``, where other ranks have layers of it.
         load_s: seconds that it took.
+        keep_s: seconds that it stays when nobody asks for it; None: for good.
+        until: when it is unloaded if nobody asks for it, by ``time.monotonic``; None: it stays, or is asked now.
         tokens: generated so far.
-        until: when it is unloaded if nobody asks for it, by ``time.monotonic``; None: it stays.
         busy: what holds while it is asked.
     """
 
@@ -40,22 +40,11 @@ class Loaded:
     model: nn.Module
     sequences: Continuous | Leader
     load_s: float
-    tokens: int = 0
+    keep_s: float | None = None
     until: float | None = None
+    tokens: int = 0
     jobs: dict[int, Writer] = field(default_factory=dict)
-    busy: contextlib.ExitStack | None = None
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What it has done so far."""
-        m = self.session.metrics
-        return {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens, "drafted": m.drafted,
-                "accepted": m.accepted}  # fmt: skip
-
-    @property
-    def leader(self) -> Leader | None:
-        """What the ranks that share it follow; None: all of it is here."""
-        return None if isinstance(self.sequences, Continuous) else self.sequences
+    busy: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def session(self) -> Session:
@@ -63,18 +52,40 @@ class Loaded:
         session: Session = self.model.outcore
         return session
 
-    def wake(self) -> None:
+    @property
+    def leader(self) -> Leader | None:
+        """What the ranks that share it follow; None: all of it is here."""
+        return None if isinstance(self.sequences, Continuous) else self.sequences
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What it has done so far, and the bytes of its plan."""
+        m, plan = self.session.metrics, self.session.plan
+        return {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens, "drafted": m.drafted,
+                "accepted": m.accepted, "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}  # fmt: skip
+
+    def stay(self, keep_s: float | None) -> None:
+        """Let it stay for so long after it was asked last; None, or below 0: for good. What ranks share stays so."""
+        self.keep_s = None if self.leader is not None or keep_s is None or keep_s < 0 else keep_s
+        # While it is asked, the time has not begun.
+        self.until = None if self.keep_s is None or self.jobs else time.monotonic() + self.keep_s
+
+    def take(self, uid: int, writer: Writer) -> None:
         """It is asked."""
-        self.until = None
-        if self.busy is None:
-            self.busy = contextlib.ExitStack()
+        if not self.jobs:
+            self.until = None
+            self.busy.close()
             self.busy.enter_context(generating(self.model))
+        self.jobs[uid] = writer
 
     def rest(self) -> None:
-        """Nobody asks it now."""
-        if self.busy is not None:
-            self.busy.close()
-            self.busy = None
+        """Nobody asks it for anything now."""
+        self.busy.close()
+        if self.leader is not None:
+            self.leader.rest()
+        if self.until is None and self.keep_s is not None:
+            self.until = time.monotonic() + self.keep_s
+        clear_cache()
 
 
 class ModelSlot:
@@ -90,10 +101,9 @@ class ModelSlot:
     """
 
     def __init__(self, open_model: Callable[[str], nn.Module], keep_alive: float | None, **options: Any) -> None:
-        self.open, self._keep_alive, self._alive, self._options = open_model, keep_alive, keep_alive, options
+        self.open, self.keep_alive, self._options = open_model, keep_alive, options
         self.loaded: Loaded | None = None
         self.loading: str | None = None
-        self._before: dict[str, Counter[str]] = {}  # counters of models that were let go
 
     @property
     def name(self) -> str | None:
@@ -111,14 +121,6 @@ class ModelSlot:
         until = self.loaded.until if self.loaded is not None else None
         return None if until is None else max(0.0, until - time.monotonic())
 
-    @property
-    def counters(self) -> dict[str, dict[str, int]]:
-        """What each model has done that is or was loaded."""
-        found, loaded = {name: Counter(before) for name, before in self._before.items()}, self.loaded
-        if loaded is not None:
-            found.setdefault(loaded.name, Counter()).update(loaded.counters)
-        return {name: dict(counters) for name, counters in found.items()}
-
     def switch(self, name: str) -> Loaded:
         """Have this model in memory, and no other."""
         self.drop()
@@ -131,42 +133,19 @@ class ModelSlot:
         session: Session = model.outcore
         own = Continuous(model, **self._options)
         self.loaded = Loaded(name, model, session.transport.leader(own) or own, time.monotonic() - began)
-        self.stay(None)
+        self.loaded.stay(self.keep_alive)
         return self.loaded
-
-    def stay(self, keep_alive: float | None) -> None:
-        """Let the model stay for so long after it was asked last; None: as the server says; negative: for good. What
-        ranks share stays for good."""
-        if self.loaded is None or self.loaded.leader is not None:
-            return
-        seconds = self._keep_alive if keep_alive is None else keep_alive
-        self._alive = None if seconds is None or seconds < 0 else seconds
-        # While it is asked, the time has not begun.
-        self.loaded.until = None if self._alive is None or self.loaded.jobs else time.monotonic() + self._alive
-
-    def rest(self) -> None:
-        """Nobody asks the model for anything now."""
-        if self.loaded is None:
-            return
-        self.loaded.rest()
-        if self.loaded.leader is not None:
-            self.loaded.leader.rest()
-        if self.loaded.until is None and self._alive is not None:
-            self.loaded.until = time.monotonic() + self._alive
-        clear_cache()
 
     def drop(self) -> None:
         """Let the model go."""
         if self.loaded is None:
             return
-        name = self.loaded.name
-        self._before[name] = Counter(self.counters[name])
         loaded, self.loaded = self.loaded, None
-        for close in (loaded.sequences.close, loaded.rest, loaded.session.close):
+        for close in (loaded.sequences.close, loaded.busy.close, loaded.session.close):
             try:
                 close()
             except Exception:
-                log.exception("%s cannot be closed", name)
+                log.exception("%s cannot be closed", loaded.name)
         # What refers to itself would stay beside the next model; nor may callers refer to this one.
         del loaded, close
         gc.collect()

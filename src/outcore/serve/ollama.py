@@ -1,38 +1,61 @@
-"""Ollama's API: bodies of chats and completions to what the engine is asked, and its addresses."""
+"""Ollama's API: what its bodies ask, and answers as lines of JSON."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ..checks import COUNT
 from ..decode.request_values import LARGE
-from .api import Defaults, Handled, HttpRequest, ParsedRequest, Route, refused
-from .events import GenerationRequest, Sampling, Service
-from .ollama_answers import OllamaWriter, timestamp
-from .ollama_models import Named, plain_name, pull, running, show, tags
-from .openai import NO_EMBEDDINGS
+from .api import (
+    JSON_LINES,
+    Defaults,
+    Handled,
+    HttpRequest,
+    ParsedRequest,
+    ResponseWriter,
+    Route,
+    Whole,
+    encoded,
+    logprob_entries,
+    refused,
+)
+from .events import (
+    Begun,
+    Called,
+    Ended,
+    Event,
+    Finished,
+    GenerationRequest,
+    RequestError,
+    Sampling,
+    Service,
+    TextPart,
+)
+from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 from .requests import (
     MOST_TOOLS,
-    UNSUPPORTED,
-    Body,
-    Change,
     Factor,
     Function,
+    Message,
     Needed,
     Part,
+    SamplerFields,
     Seed,
-    Share,
     Stops,
-    Temperature,
     TopLogprobs,
-    opaque,
+    called,
+    conversation,
+    joined,
+    part_of,
     read,
     sampling_of,
     wrong,
@@ -41,22 +64,20 @@ from .requests import (
 VERSION = "0.13.0"
 """Of Ollama's API that this follows. Clients compare it to decide what they may ask for."""
 
-UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-PART = r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)"
-DURATION = re.compile(rf"([+-]?)((?:{PART})+|\d+\.?\d*)", re.ASCII)
-
-Message = dict[str, Any]
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+TIME = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h|$)", re.ASCII)
 
 
 def _seconds(value: Any) -> Any:
     """Of a number, in quotes or not, or of one of Go's durations, such as ``1h30m``."""
     if not isinstance(value, str):
         return value
-    if len(value) > 40 or (match := DURATION.fullmatch(value.strip())) is None:
+    text = value.strip()[:40]
+    parts = TIME.findall(text)
+    if not parts or text not in {sign + "".join(map("".join, parts)) for sign in ("", "+", "-")}:
         raise PydanticCustomError("value", "seconds, or a duration such as 5m or 1h30m, are needed")
-    sign, rest = match.group(1), match.group(2)
-    parts = re.findall(PART, rest) or [(rest, "s")]
-    return sum(float(count) * UNITS[unit] for count, unit in parts) * (-1 if sign == "-" else 1)
+    seconds: float = sum(float(count) * UNITS[unit or "s"] for count, unit in parts)
+    return -seconds if text.startswith("-") else seconds
 
 
 def _whole(value: Any) -> Any:
@@ -70,29 +91,17 @@ def _stops(value: Any) -> Any:
     return [stop for stop in stops if stop != ""] if isinstance(stops, list) else stops
 
 
-def _neutral(value: float) -> float:
-    if value != 1:
-        raise PydanticCustomError(UNSUPPORTED, "not supported; leave it out, or use top_p or min_p")
-    return value
+Integer = Annotated[int, BeforeValidator(_whole), Field(ge=-COUNT, le=COUNT)]
+"""Numbers below 0 mean none of it, or any."""
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-COUNT, le=COUNT)]
-"""Of the sampler: numbers below 0 mean none of it, or any."""
-
-
-class Options(Body):
-    temperature: Temperature | None = None
-    top_k: Whole | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
+class Options(SamplerFields):
+    top_k: Integer | None = None
     seed: Annotated[Seed, BeforeValidator(_whole)] | None = None
     repeat_penalty: Factor | None = None
-    presence_penalty: Change | None = None
-    frequency_penalty: Change | None = None
     repeat_last_n: Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=COUNT)] | None = None
-    num_predict: Whole | None = None
+    num_predict: Integer | None = None
     stop: Annotated[Stops, BeforeValidator(_stops)] = ()
-    typical_p: Annotated[float, AfterValidator(_neutral)] | None = None
 
     def sampling(self, base: Sampling) -> Sampling:
         """What is not given is the server's: not Ollama's temperature of 0.8."""
@@ -151,14 +160,14 @@ class OllamaBody(Named):
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
 
-    def request(self, defaults: Defaults, **changes: Any) -> GenerationRequest:
+    def parsed(self, defaults: Defaults, chat: bool, **changes: Any) -> ParsedRequest:
         """What is asked; the prompt is among the changes."""
         tokens, template = self.options.num_predict, dict(defaults.template_options)
         if self.think is not None:
             template["enable_thinking"] = self.think is not False
         if isinstance(self.think, str):
             template["reasoning_effort"] = "high" if self.think == "max" else self.think
-        return GenerationRequest(
+        ask = GenerationRequest(
             model=plain_name(self.called),
             template_options=template,
             max_tokens=defaults.max_tokens if tokens is None else tokens if tokens > 0 else COUNT,
@@ -169,11 +178,8 @@ class OllamaBody(Named):
             keep_alive=self.keep_alive,
             **changes,
         )
-
-    def writer(self, chat: bool) -> OllamaWriter:
-        """What writes the answer."""
-        options = [f"options.{name}" for name in self.options.ignored()]
-        return OllamaWriter(self.stream, self.ignored(*options), chat=chat, model=self.called)
+        ignored = self.ignored(*(f"options.{name}" for name in self.options.ignored()))
+        return ParsedRequest((ask,), OllamaWriter(self.stream, ignored, chat=chat, model=self.called))
 
 
 class ChatBody(OllamaBody):
@@ -182,54 +188,38 @@ class ChatBody(OllamaBody):
 
 
 class GenerateBody(OllamaBody):
+    refused = {"suffix": ("",), "template": ("",), "context": ([],)}
+
     prompt: str = ""
     system: str = ""
     raw: bool = False
     images: list[Any] = []
-    suffix: str = ""
-    template: str = ""
-    context: list[Any] = []
-
-
-INSTEAD = {
-    "suffix": "write the model's own tokens for filling in into a prompt, with raw true",
-    "template": "the model's own is used; or send a prompt that is written out, with raw true",
-    "context": "Ollama has deprecated it; send the messages so far to /api/chat",
-}
-"""Fields of a completion that are not supported, and what to do."""
 
 
 def chat(request: HttpRequest, service: Service) -> Handled:
     """``/api/chat``; without messages the model is loaded, or unloaded."""
     body = read(ChatBody, request.body)
-    messages = _conversation(body.messages)
+    messages = conversation(_messages(body.messages))
     if not messages:
         return _loaded(body, service, {"message": {"role": "assistant", "content": ""}})
     last = messages[-1]
     begun = bool(last["content"] or last.get("reasoning_content")) and "tool_calls" not in last
-    nothing = {"type": "object", "properties": {}}
-    tools = tuple(t.function.tool(parameters=nothing | (t.function.parameters or {})) for t in body.tools)
-    continued = last["role"] == "assistant" and begun
-    ask = body.request(request.defaults, messages=tuple(messages), continued=continued, tools=tools)
-    return ParsedRequest((ask,), body.writer(chat=True))
+    continued, tools = last["role"] == "assistant" and begun, tuple(tool.function.tool() for tool in body.tools)
+    return body.parsed(request.defaults, chat=True, messages=messages, continued=continued, tools=tools)
 
 
 def generate(request: HttpRequest, service: Service) -> Handled:
     """``/api/generate``; without a prompt the model is loaded, or unloaded."""
     body = read(GenerateBody, request.body)
-    for name, why in INSTEAD.items():
-        if getattr(body, name):
-            raise wrong(name, f"not supported: {why}", UNSUPPORTED)
-    if body.images:
-        raise opaque("image", "images", ("prompt",))
-    if body.raw and body.system:
+    if body.raw and (body.system or body.images):
         raise wrong("system", "a raw prompt is taken as it is; write it into the prompt")
     if not body.prompt:
         return _loaded(body, service, {"response": ""})
+    if body.raw:
+        return body.parsed(request.defaults, chat=False, prompt=body.prompt)
     first = [{"role": "system", "content": body.system}] if body.system else []
-    asked: Any = {"messages": (*first, {"role": "user", "content": body.prompt})}
-    ask = body.request(request.defaults, **({"prompt": body.prompt} if body.raw else asked))
-    return ParsedRequest((ask,), body.writer(chat=False))
+    user = {"role": "user", "content": _content(body.prompt, body.images, "images")}
+    return body.parsed(request.defaults, chat=False, messages=(*first, user))
 
 
 def _loaded(body: OllamaBody, service: Service, empty: dict[str, Any]) -> Awaitable[dict[str, Any]]:
@@ -243,33 +233,29 @@ def _loaded(body: OllamaBody, service: Service, empty: dict[str, Any]) -> Awaita
     return load()
 
 
-def _conversation(turns: Sequence[Turn]) -> list[Message]:
+def _content(text: str, images: Sequence[Any], where: str) -> Any:
+    return joined([text, *(part_of({"type": "image", "data": image}, where, opaque=True) for image in images)])
+
+
+def _messages(turns: Sequence[Turn]) -> list[Message]:
     """As chat templates take them. Calls have ids, which Ollama's clients mostly leave out, in their order."""
     messages: list[Message] = []
     unanswered, calls = list[Message](), 0
     for i, turn in enumerate(turns):
-        if turn.images:
-            raise opaque("image", f"messages[{i}].images", ("content",))
-        made: Message = {"role": turn.role, "content": turn.content}
-        if turn.role == "assistant":
-            if turn.thinking:
-                made["reasoning_content"] = turn.thinking
-            if turn.tool_calls:
-                made["tool_calls"] = [
-                    {
-                        "id": call.id or f"call{calls + n:05d}",
-                        "type": "function",
-                        "function": call.function.model_dump(),
-                    }
-                    for n, call in enumerate(turn.tool_calls)
-                ]
-                calls, unanswered = calls + len(turn.tool_calls), list(made["tool_calls"])
-        elif turn.role == "tool":
+        made: Message = {"role": turn.role, "content": _content(turn.content, turn.images, f"messages[{i}].images")}
+        if turn.role == "assistant" and turn.thinking:
+            made["reasoning_content"] = turn.thinking
+        if turn.role == "assistant" and turn.tool_calls:
+            made["tool_calls"] = [
+                called(call.id or f"call{calls + n:05d}", call.function.name, call.function.arguments)
+                for n, call in enumerate(turn.tool_calls)
+            ]
+            calls, unanswered = calls + len(turn.tool_calls), list(made["tool_calls"])
+        if turn.role == "tool":
             name = turn.tool_name or turn.name
-            if (call := _answered(unanswered, turn.tool_call_id, name)) is not None:
-                made |= {"tool_call_id": call["id"], "name": name or call["function"]["name"]}
-            else:
-                made |= {k: v for k, v in (("tool_call_id", turn.tool_call_id), ("name", name)) if v}
+            call = _answered(unanswered, turn.tool_call_id, name) or {"id": turn.tool_call_id, "function": {"name": ""}}
+            given = {"tool_call_id": call["id"], "name": name or call["function"]["name"]}
+            made |= {key: value for key, value in given.items() if value}
         messages.append(made)
     return messages
 
@@ -283,7 +269,89 @@ def _answered(unanswered: list[Message], call_id: str, name: str) -> Message | N
     return None
 
 
+class OllamaWriter(ResponseWriter):
+    """Writes an answer as lines of JSON or as one object.
+
+    Args:
+        chat: of a chat, else of a completion.
+        model: its name as the client gave it.
+        clock: seconds, of which the whole time that an answer took is made.
+    """
+
+    media_type = JSON_LINES
+
+    def __init__(
+        self, streams: bool, ignored: Sequence[str] = (), *, chat: bool, model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        super().__init__(streams, ignored)
+        self._chat, self._model, self._clock, self._start = chat, model, clock, clock()
+        self._begun, self._reason = Begun(model, 0), "stop"
+
+    def sent(self, steps: Any) -> bytes:
+        return b"".join(encoded(step) + b"\n" for step in steps)
+
+    def failure(self, error: RequestError) -> Iterator[dict[str, Any]]:
+        yield error_body(error)
+
+    def keepalive(self) -> bytes:
+        """A record without text: clients parse every line, an empty one too."""
+        return self.sent([self._record()])
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """The last record, with all that those before it said."""
+        (last,) = [step for event in events if not isinstance(event, TextPart | Called) for step in self.steps(event)]
+        (said,) = Whole(events).choices
+        return last | self._record(said.text, said.reasoning, said.calls, said.parts, done=True)
+
+    def steps(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case Begun():
+                self._begun = event
+            case TextPart():
+                yield self._record(event.text, event.reasoning, parts=[event])
+            case Called():
+                yield self._record(calls=[event])
+            case Ended():
+                self._reason = "length" if event.reason == "length" else "stop"
+            case Finished():
+                yield self._record(done=True) | self._figures(event)
+
+    def _record(
+        self, text: str = "", thinking: str = "", calls: Sequence[Called] = (), parts: Sequence[TextPart] = (),
+        done: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        said: dict[str, Any] = {"role": "assistant", "content": text} if self._chat else {"response": text}
+        if thinking:
+            said["thinking"] = thinking
+        if calls:
+            functions = [{"index": c.number, "name": c.name, "arguments": json.loads(c.arguments)} for c in calls]
+            said["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]
+        record: dict[str, Any] = {"model": self._model or self._begun.model, "created_at": timestamp(datetime.now(UTC))}
+        record |= {"message": said} if self._chat else said
+        if logprobs := logprob_entries(parts):
+            record["logprobs"] = logprobs
+        return record | {"done": done}
+
+    def _figures(self, finished: Finished) -> dict[str, Any]:
+        """Nanoseconds and tokens. What the cache had of the prompt counts to it."""
+        seconds = {"total": self._clock() - self._start, "load": self._begun.load_s,
+                   "prompt_eval": finished.prompt_s, "eval": finished.generation_s}  # fmt: skip
+        return {
+            "done_reason": self._reason,
+            **{f"{name}_duration": round(value * 1e9) for name, value in seconds.items()},
+            "prompt_eval_count": finished.prompt_tokens,
+            "eval_count": finished.tokens,
+        }
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """An error as the API tells it."""
+    return {"error": str(error)}
+
+
 FILES = "models are folders of files; put one where the server finds it, or start it with --model"
+EMBEDDINGS = "no model here embeds; ask a server that has such a model"
 
 ROUTES = (
     Route("/api/chat", chat, "POST", "Answer a conversation", ChatBody),
@@ -293,8 +361,8 @@ ROUTES = (
     Route("/api/ps", running, summary="The models that are in memory"),
     Route("/api/version", lambda request, service: {"version": VERSION}, summary="Of Ollama's API"),
     Route("/api/pull", pull, "POST", "Succeeds for a model that is there", Named),
-    refused("/api/embed", NO_EMBEDDINGS),
-    refused("/api/embeddings", NO_EMBEDDINGS),
+    refused("/api/embed", EMBEDDINGS),
+    refused("/api/embeddings", EMBEDDINGS),
     refused("/api/create", "use a Modelfile: outcore serve --modelfile FILE"),
     refused("/api/push", "nothing is sent anywhere from here"),
     refused("/api/copy", FILES),

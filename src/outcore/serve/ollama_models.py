@@ -9,7 +9,6 @@ from typing import Any
 from ..text import shortened
 from .api import HttpRequest
 from .events import ModelCard, RequestError, Service
-from .ollama_answers import timestamp
 from .requests import Body, read
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
@@ -33,6 +32,11 @@ class Named(Body):
     def called(self) -> str:
         """The model as the client names it."""
         return self.model or self.name
+
+
+def timestamp(at: datetime) -> str:
+    """RFC 3339 in UTC, with microseconds."""
+    return at.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def plain_name(name: str) -> str:

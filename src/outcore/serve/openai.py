@@ -1,8 +1,8 @@
-"""OpenAI's chat completions, completions and models: bodies to what the engine is asked, events to what is sent."""
+"""OpenAI's chat completions and models, and what its other APIs have in common with them."""
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -12,32 +12,44 @@ from pydantic_core import PydanticCustomError
 
 from ..checks import COUNT
 from ..decode.request_values import template_options
-from .api import Defaults, HttpRequest, ParsedRequest, Route, refused
-from .events import GenerationRequest, ModelCard, Service
-from .openai_answers import ChatWriter, CompletionWriter
+from ..version import __version__
+from .api import (
+    Defaults,
+    HttpRequest,
+    ParsedRequest,
+    ResponseWriter,
+    Route,
+    Whole,
+    WholeChoice,
+    logprob_entries,
+    new_id,
+    refused,
+)
+from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, RequestError, Service, TextPart
 from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
     Function,
+    Message,
     Needed,
     Part,
     SamplerFields,
     Stops,
     TopLogprobs,
-    once,
-    opaque,
+    called,
+    continues,
+    conversation,
     read,
+    sampling_of,
+    text_of,
     text_of_json,
     wrong,
 )
 
 CHOICES = 128
-PROMPTS = 128
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-TEXT = ("text", "input_text", "output_text", "refusal")
-"""Types of parts that are text, in any of OpenAI's APIs."""
+"""Of a request at most, over all its prompts."""
 
-Message = dict[str, Any]
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def _some(tokens: int) -> int:
@@ -90,13 +102,10 @@ class OpenAIBody(SamplerFields):
 
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
         """Arguments of the chat template: the server's, by the effort, and the request's own, which hold."""
-        own = template_options(self.chat_template_kwargs)
-        effort_says: dict[str, Any] = {}
-        if effort is not None:
-            thinks = effort not in ("none", "minimal")
-            level = effort if effort in ("low", "medium") else "high"
-            effort_says = {"enable_thinking": True, "reasoning_effort": level} if thinks else {"enable_thinking": False}
-        return {**defaults.template_options, **effort_says, **own}
+        says: dict[str, Any] = {} if effort is None else {"enable_thinking": effort not in ("none", "minimal")}
+        if says.get("enable_thinking"):
+            says["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+        return {**defaults.template_options, **says, **template_options(self.chat_template_kwargs)}
 
 
 class TextBody(OpenAIBody):
@@ -117,17 +126,12 @@ class TextBody(OpenAIBody):
         return GenerationRequest(
             model=self.model,
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
-            sampling=self.sampling(defaults.sampling),
+            sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
             schema=schema_of(self.response_format, "response_format"),
             grammar=self.grammar,
             choices=self.n,
         )
-
-    def writing(self) -> dict[str, Any]:
-        """What the answer's writer has to know of it."""
-        usage = self.stream_options is not None and self.stream_options.include_usage
-        return {"streams": self.stream, "ignored": self.ignored(), "usage": usage}
 
 
 class Call(Part):
@@ -156,9 +160,11 @@ class ChatMessage(Part):
     def message(self, where: str) -> Message:
         """As chat templates take it."""
         answers = self.role == "assistant"
-        empty = answers and self.content in (None, [])
-        made: Message = {"role": ROLES[self.role]}
-        made["content"] = self.refusal if empty else "".join(texts(self.content, f"{where}.content"))
+        made: Message = {"role": "system" if self.role == "developer" else self.role}
+        if answers and self.content in (None, []):
+            made["content"] = self.refusal
+        else:
+            made["content"] = text_of(self.content, f"{where}.content", opaque=self.role == "user")
         if self.name:
             made["name"] = self.name
         if self.role == "tool" and self.tool_call_id:
@@ -167,9 +173,9 @@ class ChatMessage(Part):
         if answers and thought:
             made["reasoning_content"] = thought
         if answers and self.tool_calls:
+            at = [(call, f"{where}.tool_calls[{i}].function.arguments") for i, call in enumerate(self.tool_calls)]
             made["tool_calls"] = [
-                called(call.id, call.function.name, call.function.arguments, f"{where}.tool_calls[{i}].function")
-                for i, call in enumerate(self.tool_calls)
+                called(call.id, call.function.name, text_of_json(call.function.arguments, place)) for call, place in at
             ]
         return made
 
@@ -196,88 +202,21 @@ class ChatBody(TextBody):
     top_logprobs: TopLogprobs | None = None
 
 
-class CompletionBody(TextBody):
-    """A completion of one prompt or several."""
-
-    refused = {"echo": (False,), "suffix": ("",)}
-
-    prompt: Any
-    logprobs: TopLogprobs | Literal[False] | None = None
-    best_of: int | None = None
-
-
-def texts(content: Any, where: str, kinds: Sequence[str] = TEXT) -> list[str]:
-    """The texts of a message's content: a string, or parts of these kinds.
-
-    Raises:
-        RequestError: it is neither, or has a part of another kind.
-    """
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list) or not content:
-        raise wrong(where, "a string, or a list of content parts, is needed")
-    found = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise wrong(f"{where}[{i}]", "an object with a type is needed")
-        if (kind := part.get("type")) not in kinds:
-            raise opaque(kind, f"{where}[{i}]", kinds)
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise wrong(f"{where}[{i}].text", "a string is needed")
-        found.append(text)
-    return found
-
-
-def called(call_id: str, name: str, arguments: str, where: str) -> Message:
-    """A call that an answer had, as chat templates take it."""
-    function = {"name": name, "arguments": text_of_json(arguments, f"{where}.arguments")}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with one system message in front, since many templates take only one, and with the names of the
-    functions that tool messages are the results of."""
-    names: dict[str, str] = {}
-    for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]}
-        name = names.get(message.get("tool_call_id", ""))
-        if message["role"] == "tool" and name:
-            message.setdefault("name", name)
-    first = [m["content"] for m in itertools.takewhile(lambda m: m["role"] == "system", messages)]
-    return (*([{"role": "system", "content": "\n\n".join(first)}] if first else []), *messages[len(first) :])
-
-
-def continues(messages: Sequence[Message], where: str = "messages") -> bool:
-    """Whether the last message is an answer's beginning, which is gone on with.
-
-    Raises:
-        RequestError: the last two are answers.
-    """
-    last = [m["role"] == "assistant" and bool(m["content"]) and not m.get("tool_calls") for m in messages[-2:]]
-    if last == [True, True]:
-        raise wrong(where, "the last two are of the assistant; one can be continued")
-    return last[-1:] == [True]
-
-
-def chosen_tool(choice: Any, names: Iterable[str]) -> str:
+def chosen_tool(choice: Any) -> str:
     """``GenerationRequest.tool_choice`` of a word, or of an object that names a function; None: auto.
 
     Raises:
-        RequestError: it is neither, or there is no such tool.
+        RequestError: it is neither.
     """
-    known = set(names)
+    words = ("auto", "none", "required")
     if isinstance(choice, dict):
         inner = choice.get("function", choice)
-        name = inner.get("name") if choice.get("type") == "function" and isinstance(inner, dict) else None
-        if not isinstance(name, str) or name not in known or name in ("auto", "none", "required"):
-            raise wrong("tool_choice", "there is no such function among the tools, or none that can be chosen")
-        return name
-    if choice not in (None, "auto", "none", "required"):
-        raise wrong("tool_choice", "auto, none, required, or an object naming a function, is needed")
-    if choice == "required" and not known:
-        raise wrong("tool_choice", "required, but there are no tools")
-    return choice or "auto"
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if isinstance(name, str) and name not in words:
+            return name
+    elif choice is None or choice in words:
+        return choice or "auto"
+    raise wrong("tool_choice", "auto, none, required, or an object naming a function, is needed")
 
 
 def chat(request: HttpRequest, service: Service) -> ParsedRequest:
@@ -286,7 +225,6 @@ def chat(request: HttpRequest, service: Service) -> ParsedRequest:
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
         made.pop()  # apps keep a place for the answer so
-    tools = once([tool.function.tool() for tool in body.tools])
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", "only where logprobs is true")
     messages = conversation(made)
@@ -294,43 +232,135 @@ def chat(request: HttpRequest, service: Service) -> ParsedRequest:
         body.request(request.defaults),
         messages=messages,
         continued=continues(messages),
-        tools=tools,
-        tool_choice=chosen_tool(body.tool_choice, (tool["function"]["name"] for tool in tools)),
+        tools=tuple(tool.function.tool() for tool in body.tools),
+        tool_choice=chosen_tool(body.tool_choice),
         parallel_tools=body.parallel_tool_calls,
         template_options=body.options(request.defaults, body.reasoning_effort),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ParsedRequest((ask,), ChatWriter(**body.writing(), choices=body.n, logprobs=body.logprobs))
+    return ParsedRequest((ask,), ChatWriter(body, body.n, logprobs=body.logprobs))
 
 
-def completion(request: HttpRequest, service: Service) -> ParsedRequest:
-    """``/v1/completions``: each prompt is asked by itself."""
-    body = read(CompletionBody, request.body)
-    if body.best_of not in (None, 1, body.n):
-        raise wrong("best_of", "not supported; leave it out", UNSUPPORTED)
-    prompts = _prompts(body.prompt)
-    if len(prompts) * body.n > CHOICES:
-        raise wrong("n", f"{len(prompts) * body.n} answers; at most {CHOICES} over all prompts")
-    ask = body.request(request.defaults)
-    ask = replace(ask, logprobs=None if body.logprobs is False else body.logprobs)
-    writer = CompletionWriter(**body.writing(), choices=len(prompts) * body.n, logprobs=ask.logprobs is not None)
-    return ParsedRequest(tuple(replace(ask, prompt=prompt) for prompt in prompts), writer)
+class ChatWriter(ResponseWriter):
+    """Writes an answer of choices, whole or in chunks of one id.
+
+    Args:
+        choices: of all prompts together.
+        logprobs: they are told.
+    """
+
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: TextBody, choices: int, *, logprobs: bool = False) -> None:
+        super().__init__(body.stream, body.ignored())
+        self.choices, self.logprobs = choices, logprobs
+        self.usage = body.stream_options is not None and body.stream_options.include_usage
+        self._head = {"id": new_id(self.prefix), "object": self.kind, "created": int(time.time()), "model": "",
+                      "system_fingerprint": f"build-outcore-{__version__}"}  # fmt: skip
+
+    def steps(self, event: Event) -> Iterable[dict[str, Any]]:
+        chunk = self._head | {"object": self.chunk_kind}
+        if isinstance(event, Begun):
+            chunk["model"] = self._head["model"] = event.model
+        if not isinstance(event, Finished):
+            more = {"usage": None} if self.usage else {}
+            yield from (chunk | {"choices": [choice]} | more for choice in self.deltas(event))
+        elif self.usage:
+            yield chunk | {"choices": [], "usage": usage(event), "timings": timings(event)}
+
+    def closing(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def failure(self, error: RequestError) -> Iterable[dict[str, Any]]:
+        yield error_body(error)
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        answer = Whole(events, self.choices)
+        choices = [
+            {"index": i, **self.said(i, choice), "finish_reason": choice.reason}
+            for i, choice in enumerate(answer.choices)
+        ]
+        more = {"choices": choices, "usage": usage(answer.finished), "timings": timings(answer.finished)}
+        return self._head | {"model": answer.begun.model} | more
+
+    def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
+        """The choices of the chunks that tell an event."""
+
+        def delta(index: int, said: Any, end: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+            return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": end}
+
+        match event:
+            case Begun():
+                yield from (delta(i, {"role": "assistant", "content": None}) for i in range(self.choices))
+            case TextPart() if event.text or event.reasoning or event.logprobs:
+                said = _thought(event.reasoning)
+                said |= {"content": event.text} if event.text or not said else {}
+                yield delta(event.index, said, logprobs=self._logprobs([event]))
+            case Called():
+                call = {"index": event.number, **_call(event)}
+                named = call | {"function": call["function"] | {"arguments": ""}}
+                for part in (named, {"index": event.number, "function": {"arguments": event.arguments}}):
+                    yield delta(event.index, {"tool_calls": [part]}, logprobs=self._logprobs([]))
+            case Ended():
+                yield delta(event.index, {}, event.reason)
+
+    def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        """A whole choice's message, or text, and its log-probabilities."""
+        content = None if choice.calls and not choice.text else choice.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _thought(choice.reasoning)
+        if choice.calls:
+            message["tool_calls"] = [_call(call) for call in choice.calls]
+        return {"message": message, "logprobs": self._logprobs(choice.parts)}
+
+    def _logprobs(self, parts: Sequence[TextPart]) -> dict[str, Any] | None:
+        """Of the answer's tokens; those of what is thought are not told, as OpenAI does."""
+        told = logprob_entries(part for part in parts if part.text or not part.reasoning)
+        return {"content": told, "refusal": None} if self.logprobs else None
 
 
-def _prompts(value: Any) -> list[str | tuple[int, ...]]:
-    """One prompt or several: a string, token ids, or a list of those."""
-    given = value if isinstance(value, list) and not _ids(value) else [value]
-    if not 1 <= len(given) <= PROMPTS:
-        raise wrong("prompt", f"{len(given)} of them; from 1 to {PROMPTS} are needed")
-    for i, one in enumerate(given):
-        if not (isinstance(one, str) and one) and not _ids(one):
-            where = "prompt" if len(given) == 1 else f"prompt[{i}]"
-            raise wrong(where, "a string, or a list of token ids, that is not empty, is needed")
-    return [one if isinstance(one, str) else tuple(one) for one in given]
+def _thought(reasoning: str) -> dict[str, Any]:
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t <= COUNT for t in value)
+def _call(event: Called) -> dict[str, Any]:
+    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": event.arguments}}
+
+
+def usage(finished: Finished) -> dict[str, Any]:
+    """OpenAI's counts of tokens."""
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.tokens,
+        "total_tokens": finished.prompt_tokens + finished.tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
+    }
+
+
+def timings(finished: Finished) -> dict[str, Any]:
+    """llama.cpp's times, which apps show: milliseconds, and tokens per second."""
+    computed = finished.prompt_tokens - finished.cached_tokens
+    found: dict[str, Any] = {"cache_n": finished.cached_tokens}
+    for name, tokens, timed, seconds in (
+        ("prompt", computed, computed, finished.prompt_s),
+        # The time begins with the first token of each answer.
+        ("predicted", finished.tokens, max(0, finished.tokens - finished.choices), finished.generation_s),
+    ):
+        found |= {f"{name}_n": tokens, f"{name}_ms": seconds * 1e3}
+        found[f"{name}_per_second"] = timed / seconds if seconds > 0 else 0.0
+    if finished.drafted:
+        found |= {"draft_n": finished.drafted, "draft_n_accepted": finished.accepted}
+    return found
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    if error.code == "context_length_exceeded":
+        kind = "exceed_context_size_error"  # llama.cpp's, by which agents know that they have to shorten
+    code = None if error.code == "invalid_request" else error.code
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code, **error.counts}}
 
 
 def models(request: HttpRequest, service: Service) -> dict[str, Any]:
@@ -350,18 +380,13 @@ def _model(card: ModelCard) -> dict[str, Any]:
             "max_model_len": card.context, "loaded": card.loaded, "meta": meta}  # fmt: skip
 
 
-NO_EMBEDDINGS = "no model here embeds; ask a server that has such a model"
-
-ROUTES = (
-    *(
-        route
-        for prefix in ("/v1", "")
-        for route in (
-            Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
-            Route(f"{prefix}/completions", completion, "POST", "Continue a text, or several", CompletionBody),
-            Route(f"{prefix}/models", models, summary="List the models"),
-            Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
-            refused(f"{prefix}/embeddings", NO_EMBEDDINGS),
-        )
-    ),
+ROUTES = tuple(
+    route
+    for prefix in ("/v1", "")
+    for route in (
+        Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
+        Route(f"{prefix}/models", models, summary="List the models"),
+        Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
+        refused(f"{prefix}/embeddings", "no model here embeds; ask a server that has such a model"),
+    )
 )

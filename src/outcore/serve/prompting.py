@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -20,7 +20,7 @@ from ..text import one_line, shortened
 from .call_grammar import FORMS, CallForm
 from .chat_template import TokenizerTemplate
 from .events import GenerationRequest
-from .grammar import GRAMMAR_CHARACTERS, Detour, Grammar, Grammars, check_grammar, extent
+from .grammar import GRAMMAR_CHARACTERS, Before, Free, Grammar, Grammars, check_grammar, extent, schema_rule
 from .harmony import FINAL, harmony_markers
 from .parsing import NAME, Markers, TextParser
 
@@ -92,11 +92,12 @@ class Prompter:
         Raises:
             RequestError: it cannot be meant, or not with this model; names the field.
         """
-        if "" in ask.stop:
-            raise RequestError("stop: a string is empty", param="stop")
         if bias := ask.sampling.logit_bias:
             check_ids(list(bias), self._ids, "logit_bias")
-        check_extent(ask, most)
+        if most is not None:
+            _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
+            _check_characters(len(ask.prompt or "") * (1 if isinstance(ask.prompt, str) else CHARACTERS), most)
+            _check_characters(extent(ask.tools, most * CHARACTERS), most, "tools")
         return self._chat(ask, most) if ask.messages is not None else self._text(ask)
 
     def _text(self, ask: GenerationRequest) -> Prompt:
@@ -112,8 +113,8 @@ class Prompter:
     def _free(self, ask: GenerationRequest) -> Grammar | None:
         """The grammar of an answer that nothing may come before."""
         if ask.grammar:
-            return self._grammars.grammar(self._grammars.of_text(ask.grammar))
-        return None if ask.schema is None else self._grammars.grammar(self._grammars.of_schema(ask.schema))
+            return self._grammars.of_text(ask.grammar)
+        return None if ask.schema is None else self._grammars.of_rules("schema", schema_rule(ask.schema))
 
     def _chat(self, ask: GenerationRequest, most: int | None) -> Prompt:
         tools = _tools(ask)
@@ -170,34 +171,34 @@ class Prompter:
             if markers.dropped or (markers.initial != "normal" and not self._template.harmony):
                 why = "this model's answers have parts that no grammar is known for"
                 raise RequestError(why, "unsupported_parameter")
-            detours, inside = self._thoughts(ask, text, thinking)
+            before = self._before(ask, text, thinking)
             if forced:
-                return self._grammars.grammar(self._calls(ask, tools), detours, inside)
-            if tools and not self._template.harmony:
-                detours = (*detours, Detour(tuple(self.tokenizer.tool_call_start_tokens)))
+                return self._grammars.of_rules("tools", self._calls(ask, tools), before)
             assert ask.schema is not None
-            matcher = self._grammars.of_schema(ask.schema, _begun(ask, text) if not thinking else "")
-            return self._grammars.grammar(matcher, detours, inside)
+            if tools and not self._template.harmony:
+                before = replace(before, instead=Free(tuple(self.tokenizer.tool_call_start_tokens)))
+            begun = _begun(ask, text) if not thinking else ""
+            return self._grammars.of_rules("schema", schema_rule(ask.schema), before, begun)
         except RequestError as e:
             e.param = e.param or ("tool_choice" if forced else "schema")
             raise
 
-    def _thoughts(self, ask: GenerationRequest, text: str, thinking: bool) -> tuple[tuple[Detour, ...], Detour | None]:
-        """Thoughts that may come before an answer, and those that it begins within."""
+    def _before(self, ask: GenerationRequest, text: str, thinking: bool) -> Before:
+        """Thoughts that may come before an answer, or that it begins within."""
         own = self.tokenizer
         if self._template.harmony and not ask.continued:
             # Calls are among what comes before the answer, and end it.
             final = own.encode(FINAL, add_special_tokens=False)
-            return (), Detour((), tuple(final), ends=bool(ask.tools) and ask.tool_choice != "none")
+            return Before(Free((), tuple(final), ends=bool(ask.tools) and ask.tool_choice != "none"))
         if not own.has_thinking:
-            return (), None
-        thoughts = Detour(tuple(own.think_start_tokens), tuple(own.think_end_tokens))
+            return Before()
+        opening, closing = tuple(own.think_start_tokens), tuple(own.think_end_tokens)
         if thinking:
-            return (), thoughts
+            return Before(Free((), closing))
         over = ask.continued or text.rstrip().endswith(own.think_end)
-        return (() if over or not self._template.thinking else (thoughts,)), None
+        return Before(thoughts=None if over or not self._template.thinking else Free(opening, closing))
 
-    def _calls(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...]) -> Any:
+    def _calls(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...]) -> str:
         name = str(getattr(self.tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
         if name not in FORMS:
             why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
@@ -214,25 +215,13 @@ class Prompter:
             lark = form.lark(chosen, ask.parallel_tools and ask.tool_choice == "required")
         except (AttributeError, KeyError, TypeError, RecursionError) as e:
             raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
-        return self._grammars.of_lark(lark)
+        check_grammar("tools", len(lark))
+        return lark
 
     def _mark(self, mark: str) -> str:
         """A mark as grammars name it: by its token, if it is one."""
         tokens = self.tokenizer.encode(mark, add_special_tokens=False)
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
-
-
-def check_extent(ask: GenerationRequest, most: int | None) -> None:
-    """Refuse what has more characters than so many tokens, before anything is made of it.
-
-    Raises:
-        RequestError: it has.
-    """
-    if most is None:
-        return
-    _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
-    _check_characters(len(ask.prompt or "") * (1 if isinstance(ask.prompt, str) else CHARACTERS), most)
-    _check_characters(extent(ask.tools, most * CHARACTERS), most, "tools")
 
 
 def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
@@ -262,23 +251,21 @@ def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
     """The tools that may be called, each with parameters, as the parsers of calls want them.
 
     Raises:
-        RequestError: they are no functions, or there are none to choose from.
+        RequestError: one has no name of its own, or there is none to choose.
     """
-    tools = []
-    for n, tool in enumerate(ask.tools if ask.tool_choice != "none" else ()):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not NAME.fullmatch(name):
-            why = "a function is needed, with a name of letters, digits and _ - . : /"
-            raise RequestError(f"tools[{n}]: {why}", param="tools")
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(parameters, Mapping):
-            raise RequestError(f"tools[{n}].function.parameters: no JSON schema of an object", param="tools")
-        tools.append({**tool, "function": {**function, "parameters": dict(parameters)}})
-    names = {"auto", "none", *(["required"] if tools else []), *(t["function"]["name"] for t in tools)}
-    if ask.tool_choice not in names:
+    names: dict[str, None] = {}
+    for n, name in enumerate(tool["function"]["name"] for tool in ask.tools):
+        if not NAME.fullmatch(name) or name in names:
+            why = "a name of letters, digits and _ - . : / is needed, that no other tool has"
+            raise RequestError(f"tools[{n}]: {why}", param=f"tools[{n}]")
+        names[name] = None
+    if ask.tool_choice not in {"auto", "none", *names, *(["required"] if names else [])}:
         raise RequestError(f"tool_choice: there is no tool {shortened(ask.tool_choice)}", param="tool_choice")
-    return tuple(tools)
+    nothing = {"type": "object", "properties": {}}
+    return tuple(
+        {**tool, "function": {**tool["function"], "parameters": tool["function"].get("parameters") or nothing}}
+        for tool in (ask.tools if ask.tool_choice != "none" else ())
+    )
 
 
 def _begun(ask: GenerationRequest, text: str) -> str:

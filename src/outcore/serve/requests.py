@@ -1,11 +1,13 @@
-"""What the bodies of all APIs have in common: pydantic models whose errors name the field, and types of fields.
+"""What the bodies of all APIs have in common: pydantic models whose errors name the field, types of fields, and
+messages on their way to a chat template.
 
 A field that is null is as good as one that is not there. Unknown fields have no effect; a header names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -99,17 +101,6 @@ def wrong(where: str, why: str, code: str = "invalid_request") -> RequestError:
     return RequestError(f"{where}: {why}", code, param=where)
 
 
-def opaque(kind: Any, where: str, known: Iterable[str]) -> RequestError:
-    """What becomes of a content part that is no text: it is refused by its name.
-
-    This is the seam for packages: one that turns images into embeddings would take such a part here, and messages
-    would carry it to the prompt.
-    """
-    if isinstance(kind, str) and kind.isidentifier():
-        return wrong(where, f"{kind} is not supported here: models read text only ({', '.join(known)})", UNSUPPORTED)
-    return wrong(where, f"one of {', '.join(known)} is needed", UNSUPPORTED)
-
-
 def checked(check: Callable[[Any], Any]) -> AfterValidator:
     """A check that raises RequestError, as a validator of a field."""
 
@@ -174,10 +165,6 @@ class SamplerFields(Body):
     frequency_context_size: Count | None = None
     logit_bias: Annotated[dict[str, Any], checked(request_values.logit_bias)] | None = None
 
-    def sampling(self, default: Sampling) -> Sampling:
-        """How tokens are drawn: as the body says, else as the server does."""
-        return sampling_of(self, default)
-
 
 def sampling_of(body: Part, default: Sampling) -> Sampling:
     """The default with those of its fields that a body has, too."""
@@ -202,16 +189,79 @@ class Function(Part):
         return {"type": "function", "function": given | changes}
 
 
-def once(tools: Sequence[Mapping[str, Any]], suffix: str = "") -> tuple[Mapping[str, Any], ...]:
-    """The tools.
+Message = dict[str, Any]
+"""As chat templates take it: see ``GenerationRequest.messages``."""
+
+TEXT = ("text", "input_text", "output_text", "refusal")
+"""Types of content parts that are text."""
+
+OPAQUE: dict[str, Callable[[dict[str, Any], str], Any]] = {}
+"""Readers of a user's content parts that are no text, by their types. The core has none: a package that reads images
+puts a function here, which is given a part and its place, and returns what the chat template and the package's service
+take. A message with such parts has a list of all its parts as its content."""
+
+
+def text_of(content: Any, where: str, texts: Sequence[str] = TEXT, between: str = "", *, opaque: bool = False) -> Any:
+    """The text of a string or of parts of these kinds; with ``opaque`` a list, if ``OPAQUE`` reads one of the parts.
 
     Raises:
-        RequestError: two have the same name.
+        RequestError: it is neither, or has a part of another kind.
     """
-    seen: set[str] = set()
-    for i, tool in enumerate(tools):
-        name = tool["function"]["name"]
-        if name in seen:
-            raise wrong(f"tools[{i}]{suffix}", "there is another tool of this name")
-        seen.add(name)
-    return tuple(tools)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise wrong(where, "a string, or a list of content parts, is needed")
+    return joined([part_of(part, f"{where}[{i}]", texts, opaque=opaque) for i, part in enumerate(content)], between)
+
+
+def part_of(part: Any, where: str, texts: Sequence[str] = TEXT, *, opaque: bool = False) -> Any:
+    """The text of a content part, or what ``OPAQUE`` makes of it."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise wrong(where, "an object with a type is needed")
+    if kind in texts:
+        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+            raise wrong(f"{where}.text", "a string is needed")
+        return text
+    if not opaque or kind not in OPAQUE:
+        what = kind if kind.isidentifier() else "this type"
+        raise wrong(where, f"{what} is not supported here: models read text only ({', '.join(texts)})", UNSUPPORTED)
+    return OPAQUE[kind](part, where)
+
+
+def joined(parts: Sequence[Any], between: str = "") -> Any:
+    """Texts as one; a list of parts, if there are others among them."""
+    if all(isinstance(part, str) for part in parts):
+        return between.join(parts)
+    flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in flat]
+
+
+def called(call_id: str, name: str, arguments: dict[str, Any]) -> Message:
+    """A call that an answer had."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with one system message in front, since many templates take only one, and with the names of the
+    functions that tool messages are the results of."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]}
+        name = names.get(message.get("tool_call_id", ""))
+        if message["role"] == "tool" and name:
+            message.setdefault("name", name)
+    first = [m["content"] for m in itertools.takewhile(lambda m: m["role"] == "system", messages)]
+    return (*([{"role": "system", "content": "\n\n".join(first)}] if first else []), *messages[len(first) :])
+
+
+def continues(messages: Sequence[Message], where: str = "messages") -> bool:
+    """Whether the last message is an answer's beginning, which is gone on with.
+
+    Raises:
+        RequestError: the last two are answers.
+    """
+    last = [m["role"] == "assistant" and bool(m["content"]) and not m.get("tool_calls") for m in messages[-2:]]
+    if last == [True, True]:
+        raise wrong(where, "the last two are of the assistant; one can be continued")
+    return last[-1:] == [True]

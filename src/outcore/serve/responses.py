@@ -1,68 +1,23 @@
-"""OpenAI's responses, none of which is kept: what their bodies ask, with items as messages of a chat."""
+"""OpenAI's responses, none of which is kept. An answer is items that open, grow and close, each step an event with a
+number."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ..checks import COUNT
-from .api import HttpRequest, ParsedRequest, Route
-from .events import GenerationRequest, Service
-from .openai import (
-    TEXT,
-    Effort,
-    Format,
-    Message,
-    OpenAIBody,
-    Tokens,
-    called,
-    chosen_tool,
-    continues,
-    conversation,
-    schema_of,
-    texts,
-)
-from .requests import MOST_TOOLS, UNSUPPORTED, Function, Part, TopLogprobs, read, wrong
-from .response_items import INPUT, Known, ResponseObjectWriter
+from .api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
+from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, RequestError, Service, TextPart
+from .openai import Effort, Format, OpenAIBody, Tokens, chosen_tool, schema_of
+from .requests import Part, TopLogprobs, continues, read, sampling_of
+from .response_items import INPUT, Item, Known, Tool, Tools, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-class Item(Part):
-    """An item of the conversation, of whatever type."""
-
-    type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Any = None
-    summary: list[Any] = []
-    call_id: str = ""
-    name: str = ""
-    namespace: str = ""
-    arguments: str = ""
-    input: str = ""
-    output: Any = None
-
-
-class ToolFormat(Part):
-    type: Literal["text", "grammar"] = "text"
-    syntax: str = ""
-    definition: str = ""
-
-
-class Tool(Part):
-    """A tool, or a namespace of tools."""
-
-    type: str
-    name: str = ""
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-    strict: bool = False
-    format: ToolFormat | None = None
-    tools: list[Tool] | None = None
 
 
 class Reasoning(Part):
@@ -83,7 +38,9 @@ def _items(value: Any) -> Any:
 class ResponseBody(OpenAIBody):
     """A response."""
 
-    refused = {"background": (False,), "moderation": ()}
+    refused = {
+        "background": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
+    }  # fmt: skip
     silent = OpenAIBody.silent | {"stream_options"}
 
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_items)]
@@ -103,143 +60,34 @@ class ResponseBody(OpenAIBody):
     metadata: dict[str, Any] = {}
 
 
-@dataclass
-class Tools:
-    """The tools of a request.
-
-    Attributes:
-        functions: as ``GenerationRequest.tools``. ``known``: what each of them stands for, by its name.
-        unused: where those stand that this server does not have.
-    """
-
-    functions: list[Mapping[str, Any]] = field(default_factory=list)
-    known: dict[str, Known] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-
-    def add(self, tools: Sequence[Tool], where: str = "tools", namespace: str = "") -> None:
-        """More of them, of the request or of a namespace."""
-        for i, tool in enumerate(tools):
-            at = f"{where}[{i}]"
-            if tool.type == "namespace" and not namespace:
-                if not tool.name or tool.tools is None:
-                    raise wrong(f"{at}.tools", "a name, and a list of tools, are needed")
-                self.add(tool.tools, f"{at}.tools", tool.name)
-            elif tool.type in ("function", "custom"):
-                self._function(tool, at, namespace)
-            else:  # OpenAI runs it, or its own models were trained on it; Codex offers some of them to every model
-                self.unused.append(f"{at} {tool.type}")
-
-    def _function(self, tool: Tool, at: str, namespace: str) -> None:
-        known = Known(tool.name, tool.type == "custom", namespace)
-        if not 1 <= len(tool.name) <= 256:
-            raise wrong(f"{at}.name", "a name of at most 256 characters is needed")
-        if known.function in self.known:
-            raise wrong(f"{at}.name", "there is another tool of this name")
-        if len(self.functions) >= MOST_TOOLS:
-            raise wrong("tools", f"more than {MOST_TOOLS}")
-        self.known[known.function] = known
-        description, parameters = tool.description, tool.parameters
-        if known.custom:
-            # It takes any text, as one argument; a grammar for it is described, not enforced.
-            if tool.format is not None and tool.format.type == "grammar":
-                description += f"\n\nThe input follows this grammar ({tool.format.syntax}):\n{tool.format.definition}"
-            parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-        function = Function(name=tool.name, description=description, parameters=parameters, strict=tool.strict)
-        self.functions.append(function.tool(name=known.function))
-
-
 def respond(request: HttpRequest, service: Service) -> ParsedRequest:
     """``/v1/responses``."""
-    for name in ("previous_response_id", "conversation", "prompt"):
-        if request.body.get(name) is not None:
-            raise wrong(name, "nothing is kept here; send the whole conversation as input", UNSUPPORTED)
     body, tools = read(ResponseBody, request.body), Tools()
     tools.add(body.tools)
     messages = messages_of(body.instructions, body.input)
     choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "custom":
-        choice = choice | {"type": "function"}
     ask = GenerationRequest(
         model=body.model,
         messages=messages,
         continued=continues(messages, "input"),
         tools=tuple(tools.functions),
-        tool_choice=chosen_tool(choice, tools.known),
+        tool_choice=chosen_tool(choice),
         parallel_tools=body.parallel_tool_calls,
         template_options=body.options(request.defaults, body.reasoning.effort),
         max_tokens=request.defaults.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
-        sampling=body.sampling(request.defaults.sampling),
+        sampling=sampling_of(body, request.defaults.sampling),
         logprobs=(body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in body.include else None,
         schema=schema_of(body.text.format, "text.format"),
     )
     unused = [*tools.unused, *(f"include {name}" for name in body.include if name != LOGPROBS)]
     unused += ["text.verbosity"] * (body.text.verbosity is not None) + ["truncation"] * (body.truncation == "auto")
-    writer = ResponseObjectWriter(body.stream, body.ignored(*unused))
-    writer.tools, writer.echoed, writer.logprobs = tools.known, _echoed(request.body, ask), ask.logprobs is not None
-    writer.summary = bool(body.reasoning.summary or body.reasoning.generate_summary)
-    return ParsedRequest((ask,), writer)
-
-
-def messages_of(instructions: str, items: Sequence[Item]) -> tuple[Message, ...]:
-    """The messages that instructions and items come to: thoughts, text and calls of one turn are one message."""
-    found: list[Message] = []
-
-    def turn(*before: str) -> Message:
-        """The assistant's message that an item belongs to: a new one if the last has one of these already."""
-        if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in before):
-            found.append({"role": "assistant", "content": ""})
-        return found[-1]
-
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        if item.type == "message" and item.role is not None:
-            empty = item.role == "assistant" and item.content == []
-            text = "" if empty else "".join(texts(item.content, f"{where}.content", TEXT))
-            if item.role == "assistant":
-                turn("content", "tool_calls")["content"] = text
-            else:
-                found.append({"role": "user" if item.role == "user" else "system", "content": text})
-        elif item.type == "reasoning":
-            turn("content", "tool_calls").setdefault("reasoning_content", []).append(_thought(item, where))
-        elif item.type in ("function_call", "custom_tool_call"):
-            custom = item.type == "custom_tool_call"
-            if not item.name:
-                raise wrong(f"{where}.name", "the name of the tool is needed")
-            name = Known(item.name, custom, item.namespace).function
-            arguments = json.dumps({INPUT: item.input}) if custom else item.arguments
-            turn().setdefault("tool_calls", []).append(called(item.call_id, name, arguments, where))
-        elif item.type in ("function_call_output", "custom_tool_call_output"):
-            output = "".join(texts(item.output, f"{where}.output", TEXT))
-            found.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
-        elif item.type == "message":
-            raise wrong(f"{where}.role", "user, assistant, system or developer is needed")
-        else:
-            raise wrong(f"{where}.type", "items of this type are not supported", UNSUPPORTED)
-    for message in found:
-        if "reasoning_content" in message:
-            message["reasoning_content"] = "".join(message["reasoning_content"])
-    first = [{"role": "system", "content": instructions}] if instructions else []
-    # Templates that take a system message in front only would refuse the whole conversation from then on.
-    made = enumerate(conversation([*first, *found]))
-    return tuple(m | {"role": "user"} if m["role"] == "system" and i else m for i, m in made)
-
-
-def _thought(item: Item, where: str) -> str:
-    """What was thought, whole if it is there, or its summary."""
-    for name, parts, kind in (("content", item.content, "reasoning_text"), ("summary", item.summary, "summary_text")):
-        if parts not in (None, []):
-            if not isinstance(parts, list):
-                raise wrong(f"{where}.{name}", "a list is needed")
-            return "".join(texts(parts, f"{where}.{name}", (kind,)))
-    return ""
+    return ParsedRequest((ask,), ItemsWriter(body, body.ignored(*unused), _echoed(request.body, ask), tools.known))
 
 
 def _echoed(body: Mapping[str, Any], ask: GenerationRequest) -> dict[str, Any]:
     """What the response tells of its request."""
-    given = {
-        name: body.get(name) for name in ("instructions", "max_tool_calls", "prompt_cache_key", "safety_identifier")
-    }
-    return given | {
+    names = ("instructions", "max_tool_calls", "prompt_cache_key", "safety_identifier")
+    return {name: body.get(name) for name in names} | {
         "background": False,
         "frequency_penalty": ask.sampling.frequency_penalty,
         "max_output_tokens": ask.max_tokens,
@@ -266,8 +114,181 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in tool.items() if value is not None}
         return {"description": None, "parameters": None, "strict": False} | given
     if tool["type"] == "namespace":
-        return {"description": ""} | tool | {"tools": [_tool(inner) for inner in tool["tools"]]}
+        return {"description": ""} | tool | {"tools": [_tool(inner) for inner in tool.get("tools") or []]}
     return tool
+
+
+class ItemsWriter(ResponseWriter):
+    """Writes one response, as it grows or whole.
+
+    Args:
+        echoed: fields of the request that the response tells again.
+        tools: what was offered, by the names that the model sees.
+    """
+
+    named = True
+
+    def __init__(
+        self, body: ResponseBody, ignored: Sequence[str], echoed: Mapping[str, Any], tools: Mapping[str, Known]
+    ) -> None:
+        super().__init__(body.stream, ignored)
+        self._echoed, self._tools = echoed, tools
+        self._logprobs = body.top_logprobs or LOGPROBS in body.include
+        # What is thought is told as its summary where that is asked for: that is what most apps show.
+        self._summary = bool(body.reasoning.summary or body.reasoning.generate_summary)
+        self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": ""}
+        self._steps, self._status = 0, "completed"
+        self._output: list[dict[str, Any]] = []  # items, the last of which may be open
+        self._open: dict[str, Any] | None = None  # the part of it that grows
+        self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come
+        self._usage: dict[str, Any] | None = None
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        for event in events:
+            for _ in self.steps(event):
+                pass
+        return self._response(self._status)
+
+    def failure(self, error: RequestError) -> Iterator[dict[str, Any]]:
+        if not self._steps:
+            yield from self._begin()
+        # OpenAI's codes; and the one beside them by which Codex knows that it has to shorten a conversation.
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if error.status == 429 else code
+        code = error.code if error.code == "context_length_exceeded" else code
+        told = {"error": {"code": code, "message": str(error)}}
+        yield self._step("failed", response=self._response("failed") | told)
+
+    def steps(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case Begun():
+                self._head["model"] = event.model
+                yield from self._begin()
+            case TextPart():
+                if event.reasoning:
+                    yield from self._grow("summary_text" if self._summary else "reasoning_text", event.reasoning)
+                if self._logprobs and (event.text or not event.reasoning):
+                    self._waiting += logprob_entries([event])
+                if event.text:
+                    yield from self._grow("output_text", event.text)
+            case Called():
+                yield from self._close()
+                yield from self._call(event)
+            case Ended():
+                self._status = "incomplete" if event.reason == "length" else "completed"
+                yield from self._close(self._status)
+            case Finished():
+                self._usage = _usage(event)
+                yield self._step(self._status, response=self._response(self._status))
+
+    def _step(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._steps += 1
+        return {"type": f"response.{kind}", "sequence_number": self._steps - 1, **more}
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            yield self._step(kind, response=self._response("in_progress"))
+
+    def _grow(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """More of a part of the answer, of what is thought, or of that as its summary."""
+        if self._open is None or self._open["type"] != kind:
+            yield from self._close()
+            item: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": []}
+            if kind != "output_text":
+                item = {"id": new_id("rs_"), "type": "reasoning", "summary": []}
+                item |= {"content": []} if kind == "reasoning_text" else {}
+            yield self._opened(item)
+            self._open = {"type": kind, "text": ""}
+            self._open |= {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+            yield self._step(f"{self._names[0]}.added", part=self._open, **self._place)
+        self._open["text"] += text
+        more = self._told()
+        yield self._step(f"{self._names[1]}.delta", delta=text, **self._place, **more)
+
+    def _told(self) -> dict[str, Any]:
+        """The log-probabilities that have waited for the open part's text."""
+        if self._open is None or "logprobs" not in self._open:
+            return {}
+        told, self._waiting = self._waiting, []
+        self._open["logprobs"] += told
+        return {"logprobs": told}
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        """What the events of the open part, and of its text, begin with."""
+        if self._open is not None and self._open["type"] == "summary_text":
+            return "reasoning_summary_part", "reasoning_summary_text"
+        return "content_part", str((self._open or {}).get("type"))
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        number = "summary_index" if self._names[0] == "reasoning_summary_part" else "content_index"
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, number: 0}
+
+    def _opened(self, item: dict[str, Any]) -> dict[str, Any]:
+        self._output.append(item | {"status": "in_progress"})
+        return self._step("output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _done(self, status: str = "completed", **more: Any) -> dict[str, Any]:
+        self._output[-1] |= {"status": status, **more}
+        return self._step("output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """End the item that is open."""
+        if self._open is None:
+            return
+        part, more = self._open, {}
+        if self._told():
+            more = {"logprobs": part["logprobs"]}
+        yield self._step(f"{self._names[1]}.done", text=part["text"], **self._place, **more)
+        yield self._step(f"{self._names[0]}.done", part=part, **self._place)
+        held = "summary" if part["type"] == "summary_text" else "content"
+        self._open = None
+        yield self._done(status, **{held: [part]})
+
+    def _call(self, call: Called) -> Iterator[dict[str, Any]]:
+        tool = self._tools.get(call.name, Known(call.name))
+        kind, said, prefix = ("function_call", "arguments", "fc_")
+        text, name = call.arguments, {"name": tool.name}
+        if tool.custom:
+            kind, said, prefix, text, name = "custom_tool_call", "input", "ctc_", _custom_input(call.arguments), {}
+        item = {"id": new_id(prefix), "type": kind, "call_id": call.id, "name": tool.name, said: ""}
+        yield self._opened(item | ({"namespace": tool.namespace} if tool.namespace else {}))
+        place = {"item_id": item["id"], "output_index": len(self._output) - 1}
+        yield self._step(f"{kind}_{said}.delta", delta=text, **place)
+        yield self._step(f"{kind}_{said}.done", **{said: text}, **name, **place)
+        yield self._done(**{said: text})
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            **self._echoed,
+            **self._head,
+            "completed_at": int(time.time()) if status in ("completed", "incomplete") else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": list(self._output),
+            "usage": self._usage,
+        }
+
+
+def _usage(finished: Finished) -> dict[str, Any]:
+    return {
+        "input_tokens": finished.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finished.tokens,
+        "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
+        "total_tokens": finished.prompt_tokens + finished.tokens,
+    }
+
+
+def _custom_input(arguments: str) -> str:
+    """The text that a custom tool is called with."""
+    try:
+        text = json.loads(arguments)[INPUT]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return arguments
+    return text if isinstance(text, str) else arguments
 
 
 ROUTES = tuple(

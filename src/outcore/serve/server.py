@@ -6,16 +6,14 @@ import asyncio
 import errno
 import gc
 import logging
-import resource
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,20 +23,11 @@ from ..text import one_line
 from .connection import Connection
 from .site import Site
 
-FILES = 512
-"""Descriptors that are left to models, logs and connections that are being accepted or closed."""
-
-MOST_FILES = 1 << 16
-"""Descriptors that are asked for: where there is no limit, macOS takes no number that is too large."""
-
 ACCEPTED_AT_ONCE = 32
 """Connections that asyncio accepts before it looks after others; those to come wait in the system's queue."""
 
 QUEUE = 4096
 """Of that queue; Linux takes no more than net.core.somaxconn."""
-
-NOT_HERE = errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
-"""Of an address that a name has and this machine has not, such as ::1 without IPv6."""
 
 SWITCH_S = 0.0005
 """Seconds after which a thread that wants Python's lock gets it. The loop gives it up with every call to a socket, and
@@ -47,15 +36,8 @@ while other threads compute it would wait for 5 ms each time."""
 YOUNG = 10_000, 5, 10_000
 """Objects after which Python looks for garbage among them, and how often until it looks among older ones."""
 
-ENDING_S = 2.0
-"""Seconds at the end of ``drain_s`` in which answers still under way are told an error and the model is closed; half of
-``drain_s`` where that is less."""
-
-LEAST_ENDING_S = 1.0
-"""Seconds that this takes where ``drain_s`` is less."""
-
 EXIT_S = 0.4
-"""Seconds, at the end of those, that Python and the system take to let go of a process of gigabytes."""
+"""Seconds, at the end of those to end in, that Python and the system take to let go of a process of gigabytes."""
 
 
 class Deadline:
@@ -85,7 +67,8 @@ class Server(uvicorn.Server):
 
     Args:
         drain_s: seconds after a signal by which the process has ended. Requests under way may take all of them but the
-            last (``ENDING_S``).
+            last 2 (half of them, where there are fewer than 4; one at least), in which answers still under way are told
+            an error and the model is closed.
         ready: called once it answers.
         draining: called with the number of requests under way that it waits for when it shuts down, if there are any.
         over: asked ten times a second whether nothing will be answered any more; then it ends.
@@ -111,12 +94,11 @@ class Server(uvicorn.Server):
         self.signals: list[int] = []
         self.signalled_at: float | None = None
         self._by = deadline.by if deadline is not None else lambda at: None
-        gated = type("GatedConnection", (Connection,), {"gate": site.gate})
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=gated,
+                http=type("GatedConnection", (Connection,), {"gate": site.gate}),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -128,7 +110,7 @@ class Server(uvicorn.Server):
                 backlog=ACCEPTED_AT_ONCE,
                 # Later than ours.
                 timeout_keep_alive=int(site.limits.idle_s) + 60,
-                timeout_graceful_shutdown=int(ENDING_S) + 1,
+                timeout_graceful_shutdown=3,
                 h11_max_incomplete_event_size=site.limits.header_bytes,
             )
         )
@@ -154,16 +136,19 @@ class Server(uvicorn.Server):
         self.site.closing = True
         if self.site.under_way and self.drain_s:
             self.draining(self.site.under_way)
-        began = self.signalled_at or time.monotonic()
-        ending_s = max(LEAST_ENDING_S, min(ENDING_S, self.drain_s / 2))
-        answers_s = max(0.0, self.drain_s - ending_s)
-        self._by(began + answers_s + ending_s - EXIT_S)
-        await self._until(began + answers_s, lambda: not self.site.under_way, signals=2)
+        began, ending_s = self.signalled_at or time.monotonic(), max(1.0, min(2.0, self.drain_s / 2))
+        answers_until = began + max(0.0, self.drain_s - ending_s)
+        self._by(answers_until + ending_s - EXIT_S)
+        await self._until(answers_until, lambda: not self.site.under_way, signals=2)
         ended = time.monotonic()
         self._by(ended + ending_s - EXIT_S)
         self.site.ended.set()
-        until = ended + ending_s / 2
-        await self._until(until, lambda: not self.site.under_way and not self._unsent(), signals=3)
+
+        def heard() -> bool:
+            unsent = any(c.transport.get_write_buffer_size() for c in self.server_state.connections)
+            return not self.site.under_way and not unsent
+
+        await self._until(ended + ending_s / 2, heard, signals=3)
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.drop()
@@ -171,19 +156,16 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but what is ignored stays so, and nothing is raised anew at the end."""
-        if threading.current_thread() is not threading.main_thread():
+        """As uvicorn's, but what is ignored stays so."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        ignored = [s for s in handled if signal.getsignal(s) is signal.SIG_IGN]
+        with super().capture_signals():
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
             yield
-            return
-        heard = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
-        before = {s: signal.signal(s, self.handle_exit) for s in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, but nothing is raised anew at the end."""
         self.signals.append(sig)
         self.signalled_at = self.signalled_at or time.monotonic()
         self.force_exit = self.should_exit
@@ -194,9 +176,6 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.look()
-
-    def _unsent(self) -> bool:
-        return any(c.transport.get_write_buffer_size() for c in self.server_state.connections)
 
     async def _until(self, end: float, done: Callable[[], bool], signals: int) -> None:
         """Wait until it is done, until that moment at most, or until there have been that many signals."""
@@ -234,54 +213,31 @@ def listen(host: str, port: int) -> list[socket.socket]:
     except (OSError, UnicodeError) as e:
         raise UsageError(f"--host {host}: {getattr(e, 'strerror', None) or one_line(e)}") from e
     sockets: list[socket.socket] = []
-    failed: OSError | None = None
-    for family, address in dict.fromkeys((f, a) for f, _, _, _, a in found):
-        taken = sockets[0].getsockname()[1] if sockets else port
-        try:
-            sockets.append(_bound(family, (address[0], taken, *address[2:])))
-        except OSError as e:
-            failed = e
-            if e.errno not in NOT_HERE:
-                break
-    if failed is not None and (failed.errno not in NOT_HERE or not sockets):
-        for each in sockets:
-            each.close()
-        raise OutcoreError(f"--host {host} --port {port}: {failed.strerror}") from failed
+    missing: OSError | None = None
+    with ExitStack() as opened:
+        for family, address in dict.fromkeys((f, a) for f, _, _, _, a in found):
+            # asyncio sets TCP_NODELAY where it sees this protocol; without it, an answer's second half waits for 40 ms.
+            try:
+                listening = opened.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
+                sockets.append(listening)
+            except OSError as e:
+                # An address that a name has and this machine has not, such as ::1 without IPv6, is passed over.
+                missing = e
+                if e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    sockets.clear()
+                    break
+        if not sockets:
+            assert missing is not None
+            raise OutcoreError(f"--host {host} --port {port}: {missing.strerror}") from missing
+        opened.pop_all()
     return sockets
-
-
-def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
-    # asyncio sets TCP_NODELAY where it sees this protocol; without it, an answer's second half waits for 40 ms.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind(address)
-    except OSError:
-        listening.close()
-        raise
-    return listening
 
 
 def url(host: str, sockets: Sequence[socket.socket]) -> str:
     """Where the server is found."""
     port = sockets[0].getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def connections_within(wanted: int) -> int:
-    """As many connections as were asked for, or as this process may hold files open.
-
-    mlx-lm's ``utils`` sets RLIMIT_NOFILE to 2048, and what it may be raised to to 4096, when it is imported.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    for number in (most, 10240):  # macOS: OPEN_MAX, see setrlimit(2)
-        with suppress(ValueError, OSError):
-            if soft < number:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, most), hard))
-            break
-    return max(1, min(wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES))

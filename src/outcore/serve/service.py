@@ -14,8 +14,6 @@ import mlx.nn as nn
 
 from ..checkpoint.lazy_model import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
-from ..checks import whole
-from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
@@ -25,11 +23,10 @@ from ..modules.mlx_lm_compat import set_chat_template
 from ..options import LoadOptions
 from ..text import one_line
 from .choice import ChoiceJob
-from .engine_thread import EngineThread, too_many
+from .engine_thread import EngineThread, ended, too_many
 from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard
 from .prompting import Prompt, Prompter
 from .shelf import Offered, Shelf
-from .token_text import TokenTexts
 
 COUNTED = 62_500
 """Tokens that are counted, for whoever wants to know how many there are, in a context that has fewer."""
@@ -50,7 +47,6 @@ class ServiceOptions:
         most_context: tokens of a prompt and its answer together, where the model has positions for them; None: as many
             as it was made for.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
-        tokenizer: further arguments of mlx-lm's tokenizer.
         secret: what clients have to know, if anything: prompts are kept for those alone who do.
     """
 
@@ -61,14 +57,7 @@ class ServiceOptions:
     keep_alive: float | None = None
     most_context: int | None = None
     draft_tokens: int | None = None
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
     secret: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "most", "most_waiting"):
-            whole(self.load.name(name), getattr(self, name))
-        if self.draft_tokens is not None:
-            check_draft_length(self.draft_tokens, self.load.name("num_draft_tokens"))
 
 
 class ModelService:
@@ -86,64 +75,58 @@ class ModelService:
     ) -> None:
         self.shelf, self.options = shelf, options or ServiceOptions()
         self._progress = progress
-        self._known: dict[str, tuple[Prompter, TokenTexts]] = {}
+        self._prompters: dict[str, Prompter] = {}
         # Tokenizers are used by one thread at a time, which is not the engine's.
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
         self._arrived = 0  # choices whose prompts are being read, or wait for that
+        own = self.options
         self.engine = EngineThread(
-            self._open,
-            most=self.options.most,
-            prefill_step=self.options.load.prefill_step_size,
-            draft_tokens=self.options.draft_tokens,
-            keep_alive=self.options.keep_alive,
-            most_waiting=self.options.most_waiting,
-        )
-        self.engine.start()
+            self._open, own.keep_alive, own.most_waiting,
+            most=own.most, prefill_step=own.load.prefill_step_size, draft_tokens=own.draft_tokens,
+        )  # fmt: skip
 
-    async def answer(self, ask: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of an answer, as they come."""
-        model = self.shelf.named(ask.model)
-        prompt = await self._read(model, ask, self._room(model))
-        limit = self._limit(model, len(prompt.tokens), ask.max_tokens)
+        model = self.shelf.named(asks[0].model)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def tell(event: Event | Exception) -> None:
             with suppress(RuntimeError):  # the loop has ended, and nobody is there
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        prompter, texts = self._known[model.name]
-        seed, jobs = ask.sampling.seed, []
-        for n in range(ask.choices):
-            # Those of one seed are not to be the same.
-            sampling = ask.sampling if seed is None else replace(ask.sampling, seed=seed + n)
-            jobs.append(
-                ChoiceJob(
-                    model.name, n, prompt, prompter.tokenizer, texts, tell, limit, sampling, ask.logprobs,
-                    ask.keep_alive,
-                )
-            )  # fmt: skip
+        jobs: list[ChoiceJob] = []
+        for ask in asks:
+            prompt = await self._read(model, ask, self._room(model))
+            limit, tokenizer = self._limit(model, prompt, ask.max_tokens), self._prompters[model.name].tokenizer
+            for n in range(ask.choices):
+                # Those of one seed are not to be the same.
+                seed = None if ask.sampling.seed is None else ask.sampling.seed + n
+                own = replace(ask, sampling=replace(ask.sampling, seed=seed))
+                jobs.append(ChoiceJob(model.name, len(jobs), own, prompt, tokenizer, tell, limit))
         self.engine.submit(jobs)
-        begun, ends, first = Begun(model.name, len(prompt.tokens)), list[Ended](), 0.0
+        begun, ends, first = list[Begun](), list[Ended](), 0.0
         try:
             while len(ends) < len(jobs):
                 event = await queue.get()
                 if isinstance(event, Exception):
                     raise event  # the other choices are of no use then
                 if isinstance(event, Begun):
-                    if first:
+                    begun.append(event)
+                    if len(begun) > 1:
                         continue
-                    begun, first = event, time.monotonic()
+                    first = time.monotonic()
                 elif isinstance(event, Ended):
                     ends.append(event)
                 yield event
+            prompts = [job.prompt for job in jobs[:: asks[0].choices]]
             yield Finished(
-                begun.prompt_tokens,
+                sum(len(prompt.tokens) for prompt in prompts),
                 sum(end.tokens for end in ends),
-                begun.cached_tokens,
+                sum(each.cached_tokens for each in begun[: len(asks)]),
                 sum(end.reasoning_tokens for end in ends),
-                begun.queued_s,
-                begun.prompt_s,
+                begun[0].queued_s,
+                max(each.prompt_s for each in begun[: len(asks)]),
                 time.monotonic() - first,
                 sum(job.drafted for job in jobs),
                 sum(job.accepted for job in jobs),
@@ -168,11 +151,9 @@ class ModelService:
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
         """Have a model in memory; ``keep_alive`` 0: unload it."""
-        model, engine = self.shelf.named(name), self.engine
-        unloads = keep_alive == 0
-        work = engine.call(lambda: engine.unload(model.name) if unloads else engine.load(model.name, keep_alive))
+        model = self.shelf.named(name)
         try:
-            await asyncio.wrap_future(work)
+            await asyncio.wrap_future(self.engine.call(lambda: self.engine.keep(model.name, keep_alive)))
         except (RequestError, LinkError):
             raise
         except OutcoreError as e:
@@ -182,18 +163,11 @@ class ModelService:
     def state(self) -> Mapping[str, Any]:
         """What the engine does now."""
         engine, loaded = self.engine, self.engine.slot.loaded
-        models: dict[str, dict[str, int]] = engine.slot.counters
-        for name, counters in models.items():
-            counters["memory_bytes"] = 0
-            if loaded is not None and loaded.name == name:
-                plan = loaded.session.plan
-                counters |= {"memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}
         return {
             "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",
             "running": engine.running,
             "waiting": engine.waiting,
-            "most": self.options.most,
-            "models": models,
+            "models": {} if loaded is None else {loaded.name: loaded.counters},
             "memory_held_bytes": note_held(),
             "memory_peak_bytes": peak_held(),
         }
@@ -225,10 +199,9 @@ class ModelService:
         waiting = self._arrived + self.engine.waiting
         if waiting + self.engine.running + ask.choices > self.options.most + self.options.most_waiting:
             raise too_many(waiting)
-        loop = asyncio.get_running_loop()
         self._arrived += ask.choices
         try:
-            return await loop.run_in_executor(self._reader, self._prepare, model, ask, most)
+            return await asyncio.get_running_loop().run_in_executor(self._reader, self._prepare, model, ask, most)
         except RequestError:
             raise
         except OutcoreError as e:
@@ -236,37 +209,34 @@ class ModelService:
         except RuntimeError as e:
             if not self._closing:
                 raise
-            raise RequestError("the server is shutting down", "shutting_down", status=503) from e
+            raise ended() from e
         finally:
             self._arrived -= ask.choices
 
     def _prepare(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
         """On the prompts' thread."""
-        if model.name not in self._known:
-            options = dict(self.options.tokenizer)
-            if self.options.load.trust_remote_code:
-                options["trust_remote_code"] = True
+        if model.name not in self._prompters:
+            options: dict[str, Any] = {"trust_remote_code": True} if self.options.load.trust_remote_code else {}
             if model.template is not None:
                 options["chat_template"] = model.template  # by which mlx-lm knows how calls of tools are written
             tokenizer = load_tokenizer(model.folder, options, eos=model.config.get("eos_token_id"))
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
             vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
-            prompter = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None)
-            self._known[model.name] = prompter, TokenTexts(tokenizer)
-        return self._known[model.name][0].prepare(ask, most)
+            self._prompters[model.name] = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None)
+        return self._prompters[model.name].prepare(ask, most)
 
-    def _limit(self, model: Offered, prompt: int, asked: int | None) -> int:
-        positions = self._room(model)
-        if positions is not None and prompt > positions:
+    def _limit(self, model: Offered, prompt: Prompt, asked: int | None) -> int:
+        positions, tokens = self._room(model), len(prompt.tokens)
+        if positions is not None and tokens > positions:
             raise RequestError(
-                f"the prompt has {prompt} tokens; this model's context is {positions}: shorten it",
+                f"the prompt has {tokens} tokens; this model's context is {positions}: shorten it",
                 "context_length_exceeded",
-                counts={"n_prompt_tokens": prompt, "n_ctx": positions},
+                counts={"n_prompt_tokens": tokens, "n_ctx": positions},
             )
         limit = self.options.max_tokens if asked is None else asked
         # The last token is not computed.
-        return limit if positions is None else min(limit, positions - prompt + 1)
+        return limit if positions is None else min(limit, positions - tokens + 1)
 
     def _open(self, name: str) -> nn.Module:
         """On the engine's thread."""

@@ -33,11 +33,6 @@ class Offered:
     folder: Path
     template: str | None = field(default=None, compare=False)
 
-    @property
-    def names(self) -> set[str]:
-        """What it may be called."""
-        return {self.name, str(self.folder), self.folder.name, self.name.rpartition("/")[2]}
-
     @cached_property
     def config(self) -> dict[str, Any]:
         """Its config.json."""
@@ -57,13 +52,17 @@ class Offered:
         said = json.dumps([str(self.folder), [[f.st_size, f.st_mtime_ns] for f in files]])
         bits = (self.config.get("quantization") or {}).get("bits")
         bits = bits if isinstance(bits, int) and bits > 0 else None
+        nbytes: Counter[str] = Counter()
+        for tensor in checkpoint.tensors.values():
+            nbytes[tensor.dtype] += tensor.nbytes
+        dtype = max(nbytes, key=lambda dtype: nbytes[dtype], default="").lower()
         return ModelCard(
             self.name,
             created=int(max((f.st_mtime for f in files), default=0)),
             nbytes=checkpoint.nbytes,
             family=str(self.config.get("model_type", "")),
             parameters=_parameters(checkpoint, bits),
-            quantization=f"{bits}-bit" if bits is not None else _dtype(checkpoint),
+            quantization=f"{bits}-bit" if bits is not None else dtype,
             context=longest_context(self.config),
             template=template,
             tools="tools" in template,
@@ -71,13 +70,6 @@ class Offered:
             config=self.config,
             digest=hashlib.sha256(said.encode()).hexdigest(),
         )
-
-
-def _models_in(folder: Path) -> list[Path]:
-    """The models in a folder that is none itself."""
-    if (folder / "config.json").exists():
-        return []
-    return sorted(path.parent for path in folder.glob("*/config.json"))
 
 
 class Shelf:
@@ -92,22 +84,22 @@ class Shelf:
     """
 
     def __init__(self, names: Sequence[str], *, revision: str | None = None, template: str | None = None) -> None:
-        folders = {name: inside for name in dict.fromkeys(names) if (inside := _models_in(Path(name).expanduser()))}
-        single = [name for name in dict.fromkeys(names) if name not in folders]
-        found = []
-        for name in single:
-            path = resolve_model(name, revision)
-            # A folder is called by its own name, since where it lies is nobody's business.
-            found.append(Offered(path.resolve().name if Path(name).expanduser().is_dir() else name, path, template))
-        same = Counter(model.name for model in found)
+        named, inside = list[Offered](), list[Offered]()
+        for name in dict.fromkeys(names):
+            folder = Path(name).expanduser()
+            configs = [] if (folder / "config.json").exists() else sorted(folder.glob("*/config.json"))
+            inside += [Offered(path.parent.name, path.parent, template) for path in configs]
+            if not configs:
+                path = resolve_model(name, revision)
+                # A folder is called by its own name, since where it lies is nobody's business.
+                named.append(Offered(path.resolve().name if folder.is_dir() else name, path, template))
+        same = Counter(model.name for model in named)
         # Two folders of one name are told apart by where they lie.
-        found = [replace(m, name=str(m.folder)) if same[m.name] > 1 else m for m in found]
-        named = list(found)
-        found += [Offered(path.name, path, template) for inside in folders.values() for path in inside]
-        self.models = {model.name: model for model in found}
-        if len(self.models) < len(found):
+        named = [replace(m, name=str(m.folder)) if same[m.name] > 1 else m for m in named]
+        self.models = {model.name: model for model in [*named, *inside]}
+        if len(self.models) < len(named) + len(inside):
             raise UsageError("two models of one name: give each once")
-        for model in found:
+        for model in [*named, *inside]:
             # What is wrong with a model is told when the server starts; in a folder others may be served.
             try:
                 assert model.card
@@ -134,17 +126,12 @@ class Shelf:
             return self.default
         if name in self.models:
             return self.models[name]
-        meant = [model for model in self.models.values() if name in model.names]
+        meant = [m for m in self.models.values() if name in (str(m.folder), m.folder.name, m.name.rpartition("/")[2])]
         if len(meant) == 1:
             return meant[0]
-        offered = ", ".join(self.models)
         what = "no model of the name" if not meant else "several models of the name"
-        raise RequestError(
-            f"{what} {shortened(name)!r} here; there are {shortened(offered, 300)}",
-            "model_not_found",
-            param="model",
-            status=404,
-        )
+        why = f"{what} {shortened(name)!r} here; there are {shortened(', '.join(self.models), 300)}"
+        raise RequestError(why, "model_not_found", param="model", status=404)
 
 
 def _parameters(checkpoint: Checkpoint, bits: int | None) -> int:
@@ -157,14 +144,6 @@ def _parameters(checkpoint: Checkpoint, bits: int | None) -> int:
     return count
 
 
-def _dtype(checkpoint: Checkpoint) -> str:
-    """Of most of its bytes."""
-    nbytes: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        nbytes[tensor.dtype] += tensor.nbytes
-    return max(nbytes, key=lambda dtype: nbytes[dtype], default="").lower()
-
-
 def _template(folder: Path) -> str:
     """The chat template's text; empty: none that can be read without its tokenizer."""
     try:
@@ -173,11 +152,11 @@ def _template(folder: Path) -> str:
         for name in ("chat_template.json", "tokenizer_config.json"):
             if (path := folder / name).is_file():
                 found = parse_json(read_small(path, TOKENIZER_BYTES)).get("chat_template")
-                if isinstance(found, str):
-                    return found
                 if isinstance(found, list) and found:
                     named = {t["name"]: t["template"] for t in found}
-                    return str(named.get("default", next(iter(named.values()))))
+                    found = named.get("default", next(iter(named.values())))
+                if isinstance(found, str):
+                    return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return ""

@@ -14,7 +14,7 @@ from rich.table import Table
 from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import name_of
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import measuring, model_folder, progress_bar
+from outcore.cli.engine import model_folder, progress_bar
 from outcore.cli.output import tell
 from outcore.cli.plan import FEWER_TOKENS, plan_options
 from outcore.errors import BudgetError
@@ -74,7 +74,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
         with progress_bar() as bar:
-            calibrated(opened, folder, opened.cpu_streams, progress=measuring(bar), note=tell)
+            calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
     try:
         return prepare(folder, **options)
     except BudgetError as e:

@@ -34,7 +34,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from outcore.machine.gpus import VISIBLE, nvidia_gpus
-from outcore.machine.shared_host import SHARED_BY
+from outcore.machine.settings import SHARED_BY
 from outcore.text import one_line
 
 from . import environment as names

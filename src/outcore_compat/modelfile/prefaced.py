@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +34,9 @@ class Prefaced:
             messages = (*messages[:own], *system, *self.messages, *messages[own:])
         return replace(ask, messages=messages, stop=ask.stop or self.stop)
 
-    def answer(self, ask: GenerationRequest) -> AsyncIterator[Event]:
+    def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
         """As ``Service`` has it."""
-        return self.service.answer(self.asked(ask))
+        return self.service.answer(*map(self.asked, asks))
 
     async def count(self, ask: GenerationRequest) -> int:
         """As ``Service`` has it."""

@@ -18,40 +18,17 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from ..api import EVENT_STREAM, server_sent
-from ..events import RequestError
 
 EVENTS = "/monitor/events"
 
 EVERY_S = 0.25
 """Seconds from one event to the next."""
 
-MOST_WATCHERS = 32
-"""Pages that are looked at, at once."""
-
-
-def wanted(request: Request) -> bool:
-    """Whether a browser asks; programs that look whether a server is there take anything."""
-    return "text/html" in request.headers.get("accept", "")
-
-
-def page() -> Response:
-    """The page."""
-    html, policy = _page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-        "Vary": "Accept",
-    }
-    return Response(html, media_type="text/html", headers=headers)
-
 
 @cache
-def _page() -> tuple[bytes, str]:
+def page() -> Response:
     """The page, and what a browser may do for it: run its own script, and ask its own server."""
     html = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     allowed = {}
@@ -62,11 +39,18 @@ def _page() -> tuple[bytes, str]:
         f"default-src 'none'; script-src 'sha256-{allowed['script']}'; style-src 'sha256-{allowed['style']}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return html.encode(), policy
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "Vary": "Accept",
+    }
+    return Response(html, media_type="text/html", headers=headers)
 
 
 class Events:
-    """Snapshots as server-sent events.
+    """Snapshots as server-sent events, one for all that look.
 
     Args:
         snapshot: what the server does now; must not wait for anything.
@@ -75,42 +59,16 @@ class Events:
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]], closing: Callable[[], bool]) -> None:
         self._snapshot, self._closing = snapshot, closing
-        self._taken = 0.0
-        self._event = b""
-        self.watchers = 0
+        self._taken, self._event = 0.0, b""
 
-    def response(self) -> Response:
-        """The stream.
+    async def response(self, request: Request) -> Response:
+        """The stream, until the server ends, or nobody takes it."""
+        return StreamingResponse(self._stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-cache"})
 
-        Raises:
-            RequestError: too many look already (429).
-        """
-        if self.watchers >= MOST_WATCHERS:
-            raise RequestError("too many pages are open already", "too_many_watchers", status=429, retry_after=10)
-        return _Watched(self)
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Until the server ends, or nobody takes it."""
+    async def _stream(self) -> AsyncIterator[bytes]:
         while not self._closing():
-            yield self._now()
+            now = asyncio.get_running_loop().time()
+            if not self._event or now - self._taken >= EVERY_S / 2:
+                self._taken, self._event = now, server_sent(self._snapshot())
+            yield self._event
             await asyncio.sleep(EVERY_S)
-
-    def _now(self) -> bytes:
-        """The event; one for all that look."""
-        now = asyncio.get_running_loop().time()
-        if not self._event or now - self._taken >= EVERY_S / 2:
-            self._taken, self._event = now, server_sent(self._snapshot())
-        return self._event
-
-
-class _Watched(StreamingResponse):
-    def __init__(self, events: Events) -> None:
-        super().__init__(events.stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-cache"})
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._events.watchers += 1
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._events.watchers -= 1

@@ -1,7 +1,7 @@
-"""A model that runs without its weights: all layers of a kind share random ones, and tables lose most of their rows.
+"""How long a model's layers take in memory: its own forward pass on random weights, timed layer by layer.
 
-The model's own forward pass runs on them, so every architecture that can be rehearsed can be measured, in memory for
-one layer of each kind. The model is left as it was.
+All layers of a kind share random weights, and tables lose most of their rows. So every architecture that can be traced
+can be measured, in memory for one layer of each kind. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -30,14 +29,23 @@ from ..machine.memory import last_resort
 from ..modules.hooks import arrays_in, put, swap
 from ..modules.layers import Parameter
 from ..modules.split_linear import split_rows
+from ..plan.machine_profile import TOKENS
 from ..sizes import format_size
+from .rates import PAST_CACHES, seconds_of
 
-PAST_CACHES = 128 << 20
-"""Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last
-level of cache holds for one core (32 MiB here), so that weights come from memory as they do in a run."""
+SAMPLES, STEPS = 6, 5
+"""Times that each kind of layer is timed for a number of tokens, and whole forward passes, where there is time."""
 
-REPEATS, BLOCK = 5, 1 << 20
-"""Times that a product is timed; and random numbers that are drawn for a weight."""
+COMPUTE_S, COMPILE_S = 12.0, 20.0
+"""Seconds of measuring, after which no larger number of tokens is begun, and of compiling a number's GPU kernels (on
+an H200 24 to 62 s), after which it is not measured."""
+
+BLOCK = 1 << 20
+"""Random numbers that are drawn for a weight."""
+
+Progress = Callable[[str, int, int], None]
+Seconds = dict[str, list[float]]
+"""Of single calls, by kind of layer."""
 
 
 class _Enough(Exception):
@@ -46,27 +54,60 @@ class _Enough(Exception):
 
 @dataclass
 class TimedPass:
-    """What one forward pass has shown, evaluated layer by layer. Seconds.
+    """What a forward pass has shown: seconds of each layer, before the first one, and of all of it."""
 
-    Attributes:
-        layers: of each call, by kind of layer.
-        prelude: before the first layer.
-        seconds: of all of it.
-    """
-
-    layers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    layers: Seconds = field(default_factory=lambda: defaultdict(list))
     prelude: float = 0.0
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A product with a table, as the model calls it; ``scale``: rows that the table has over those that it has here."""
+def times_of(
+    made: Rig, sync_s: float, *, budget_s: float = COMPUTE_S, progress: Progress = lambda *_: None
+) -> dict[str, dict[int, float]]:
+    """Seconds of one pass, by kind of layer (and of what is not a layer) and by number of tokens.
 
-    call: Callable[..., Any]
-    width: int
-    dtype: mx.Dtype
-    scale: float
+    Layers are evaluated one by one. What waiting for each of them adds is found by comparing with whole passes of one
+    token, and taken off.
+
+    Args:
+        sync_s: what waiting for one layer costs, where there is no time for whole passes.
+        budget_s: seconds that it may take, compiling not counted; what no time is left for is left out.
+    """
+    size, clock = made.profile.size, made.clock
+    kinds = {layer.kind for layer in size.layers}
+    found: dict[str, dict[int, float]] = {kind: {} for kind in (*sorted(kinds), size.rest_kind)}
+    left, took, waiting = budget_s, 0.0, sync_s
+    for i, n in enumerate(TOKENS):
+        progress("measuring the layers", i, len(TOKENS))
+        if n > 1 and took * n / TOKENS[i - 1] > left:
+            break
+        # What is made or compiled once for a number of tokens is no layer's time. Products are known behind a whole
+        # pass.
+        began = clock()
+        made.watched(n, kinds.issubset) if n > 1 else made.watched(n)
+        made.head(n)
+        if n > 1 and clock() - began > COMPILE_S:
+            break
+        began = clock()
+        until = began + left / (len(TOKENS) - i)
+        seen = made.watched(n, partial(_enough, kinds, clock, until))
+        head, computed = made.head(n)
+        took = seen.seconds / min(map(len, seen.layers.values()), default=1) + head
+        times = {kind: median(samples) for kind, samples in seen.layers.items()}
+        if n == 1 and (calls := Counter(layer.kind for layer in size.layers)) and 4 * STEPS * took < left:
+            alone = sum(calls[kind] * s for kind, s in times.items()) + seen.prelude + computed
+            waiting = max(0.0, alone - median(made.passes(STEPS))) / calls.total()
+        left -= clock() - began
+        for kind, s in times.items():
+            found[kind][n] = max(s - waiting, s / 2)
+        found[size.rest_kind][n] = seen.prelude + head
+    progress("measuring the layers", len(TOKENS), len(TOKENS))
+    return {kind: by_tokens for kind, by_tokens in found.items() if by_tokens}
+
+
+def _enough(kinds: set[str], clock: Callable[[], float], until: float, layers: Seconds) -> bool:
+    fewest = min(len(layers[kind]) for kind in kinds)
+    return fewest >= SAMPLES or (fewest >= 1 and clock() > until)
 
 
 class Rig:
@@ -81,23 +122,19 @@ class Rig:
         self.model = profile.lazy.model
         self.clock = clock
         self.rows = min((t.places[0].shape[0] for t in profile.tables if t.looked_up), default=_vocabulary(profile))
-        self._products: dict[int, _Product] = {}
+        # By table: its product as the model calls it, width and dtype of what it gets, and the rows that the table has
+        # over those that it has here.
+        self._products: dict[int, tuple[Callable[..., Any], int, mx.Dtype, float]] = {}
         self._pass: TimedPass | None = None
-        self._enough: Callable[[dict[str, list[float]]], bool] = lambda _: False
+        self._enough: Callable[[Seconds], bool] = lambda _: False
         self._began = 0.0
 
-    def tokens(self, n: int) -> mx.array:
-        """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
-        return (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
-
-    def watched(self, n: int, enough: Callable[[dict[str, list[float]]], bool] = lambda _: False) -> TimedPass:
-        """A pass over ``n`` tokens, each layer evaluated and timed by itself, until there is ``enough`` of its layers'
-        seconds by kind."""
+    def watched(self, n: int, enough: Callable[[Seconds], bool] = lambda _: False) -> TimedPass:
+        """A pass over ``n`` tokens, each layer evaluated and timed by itself, until its layers' seconds are
+        ``enough``."""
         seen = self._pass = TimedPass()
         self._enough = enough
-        cache = make_prompt_cache(self.model)
-        ids = self.tokens(n)
-        mx.eval(ids)
+        cache, ids = make_prompt_cache(self.model), self._tokens(n)
         self._began = self.clock()
         try:
             with contextlib.suppress(_Enough):
@@ -107,39 +144,29 @@ class Rig:
         seen.seconds = self.clock() - self._began
         return seen
 
-    def decode(self, prefill: int, steps: int) -> list[float]:
-        """Seconds of each token after ``prefill`` others, nothing evaluated in between, as mlx-lm generates."""
-        cache = make_prompt_cache(self.model)
-
-        def step(ids: mx.array) -> mx.array:
-            return mx.argmax(self.model(ids, cache=cache)[:, -1], axis=-1)[None] % self.rows
-
-        token = step(self.tokens(prefill))
-        mx.eval(token, arrays_in(cache))
-        # Each step is queued while the one before is computed.
-        token = step(token)
-        mx.async_eval(token)
-        times = []
-        for _ in range(steps):
-            began = self.clock()
-            following = step(token)
-            mx.async_eval(following)
-            mx.eval(token)
-            times.append(self.clock() - began)
-            token = following
-        mx.eval(token)
-        return times
+    def passes(self, count: int) -> list[float]:
+        """Seconds of passes over a token, nothing waited for on the way."""
+        cache, ids = make_prompt_cache(self.model), self._tokens(1)
+        return [
+            seconds_of(lambda: (self.model(ids, cache=cache), arrays_in(cache)), self.clock, 1) for _ in range(count)
+        ]
 
     def head(self, n: int) -> tuple[float, float]:
         """Seconds of all products with tables for ``n`` tokens, as if they had all their rows; and with those that they
         have."""
         whole = computed = 0.0
-        for product in self._products.values():
-            x = mx.random.normal((1, n, product.width), key=mx.random.key(0)).astype(product.dtype)
+        for call, width, dtype, scale in self._products.values():
+            x = mx.random.normal((1, n, width), key=mx.random.key(0)).astype(dtype)
             mx.eval(x)
-            seconds = seconds_of(partial(product.call, x), self.clock)
-            whole, computed = whole + product.scale * seconds, computed + seconds
+            seconds = seconds_of(partial(call, x), self.clock)
+            whole, computed = whole + scale * seconds, computed + seconds
         return whole, computed
+
+    def _tokens(self, n: int) -> mx.array:
+        """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
+        ids = (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
+        mx.eval(ids)
+        return ids
 
     # What layers' and tables' calls go through
 
@@ -163,7 +190,7 @@ class Rig:
 
     def product(self, table: int, rows: int, all_rows: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            self._products[table] = _Product(original, args[0].shape[-1], args[0].dtype, all_rows / rows)
+            self._products[table] = original, args[0].shape[-1], args[0].dtype, all_rows / rows
             out = original(*args, **kwargs)
             # Some models write to the logits of certain tokens.
             return out if rows == all_rows else mx.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, all_rows - rows)])
@@ -171,7 +198,7 @@ class Rig:
         return call
 
 
-@contextmanager
+@contextlib.contextmanager
 def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
     """Give a lazily opened model random weights, and take them away again.
 
@@ -185,25 +212,24 @@ def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = ti
     if not profile.layers:
         raise CalibrationError("no layers were found in this model, so none were measured")
     before = [(m, type(m), dict(m), dict(m.__dict__)) for m in model.modules()]
-    wired = None
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(clear_cache)
+        stack.callback(_restore, before)
         made = Rig(profile, clock)
         if on_cpu():
             split_rows(model, cpu_streams)
         _furnish(made)
         # As weights are while a model runs.
-        wired = limits.hold(made, Needs(wired=mx.get_active_memory()))
+        stack.callback(limits.hold(made, Needs(wired=mx.get_active_memory())))
         yield made
-    finally:
-        if wired is not None:
-            wired()
-        for module, cls, items, attributes in before:
-            module.__class__ = cls
-            dict.clear(module)
-            dict.update(module, items)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        clear_cache()
+
+
+def _restore(before: list[tuple[nn.Module, type, dict[str, Any], dict[str, Any]]]) -> None:
+    for module, cls, items, attributes in before:
+        module.__class__ = cls
+        for target, was in ((module, items), (module.__dict__, attributes)):
+            dict.clear(target)
+            dict.update(target, was)
 
 
 def _furnish(made: Rig) -> None:
@@ -265,8 +291,8 @@ def _rows(table: Table) -> int:
 
 
 def _vocabulary(profile: ModelProfile) -> int:
-    text = profile.lazy.config.get("text_config")
-    size = profile.lazy.config.get("vocab_size") or (text or {}).get("vocab_size")
+    config = profile.lazy.config
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return size if isinstance(size, int) else 128
 
 
@@ -278,21 +304,12 @@ def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.arra
         # Exponents of mxfp4 and mxfp8 (2**-7), and 8-bit floats of nvfp4 (1/4).
         array = mx.full(shape, 40 if getattr(p.module, "mode", "") == "nvfp4" else 120, dtype=dtype)
     else:
-        block = mx.random.randint(0, 2**31 - 1, (min(size, BLOCK),), mx.uint32, key=key)
         if mx.issubdtype(dtype, mx.floating):
             block = mx.random.normal((min(size, BLOCK),), scale=0.02, key=key)
             # A quantized weight is up to 255 times its scale.
             block = mx.abs(block) * 0.05 if p.key == "scales" else block
+        else:
+            block = mx.random.randint(0, 2**31 - 1, (min(size, BLOCK),), mx.uint32, key=key)
         array = mx.tile(block.astype(dtype), -(-size // BLOCK))[:size].reshape(shape)
     mx.eval(array)
     return array
-
-
-def seconds_of(run: Callable[[], Any], clock: Callable[[], float], repeats: int = REPEATS) -> float:
-    """Median seconds until what ``run`` returns has been computed."""
-    times = []
-    for _ in range(repeats):
-        begin = clock()
-        mx.eval(run())
-        times.append(clock() - begin)
-    return median(times)
