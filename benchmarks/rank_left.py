@@ -53,7 +53,7 @@ def _marked(mark: str, names: Sequence[str]) -> Iterator[Process]:
         number = int(variables["MLX_RANK"]) if "MLX_RANK" in variables else None
         if number is not None:
             role = "rank"
-        elif words[-1] == "outcore_cluster.link.guard":
+        elif words[-1] == "outcore_cluster.launch.guard":
             role = "guard"
         elif len(words) > 1 and words[1].endswith("namespaces.py"):
             role, number = "ssh", names.index(words[-2])

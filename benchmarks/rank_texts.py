@@ -19,8 +19,8 @@ from typing import Any
 import mlx_lm.utils
 
 import outcore
+from outcore_cluster.environment import from_environment
 from outcore_cluster.group import RankGroup
-from outcore_cluster.link.environment import from_environment
 
 TEXTS = "The first text", "def read_lines(path):", "In 1815, at", "import numpy as np"
 

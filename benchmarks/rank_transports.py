@@ -40,7 +40,7 @@ class Transport(Protocol):
 
 class OurLink:
     def __init__(self) -> None:
-        from outcore_cluster.link.environment import from_environment
+        from outcore_cluster.environment import from_environment
 
         link = from_environment()
         assert link is not None

@@ -47,11 +47,10 @@ def by_one(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        ("2", ["--draft", "none"]),
-        ("3", ["--temp", "0.8"]),
+        ("3", ["--draft", "none", "--temp", "0.8"]),
         ("2", ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]),
     ],
-    ids=["2", "3 drawn", "2 drafted"],
+    ids=["3 drawn", "2 drafted"],
 )
 def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: Path, capsys: Any) -> None:
     words = ["generate", "--model", str(spoken), *ASK, "-m", "30", *more, "--json"]
@@ -70,7 +69,7 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: 
     assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and len(foreseen["latency_s"]) == int(ranks)
 
 
-@pytest.mark.parametrize("first", ["local", "a"])
+@pytest.mark.parametrize("first", ["a"])
 def test_a_quiet_launcher_tells_what_went_wrong_and_nothing_else(first: str, spoken: Path, tmp_path: Path) -> None:
     words = ["launch", *behind(tmp_path, [first, "local"]), "--quiet", "--", "generate"]
     words += ["--model", str(spoken), *ASK]
@@ -80,7 +79,7 @@ def test_a_quiet_launcher_tells_what_went_wrong_and_nothing_else(first: str, spo
     assert refused.returncode == 2 and "--max-tokens 0: ask for at least one" in refused.stderr
 
 
-@pytest.mark.parametrize("first", ["local", "a"])
+@pytest.mark.parametrize("first", ["local"])
 def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: Path) -> None:
     """Of a first rank here and elsewhere; where it fails, what went wrong. The text is told meanwhile."""
     words = ["launch", *behind(tmp_path, [first, "local"]), "--json", "--", "generate"]
@@ -96,7 +95,7 @@ def test_the_launchers_json_has_the_answer(first: str, spoken: Path, tmp_path: P
     assert found["type"] == "BudgetError" and "too small" in found["error"] and found["launch"]["failed"] in (0, 1)
 
 
-def test_a_plan_over_several_ranks(spoken: Path, capsys: Any) -> None:
+def test_a_plan_over_several_ranks(spoken: Path) -> None:
     """One table is printed, by the first rank. A flag about one machine is refused."""
     words = ["plan", str(spoken), "--memory", "20MB", "--context", "200", "--no-calibrate"]
     done = outcore("launch", "--hosts", "local,local", "--", *words)
@@ -104,12 +103,7 @@ def test_a_plan_over_several_ranks(spoken: Path, capsys: Any) -> None:
     assert "on 2 machines: predicted" in done.stdout.splitlines()[0]
     rows = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == ["local"]]
     assert [row[0] for row in rows] == ["0", "1"] and sum(int(row[2]) for row in rows) > 2
-    assert "Layers lie in " in done.stdout and "ranks 0 and 1 are on local: they share its disk" in done.stdout
-    alone = json.loads(by_one(capsys, *words, "--draft", "none", "--json"))
-    shared = json.loads(outcore("launch", "--hosts", "local,local", "--", *words, "--json").stdout)
-    assert alone["streamed_units"] == 0 and alone["predicted_tps"] is None, "nothing was measured"
-    (token_s,) = {each["token_s"] for each in shared["alone"]}
-    assert f"local is predicted to take {token_s:.3g} s a token, not measured" in done.stdout
+    assert "Layers lie in " in done.stdout
 
 
 RUN = """
@@ -206,7 +200,7 @@ def test_whoever_types_to_a_first_rank_elsewhere_sees_that_it_starts_and_what_to
     assert "q quit" in told and "each line is a message" in told and "Esc Enter" not in told
 
 
-@pytest.mark.parametrize("first", ["local", "a"])
+@pytest.mark.parametrize("first", ["local"])
 def test_a_draft_that_there_is_not_is_told_once(first: str, spoken: Path, tmp_path: Path) -> None:
     where = behind(tmp_path, [first, "local"])
     draft = str(tmp_path / "none")

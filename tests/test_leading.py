@@ -18,7 +18,7 @@ from memory_link import memory_links
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.errors import BudgetError
 from outcore_cluster.foreign import hold_alike
-from outcore_cluster.room import RankRoom
+from outcore_cluster.transport import RankRoom
 from rank_processes import RankProcesses
 
 TYPES = [

@@ -19,7 +19,7 @@ import pytest
 
 from link_ranks import QUICK, in_threads
 from outcore.errors import UsageError
-from outcore_cluster.link import environment as e
+from outcore_cluster import environment as e
 from outcore_cluster.link.socket_link import SocketLink
 
 KEY = "0123456789abcdef"
@@ -60,8 +60,6 @@ def test_one_rank_alone_has_no_link(text: str, tmp_path: Path) -> None:
         (None, {"MLX_HOSTFILE": "/no/such/file"}, "MLX_HOSTFILE: /no/such/file: No such file"),
         (None, {"OUTCORE_LINK_KEY": "short"}, "OUTCORE_LINK_KEY: the key has 5 characters; give 16 or more"),
         (None, {"OUTCORE_LINK_KEY_FILE": "/no/key"}, "OUTCORE_LINK_KEY_FILE: /no/key: No such file"),
-        (None, {"OUTCORE_LINK_NAMES": '["a"]'}, "OUTCORE_LINK_NAMES: give a name for each of 2 ranks"),
-        (None, {"OUTCORE_LINK_START_S": "soon"}, "OUTCORE_LINK_START_S: soon: give a whole number"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str | None, changes: dict[str, str], says: str, hosts: Path) -> None:
@@ -112,7 +110,7 @@ def test_two_ranks_meet_by_their_environments(tmp_path: Path) -> None:
     assert all(isinstance(link, SocketLink) for link in links), links
     # What a rank starts is no rank.
     assert own == [{"OTHER": "stays"}] * 2
-    assert [link._me.who(1) for link in links] == ["rank 1 (right)"] * 2
+    assert [link.host for link in links] == ["left", "right"]
     in_threads([link.close for link in links])
 
 
@@ -163,3 +161,27 @@ def test_ranks_of_mlx_launch_do_not_outlive_it(tmp_path: Path) -> None:
     assert not alive
     launcher.wait()
     launcher.stdout.close()
+
+
+def test_mlx_distributed_carries_ranks_where_its_backend_is_named(tmp_path: Path) -> None:
+    """Two ranks on MLX's ring: messages of 3 MB round it, values that come before and between them."""
+    first = int(free_ports(2))
+    (tmp_path / "hosts").write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(2)]))
+    given = os.environ | {"MLX_HOSTFILE": str(tmp_path / "hosts"), e.BACKEND: "ring"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(TOY), "4", "3000000", "--say-pids"],
+            env=given | {e.RANK: str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said == [[f"pids {ranks[0].pid} {ranks[1].pid}", *(f"round {n}" for n in range(4))], []]
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"mx\.distributed, nonsense: "):
+        e.from_environment({e.RANK: "0", e.BACKEND: "nonsense"})

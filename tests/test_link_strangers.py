@@ -16,7 +16,7 @@ import pytest
 
 from link_ranks import QUICK, identities, in_threads, linked
 from outcore.errors import LinkError
-from outcore_cluster.link.handshake import Facts, HandshakeError, RefusedError, answer, ask
+from outcore_cluster.link.handshake import PROTOCOL, Facts, HandshakeError, RefusedError, answer, ask
 from outcore_cluster.link.meeting import CONTROL, DATA, Identity
 from outcore_cluster.link.socket_link import SocketLink
 
@@ -56,8 +56,10 @@ STRANGERS: dict[str, Stranger] = {
     "http": sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20),
     "zeros": sends(bytes(100_000)),
     "its magic": sends(b"OUTCLINK" + bytes(1000)),
-    "another protocol": sends(b"OUTCLINK" + struct.pack("!H", 2) + bytes(32)),
-    "a long name": sends(b"OUTCLINK" + struct.pack("!H", 1) + bytes(32) + struct.pack("!?H", True, 65535) + bytes(99)),
+    "another protocol": sends(b"OUTCLINK" + struct.pack("!H", PROTOCOL + 1) + bytes(32)),
+    "a long name": sends(
+        b"OUTCLINK" + struct.pack("!H", PROTOCOL) + bytes(32) + struct.pack("!?H", True, 65535) + bytes(99)
+    ),
     "another key": asks(key=b"x" * 32),
     "another run": asks(run="other"),
     "another version": asks(version="0.9"),
@@ -94,7 +96,9 @@ def test_random_bytes_at_every_stage_are_refused() -> None:
     def crowd() -> SocketLink:
         for _ in range(40):
             with connected(zero.addresses[0]) as sock, contextlib.suppress(OSError):
-                whole = b"OUTCLINK" + struct.pack("!H", 1) + rng.randbytes(32) + b"\x01\x00\x40" + rng.randbytes(200)
+                whole = (
+                    b"OUTCLINK" + struct.pack("!H", PROTOCOL) + rng.randbytes(32) + b"\x01\x00\x40" + rng.randbytes(200)
+                )
                 sock.sendall(whole[: rng.randrange(len(whole))] + rng.randbytes(rng.randrange(50)))
         return SocketLink(one, QUICK, leave=None)
 
@@ -218,11 +222,11 @@ def test_another_version_is_told_to_both() -> None:
 
 def test_nobody_listens_once_all_are_there() -> None:
     with linked(2) as links, pytest.raises(ConnectionRefusedError):
-        connected(links[0]._me.addresses[0])
+        connected(links[0]._thread._me.addresses[0])
 
 
 def test_bytes_that_are_no_frames_end_the_run_with_the_name_of_who_sent_them() -> None:
     with linked(2) as (zero, one):
-        one._control._peers[0].sock.sendall(b"x" * 100)
+        one._thread.peers[0].control.sock.sendall(b"x" * 100)
         with pytest.raises(LinkError, match=r"rank 1 \(host1\): bytes that are no frame"):
             zero.receive(1, memoryview(bytearray(3))).wait()

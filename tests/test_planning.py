@@ -19,11 +19,11 @@ from outcore.cli.main import main
 from outcore.decode.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.errors import BudgetError, PromptError, UsageError
 from outcore.loading.preparation import prepare
-from outcore.plan.context import planned_context
 from outcore.plan.joint_plan import Planning
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import make_plan, smallest_budget
+from outcore.plan.workload import planned_context
 from outcore.sizes import format_size
 from stand_ins import TokensOnly
 

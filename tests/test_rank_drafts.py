@@ -21,18 +21,14 @@ from outcore.decode.speculative.speculate import Sampler, Waits
 from outcore.disk.metrics import Metrics
 from outcore.engine.transport import Solo
 from outcore.errors import LinkError
-from outcore.loading import draft_experience
-from outcore.loading.draft_experience import Counts
 from outcore.loading.opened import measured
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import AUTO, NGRAM
+from outcore.plan.draft_cost import NGRAM
 from outcore.plan.planner import ASSUMED
 from outcore_cluster import sharing as ranked
 from outcore_cluster.agreement import Agreement
-from outcore_cluster.drafts import RankedDrafts, SharedModel, Sharing
 from outcore_cluster.group import RankGroup
-from outcore_cluster.layer_shares import RankMeans, share_layers
-from outcore_cluster.rank_share import cuts_of
+from outcore_cluster.layer_shares import share_layers
 from outcore_cluster.timing import LinkTimes
 from rank_processes import RankProcesses
 
@@ -222,60 +218,10 @@ def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkey
     profile = measured(open_model(demo_model), LoadOptions(context=64, prompt=16), None)
 
     def layers(draft: str, which: int | None, megabytes: int) -> int:
-        drafts = RankedDrafts(draft, which, demo_model, LoadOptions(), ASSUMED, megabytes * 10**6)
         link: Any = Alike()
-        found = ranked.shared_out(profile, RankGroup(link), megabytes * 10**6, ASSUMED, None, drafts.choose)
-        return found.owners.count(0)
+        o = LoadOptions(draft=draft if which is None else f"{draft}:{which}")
+        found = ranked.shared_out(profile, RankGroup(link), o, demo_model, ASSUMED, megabytes * 10**6)
+        return found.profile.share.owners.count(0)
 
     assert layers("none", None, 34) == 8 and layers("self", 3, 34) < layers("self", 2, 34) < 8
     assert layers("self", 3, 400) == 8
-
-
-class TestAuto:
-    """What the first rank chooses, by sweeps simulated over both."""
-
-    @pytest.fixture
-    def choose(self, demo_model: Path) -> Any:
-        o = LoadOptions(context=64, prompt=16)
-        profile = measured(open_model(demo_model), o, None)
-        cuts, total = cuts_of(profile), sum(layer.resident for layer in profile.size.layers)
-
-        def choose(rate: float, memory: int, budget: int = 10**9, draft: str = AUTO) -> SharedModel:
-            def means(draft: Any) -> list[RankMeans]:
-                return [RankMeans(memory, rate), RankMeans(memory, rate)]
-
-            sharing = Sharing(profile, cuts, rank_work.Alone(0, 2), means, lambda _: (0, 1) * (len(cuts.order) // 2))
-            drafts = RankedDrafts(draft, None, demo_model, o, ASSUMED, budget)
-            return drafts.choose(sharing)
-
-        self.total = total
-        return choose
-
-    def test_a_copy_where_disks_are_slow(self, choose: Any) -> None:
-        found = choose(2e6, 0)
-        assert found.draft.name.startswith("self:")
-        assert {c.name for c in found.choices} >= {"none", NGRAM, "self:2", "self:3"}
-
-    def test_no_copy_that_was_seen_to_be_wrong(self, choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        wrong = Counts(sweeps=100, tokens=105, guesses=1000, wrong=950)
-        names = [f"self:{bits} cpu own" for bits in (2, 3)]
-        monkeypatch.setattr(draft_experience, "known_drafts", lambda _: dict.fromkeys(names, wrong))
-        found = choose(2e6, 0)
-        assert found.draft is None or found.draft.name == NGRAM
-
-    def test_no_copy_without_room_for_it(self, choose: Any) -> None:
-        least = choose(2e6, 0).choices[0].planned.plan.smallest_budget_bytes
-        found = choose(2e6, 0, least + 500_000)
-        assert found.draft is None or found.draft.name == NGRAM
-        assert all(c.reason for c in found.choices if c.name.startswith("self:"))
-
-    def test_nothing_where_there_is_no_room_for_several_tokens(self, choose: Any) -> None:
-        """Nobody asked for drafts: a budget that does without them is enough."""
-        found = choose(2e6, 0)
-        none, ngram = (c.planned.plan.smallest_budget_bytes for c in found.choices[:2])
-        assert none < ngram
-        assert choose(2e6, 0, none).draft is None
-
-    def test_none_is_weighed_where_all_is_in_memory(self, choose: Any) -> None:
-        found = choose(2e6, self.total)
-        assert found.draft.name == NGRAM and not found.choices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -146,29 +145,6 @@ def test_texts_are_drawn_by_the_first_rank_and_go_on(model_type: str, two: RankP
         assert two.run(rank_work.conversation, folder, options) == [expected] * 2
 
 
-def test_a_token_is_built_while_the_one_before_it_is_computed(two: RankProcesses, llama: Path) -> None:
-    """In memory, on all ranks. Whose last layer is behind all that it sends has the token before computed first."""
-    blocks = two.run(rank_work.order_of_work, llama, {"in_turn": False})
-    assert blocks == ["b" + "sbwh" * 3 + "swh"] * 2
-    in_turn = two.run(rank_work.order_of_work, llama, {})
-    assert in_turn == ["b" + "swbwh" * 3 + "swwh", blocks[1]]
-
-
-def test_a_device_that_fails_where_tokens_are_chosen_ends_the_run(two: RankProcesses, llama: Path) -> None:
-    assert two.run(rank_work.device_that_fails, llama) == [["no token was chosen: no device"], []]
-
-
-def test_a_full_window_behind_all_that_a_rank_sends(two: RankProcesses, tmp_path: Path) -> None:
-    """What its next token takes the place of is copied when that is built: the one before it has to be there."""
-    folder = zoo.save_checkpoint("llama", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["layer_types"].reverse()
-    assert config["layer_types"][-1] == "sliding_attention"
-    (folder / "config.json").write_text(json.dumps(config))
-    expected = rank_work.conversation(None, folder, {})
-    assert two.run(rank_work.conversation, folder, {}) == [expected] * 2
-
-
 def test_processors_and_samplers_that_look_at_numbers(two: RankProcesses, llama: Path) -> None:
     """They are called when what they look at has been computed, and not on what other ranks have not sent yet."""
     expected = rank_work.choosing_by_numbers(None, llama, {})
@@ -177,8 +153,8 @@ def test_processors_and_samplers_that_look_at_numbers(two: RankProcesses, llama:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next"])
-def test_no_memory_for_a_token_that_is_built_ahead(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
-    """The one before it is handed out all the same, and caches hold what they hold on one rank."""
+def test_no_memory_for_a_token(model_type: str, two: RankProcesses, tmp_path: Path) -> None:
+    """Caches hold what they hold on one rank."""
     folder = zoo.save_checkpoint(model_type, tmp_path)
     first, _, second = expected = rank_work.failing(None, folder, {})
     assert len(first) == 6 and len(second) == 6

@@ -8,32 +8,30 @@ from dataclasses import asdict, replace
 import pytest
 
 from memory_link import memory_links
+from outcore_cluster.forecast import BEHIND, SIMULATED, RankPart, RanksPlan
 from outcore_cluster.group import RankGroup
-from outcore_cluster.launch.alone import SingleMachine, beside
-from outcore_cluster.ranks_plan import BEHIND, SIMULATED, PromptPasses, RankPart, ranks_plan
 from outcore_cluster.timing import LinkTimes
 
-READ_S, PASS_S = 0.1, (0.02, 0.01, 0.001)
+READ_S, CHUNK_S, TOKEN_S, STEP = 0.1, 0.02, 0.001, 50
 
 
 def part(places: list[int], read_s: float = READ_S, head_s: float = 0.0) -> RankPart:
-    behind_token = ((BEHIND, head_s, 0.0),) if head_s else ()
-    behind_prompt = ((BEHIND, (0.0, 0.0, head_s), 0.0),) if head_s else ()
+    behind_token = [(BEHIND, 0.0, head_s)] if head_s else []
+    behind_prompt = [(BEHIND, 0.0, 0.0, head_s)] if head_s else []
     return RankPart(
         host="a", layers=len(places), resident=0, slots=3, bytes_per_token=1, peak_bytes=1, budget_bytes=1,
-        read_gbps=1.0, sync_s=0.0, calibrated=True,
-        token=tuple((p, PASS_S[2], read_s) for p in places) + behind_token,
-        prompt=tuple((p, PASS_S, read_s) for p in places) + behind_prompt,
+        read_gbps=1.0, sync_s=0.0, calibrated=True, notes=[],
+        token=[(p, read_s, TOKEN_S) for p in places] + behind_token,
+        prompt={str(STEP): [(p, read_s, CHUNK_S, TOKEN_S) for p in places] + behind_prompt},
     )  # fmt: skip
 
 
-def foreseen(
-    parts: list[RankPart], prompt: int = 100, step: int = 50, latency_s: float = 0.0, sent: int = 0
-) -> tuple[float, float]:
-    layers = sum(p.layers for p in parts)
-    found = ranks_plan(
-        parts, PromptPasses.of(prompt, step), prompt, [sent] * layers, 1, LinkTimes.same(len(parts), latency_s)
-    )
+def shared(parts: list[RankPart], layers: int, prompt: int = 9, latency_s: float = 0.0) -> RanksPlan:
+    return RanksPlan.of(parts, prompt, STEP, [0] * layers, 1, LinkTimes.same(len(parts), latency_s))
+
+
+def foreseen(parts: list[RankPart], prompt: int = 100, latency_s: float = 0.0) -> tuple[float, float]:
+    found = shared(parts, sum(p.layers for p in parts), prompt, latency_s)
     return found.token_s, found.ttft_s
 
 
@@ -54,32 +52,17 @@ def test_layers_in_turn_and_in_blocks() -> None:
 def test_how_layers_lie_in_words(places: list[list[int]], layout: str) -> None:
     parts = [part(each, head_s=0.1) for each in places]
     parts[1] = replace(parts[1], host="b")
-    found = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 4, 1, LinkTimes.same(2, 0.0))
-    assert found.layout == layout and not found.hosts_shared
+    found = shared(parts, 4)
+    assert found.layout == layout
 
 
-def test_ranks_of_one_host_are_told_by_the_first_and_what_others_note_is_once() -> None:
+def test_what_others_note_is_told_once() -> None:
     parts = [
-        replace(part([n]), notes=("all know", *["this one alone"] * (n == 1)), host="ab"[n == 1]) for n in range(3)
+        replace(part([n]), notes=["all know", *["this one alone"] * (n == 1)], host="ab"[n == 1]) for n in range(3)
     ]
-    shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 3, 1, LinkTimes.same(3, 0.0))
-    assert shared.hosts_shared == {"a": [0, 2]}
-    notes = RankGroup(memory_links(3)[0]).notes(shared)
-    assert notes[0].startswith("ranks 0 and 2 are on a: they share its disk")
-    assert notes[1:] == ["rank 1 (b): this one alone"]
-
-
-def test_what_one_machine_alone_does_stands_beside_it() -> None:
-    parts = [replace(part([n]), host="ab"[n]) for n in range(2)]
-    shared = ranks_plan(parts, PromptPasses.of(9, 4), 9, [0] * 2, 1, LinkTimes.same(2, 0.0))
-    half = 2 * shared.token_s
-    said = beside(shared, [SingleMachine(3 * half, calibrated=True), SingleMachine(half, calibrated=True)])
-    assert said.startswith("Alone, with the whole model, b is predicted") and "both together take 0.50 of that" in said
-    assert "not measured" in beside(shared, [SingleMachine(), SingleMachine(half)])
-    assert "30.0 MB is the least" in beside(
-        shared, [SingleMachine(smallest=40_000_000), SingleMachine(smallest=30_000_000)]
-    )
-    assert "not known" in beside(shared, [SingleMachine(), SingleMachine()])
+    found = shared(parts, 3)
+    notes = RankGroup(memory_links(3)[0]).notes(found)
+    assert notes == ["rank 1 (b): this one alone"]
 
 
 def test_the_head_and_hops_add_to_it() -> None:
@@ -95,12 +78,6 @@ def test_waiting_for_what_is_sent_costs_each_block_of_layers_in_memory() -> None
     assert foreseen([replace(p, sync_s=0.1) for p in parts])[0] > plain + 0.09
 
 
-def test_passes_of_a_prompt() -> None:
-    assert PromptPasses.of(101, 50) == PromptPasses(50, 2, 0)
-    assert PromptPasses.of(120, 50).counted(2) == [0, 0, 1, 2]
-    assert PromptPasses.of(1, 50).counted(0) == [2]
-
-
 def test_long_prompts_take_as_long_for_each_chunk_as_those_before() -> None:
     parts = [part([0, 2], 0), part([1, 3], 0)]
     n = SIMULATED
@@ -111,8 +88,6 @@ def test_long_prompts_take_as_long_for_each_chunk_as_those_before() -> None:
 
 def test_what_is_told_comes_back_from_json() -> None:
     told = part([0, 2], head_s=0.5)
-    assert RankPart.told(json.loads(json.dumps(asdict(told)))) == told
-    assert (
-        "token"
-        not in ranks_plan([told], PromptPasses.of(9, 4), 9, [0] * 3, 1, LinkTimes.same(1, 0.0)).record()["ranks"][0]
-    )
+    back = RankPart(**json.loads(json.dumps(asdict(told))))
+    assert shared([back], 3, 120) == replace(shared([told], 3, 120), parts=(back,))
+    assert "token" not in shared([told], 3).record()["ranks"][0]

@@ -9,7 +9,7 @@ import pytest
 
 import rank_work
 import zoo
-from outcore_cluster.room import RankRoom
+from outcore_cluster.transport import RankRoom
 from rank_processes import RankProcesses
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]

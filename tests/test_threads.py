@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import interrupts
-from outcore.machine import threads
 from outcore.machine.exclusive import Exclusive
+from outcore.machine.interrupts import TASKS, join
 
 
 def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,18 +24,18 @@ def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, mo
     ender = threading.Timer(0.1, task.unlink)
     began = time.monotonic()
     ender.start()
-    threads.join(thread, tasks=tmp_path)
+    join(thread, tasks=tmp_path)
     assert not task.exists() and time.monotonic() - began >= 0.1
     ender.join()
     # One that does not end is not waited for longer than was asked.
     stays = threading.Event()
     thread = threading.Thread(target=stays.wait)
     thread.start()
-    threads.join(thread, 0.01)
+    join(thread, 0.01)
     assert thread.is_alive()
     stays.set()
-    threads.join(thread)
-    assert not (threads.TASKS / str(thread.native_id)).exists()
+    join(thread)
+    assert not (TASKS / str(thread.native_id)).exists()
 
 
 def test_a_signal_while_a_model_is_taken_leaves_it_free() -> None:

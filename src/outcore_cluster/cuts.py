@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.modules.cache_growth import FEW
@@ -123,7 +124,9 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
                 users.setdefault(numbers[key], set()).add(i)
         for key in first.seen[i].objects:
             owners.setdefault(key, []).append(i)
-    together: list[Sequence[int]] = [*owners.values(), *_unsent(order, calls)]
+    together: list[Sequence[int]] = list(owners.values())
+    # One uses of the other what cannot be sent.
+    together += [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
     together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
     together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].told_by is None]
     groups = _joined(order, together)
@@ -132,11 +135,6 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
     if any(calls[i].leaves[n] is None for i, n in results) or first.peeks | second.peeks:
         refusal = "its results are made from what a layer keeps of the text"
     return Cuts(order, calls, results, groups, {n: frozenset(u) for n, u in users.items()}, refusal)
-
-
-def _unsent(order: Sequence[int], calls: Mapping[int, LayerCall]) -> list[list[int]]:
-    """Pairs of layers of which one uses of the other what cannot be sent."""
-    return [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
 
 
 def _joined(order: Sequence[int], together: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -159,7 +157,8 @@ def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
         if dims is not None and BATCH in dims and TOKENS in dims:
             told_by = (place, dims.index(BATCH), dims.index(TOKENS))
             break
-    return LayerCall(_template(a.outputs), leaves, told_by, a.advances, a.uses | b.uses)
+    template = tree_map(lambda value: ... if isinstance(value, mx.array) else value, a.outputs)
+    return LayerCall(template, leaves, told_by, a.advances, a.uses | b.uses)
 
 
 def _shape(few: mx.array, one: mx.array) -> Shape | None:
@@ -179,15 +178,6 @@ def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(dims)
 
 
-def _template(out: Any) -> Any:
-    """What a layer returns, to be filled with arrays in order: ``...`` for each."""
-    if isinstance(out, mx.array):
-        return ...
-    return type(out)(_template(v) for v in out) if type(out) in (list, tuple) else out
-
-
 def filled(template: Any, arrays: Iterator[mx.array]) -> Any:
-    """A layer's outputs, made of these arrays."""
-    if template is ...:
-        return next(arrays)
-    return type(template)(filled(v, arrays) for v in template) if type(template) in (list, tuple) else template
+    """A layer's outputs, made of these arrays, in order: one for each ``...`` of the template."""
+    return tree_map(lambda value: next(arrays) if value is ... else value, template)

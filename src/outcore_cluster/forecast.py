@@ -1,18 +1,29 @@
-"""What ranks that share a model are predicted to take together, by what each of them holds when it is loaded."""
+"""What ranks that share a model are predicted to take together: each tells what it does in a sweep, and all foresee the
+same."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
+from outcore.plan.prediction import Turn, turns_of
 
 from .agreement import Agreement
 from .link_times import link_times
 from .rank_share import RankShare
-from .ranks_plan import PromptPasses, RankPart, RanksPlan, rank_part, ranks_plan
+from .timing import LinkTimes, RankStage, rank_timing
+
+BEHIND = -1
+"""In place of a layer: what lies behind all of them."""
+
+SIMULATED = 96
+"""Chunks of a prompt that are simulated; those beyond take as long as the last of these."""
 
 STEPS = 32, 64, 128, 256, 512
 """Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
@@ -22,15 +33,193 @@ WORTH = 0.9
 """Part of the time to the first token from which on shorter chunks than planned are worth it."""
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has and does; bytes, seconds, GB/s. Plain values, so that they go from rank to rank as JSON.
+
+    Attributes:
+        layers: it has, of which ``resident`` stay in memory. ``slots``: of its ring.
+        token: of a sweep for a token, in order: a layer's place in the order of calls, reading before it, computing.
+        prompt: of a prompt's sweep, by the length of its chunks: place, reading, computing a chunk, and one token.
+        sync_s: what it costs to wait for what is sent, where nothing is read.
+        calibrated: its numbers rest on measurements. ``notes``: what else there is to say of it.
+    """
+
+    host: str
+    layers: int
+    resident: int
+    slots: int
+    bytes_per_token: int
+    peak_bytes: int
+    budget_bytes: int
+    read_gbps: float
+    sync_s: float
+    calibrated: bool
+    token: list[tuple[int, float, float]]
+    prompt: dict[str, list[tuple[int, float, float, float]]]
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls, share: RankShare, size: ModelSize, plan: Plan, known: Calibration, steps: Sequence[int], **more: Any
+    ) -> RankPart:
+        """This rank's.
+
+        Args:
+            size, plan: of what it holds. ``steps``: lengths of a prompt's chunks. ``more``: ``host`` and ``notes``.
+        """
+
+        def of(turns: list[Turn]) -> list[tuple[int, Turn]]:
+            placed = [(BEHIND if t.layer is None else share.places[t.layer], t) for t in turns]
+            return [each for each in placed if share.link.rank == 0 or each[0] != BEHIND]
+
+        def chunks(tokens: int) -> list[tuple[int, Turn]]:
+            return of(turns_of(size, plan, known, [(max(1, tokens), 1)], size.prompt))
+
+        experts = size.on_demand
+        pooled = experts is not None and experts.reads(plan, size, size.sequences)
+        token = experts.turns(size, plan, known) if experts is not None and pooled else []
+        last = chunks(1)
+        return cls(
+            layers=len(size.layers),
+            resident=len(plan.resident),
+            slots=max(plan.slots, 2),
+            bytes_per_token=plan.bytes_per_token,
+            peak_bytes=plan.peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            read_gbps=known.read_gbps,
+            sync_s=known.sync_s,
+            calibrated=plan.calibrated,
+            token=[
+                (at, t.read_s, t.compute_s)
+                for at, t in of(token or turns_of(size, plan, known, [(size.sequences, 1)], size.context))
+            ],
+            prompt={
+                # Of a prompt only the last token gets logits.
+                str(step): [
+                    (at, t.read_s, 0.0 if at == BEHIND else t.compute_s, one.compute_s)
+                    for (at, t), (_, one) in zip(chunks(step), last, strict=True)
+                ]
+                for step in steps
+            },
+            **more,
+        )
+
+
+@dataclass(frozen=True)
+class RanksPlan:
+    """What all ranks together take.
+
+    Attributes:
+        parts: of each rank.
+        token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
+            the first one, when nothing has been read yet.
+        link: as it was measured. ``step``: tokens of the prompt's chunks.
+    """
+
+    parts: tuple[RankPart, ...]
+    token_s: float
+    ttft_s: float
+    prompt: int
+    link: LinkTimes
+    step: int
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[RankPart], prompt: int, step: int, sent: Sequence[int], sequences: int, link: LinkTimes
+    ) -> RanksPlan:
+        """What they take with chunks of ``step`` tokens.
+
+        Args:
+            sent: bytes that each layer puts out for one token, in the order of calls, where they go to another rank.
+            sequences: that share a sweep for a token.
+        """
+        slots = [part.slots for part in parts]
+        token = [[(at, read, (compute,)) for at, read, compute in part.token] for part in parts]
+        whole, rest = divmod(max(0, prompt - 1), step)
+
+        def first_s(whole: int) -> float:
+            part_of_chunk, tokens = [rest / step] * bool(rest), (step,) * whole + (rest,) * bool(rest) + (1,)
+            turns = [
+                [
+                    (at, read, (*(chunk * n for n in [1.0] * whole + part_of_chunk), last))
+                    for at, read, chunk, last in part.prompt[str(step)]
+                ]
+                for part in parts
+            ]
+            return rank_timing(_stages(parts, turns, sent, tokens), slots, link).first_s
+
+        ttft = first_s(min(whole, SIMULATED))
+        if whole > SIMULATED:
+            half = SIMULATED // 2
+            ttft += (ttft - first_s(half)) / (SIMULATED - half) * (whole - SIMULATED)
+        token_s = rank_timing(_stages(parts, token, sent, (sequences,)), slots, link).sweep_s
+        return cls(tuple(parts), token_s, ttft, prompt, link, step)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether all ranks were."""
+        return all(part.calibrated for part in self.parts)
+
+    @property
+    def line(self) -> str:
+        """In words."""
+        layers = ", ".join(f"{part.layers} on {part.host}" for part in self.parts)
+        in_words = f", {self.layout}" if self.layout else ""
+        how = "Predicted" if self.calibrated else "Assumed, not measured (outcore launch ... -- plan does)"
+        return (
+            f"{len(self.parts)} machines share the layers{in_words}: {layers}. {how}: {1 / self.token_s:.3g} tokens a "
+            f"second, {self.ttft_s:.3g} s to the first"
+        )
+
+    @property
+    def layout(self) -> str:
+        """How layers lie: ``in turn``, or ``in blocks``, each rank's one after the other; empty where one has all."""
+        places = sorted({(each[0], rank) for rank, part in enumerate(self.parts) for each in part.token})
+        blocks = [rank for rank, _ in itertools.groupby(rank for at, rank in places if at != BEHIND)]
+        if len(blocks) < 2:
+            return ""
+        return "in blocks" if len(blocks) == len(set(blocks)) else "in turn"
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [
+            {k: v for k, v in asdict(part).items() if k not in ("token", "prompt", "sync_s")} for part in self.parts
+        ]
+        return {
+            "predicted_token_s": self.token_s,
+            "predicted_ttft_s": self.ttft_s,
+            "prompt": self.prompt,
+            "prefill_step": self.step,
+            "calibrated": self.calibrated,
+            "latency_s": self.link.latency_s,
+            "link_bytes_per_s": self.link.rate,
+            "layout": self.layout or None,
+            "ranks": rows,
+        }
+
+
+def _stages(
+    parts: Sequence[RankPart],
+    turns: Sequence[Sequence[tuple[int, float, tuple[float, ...]]]],
+    sent: Sequence[int],
+    tokens: Sequence[int],
+) -> list[RankStage]:
+    """All ranks' in order. ``turns``: of each rank. ``tokens``: of each pass."""
+    found: list[tuple[int, RankStage]] = []
+    for rank, mine in enumerate(turns):
+        for place, read_s, compute_s in mine:
+            sizes = () if place == BEHIND else tuple(sent[place] * n for n in tokens)
+            found.append((len(sent) if place == BEHIND else place, RankStage(rank, compute_s, read_s, sizes)))
+    stages = [stage for _, stage in sorted(found, key=lambda each: each[0])]  # parts of a layer stay in their order
+    for i, (stage, then) in enumerate(itertools.pairwise(stages)):
+        if then.rank != stage.rank and not stage.read_s:
+            stages[i] = replace(stage, compute_s=tuple(c + parts[stage.rank].sync_s for c in stage.compute_s))
+    return stages
+
+
 def predicted(
-    share: RankShare,
-    size: ModelSize,
-    plan: Plan,
-    calibration: Calibration,
-    *,
-    host: str,
-    asked: int | None,
-    notes: tuple[str, ...],
+    share: RankShare, size: ModelSize, plan: Plan, calibration: Calibration, *, asked: int | None, **more: Any
 ) -> RanksPlan:
     """What all ranks together take; all of them ask at the same time.
 
@@ -38,22 +227,17 @@ def predicted(
     the first token is there soonest, which all ranks predict alike.
 
     Args:
-        size, plan: of what this rank holds. ``calibration``: of this machine. ``host``: as users call it.
-        asked: tokens of a prompt's chunk, if they were asked for. ``notes``: of this rank.
+        size, plan: of what this rank holds. ``calibration``: of this machine.
+        asked: tokens of a prompt's chunk, if they were asked for. ``more``: this rank's ``host`` and ``notes``.
     """
     link = share.link
     # What they all see is what rank 0 was told.
     prompt, sequences = json.loads(link.agree(json.dumps([size.prompt, size.sequences]).encode()))
     (longest,) = Agreement(link).leasts([plan.prefill_step])
     steps = [longest, *(n for n in STEPS if asked is None and n < min(longest, prompt))]
-    passes = [PromptPasses.of(prompt, step) for step in steps]
-    first = link.rank == 0
-    mine = [rank_part(size, plan, calibration, share.places, p, host, first=first, notes=notes) for p in passes]
-    told = [json.loads(each) for each in link.gather(json.dumps([asdict(part) for part in mine]).encode())]
-    times, sent = link_times(link), share.sent
-    found = [
-        ranks_plan([RankPart.told(each[n]) for each in told], p, prompt, sent, sequences, times)
-        for n, p in enumerate(passes)
-    ]
+    mine = RankPart.of(share, size, plan, calibration, steps, **more)
+    told = link.gather(json.dumps(asdict(mine)).encode())
+    parts, times = [RankPart(**json.loads(each)) for each in told], link_times(link)
+    found = [RanksPlan.of(parts, prompt, step, share.sent, sequences, times) for step in steps]
     best = min(found, key=lambda each: each.ttft_s)
     return best if best.ttft_s < WORTH * found[0].ttft_s else found[0]

@@ -7,29 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outcore.checkpoint.find_model import resolve_model
 from outcore.decode.speculative.drafting import parse_draft
-from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
-from outcore.loading.preparation import Preparation, draft_kind, ring_options
-from outcore.machine.device import on_cpu
+from outcore.loading.preparation import Preparation, draft_kind
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, MTP, NONE
 from outcore.plan.joint_plan import Planning
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
-from outcore.plan.planner import ASSUMED
 from outcore.plan.workload import Workload
 
 from .agreement import Agreement
-from .download import resolve_shared
-from .drafts import RankedDrafts, SharedModel
-from .forecast import predicted
+from .forecast import RanksPlan, predicted
 from .link.link import Link
 from .rank_share import RankShare
-from .ranks_plan import RanksPlan
-from .sharing import shared_out
+from .sharing import SharedModel, shared_out
 
 
 @dataclass(frozen=True)
@@ -69,22 +64,11 @@ class RankGroup:
             raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
         return replace(o, kv_disk="off", lazy=False)
 
-    def report(self, progress: Progress) -> Progress:
-        """The same, with each step told to other ranks: what compiles kernels is another process."""
-
-        def told(what: str, done: int, of: int) -> None:
-            with self.link.working():
-                progress(what, done, of)
-
-        return told
-
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
     ) -> SharedModel:
         """What this rank holds of the model, and what drafts for it."""
-        kind, which = draft_kind(o)
-        drafts = RankedDrafts(kind, which, folder, o, known or ASSUMED, budget, ring_options(o), not on_cpu())
-        return shared_out(profile, self, budget, known, o.resident, drafts.choose)
+        return shared_out(profile, self, o, folder, known, budget)
 
     def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
         """Without drafts, which nobody asked for, where one rank has no room for them."""
@@ -116,7 +100,7 @@ class RankGroup:
             prepared.calibration,
             host=self.host or f"rank {self.link.rank}",
             asked=o.prefill_step_size,
-            notes=prepared.notes,
+            notes=[*prepared.notes],
         )
         return replace(
             prepared,
@@ -130,21 +114,21 @@ class RankGroup:
         if rank := self.link.rank:
             of = sum(part.layers for part in found.parts)
             return [f"{found.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(found.parts)}"]
-        notes = [
-            f"ranks {' and '.join(map(str, those))} are on {host}: they share its disk and its cores, and are "
-            "predicted as if each had its own"
-            for host, those in found.hosts_shared.items()
-        ]
         known = found.parts[0].notes
-        for rank, part in enumerate(found.parts):
-            notes += [f"rank {rank} ({part.host}): {note}" for note in part.notes if note not in known]
-        return notes
+        return [
+            f"rank {rank} ({part.host}): {note}"
+            for rank, part in enumerate(found.parts)
+            for note in part.notes
+            if note not in known
+        ]
 
     # Commands
 
-    def model_folder(self, name: str, revision: str | None, o: LoadOptions, say: Callable[[str], None]) -> Path:
-        """The local folder of a model, of which each rank downloads what it needs alone; as ``resolve_model``."""
-        return resolve_shared(name, revision, self.options(o), self, say)
+    def model_folder(self, name: str, revision: str | None) -> Path:
+        """As ``resolve_model``; nobody goes on before all have the model."""
+        folder = resolve_model(name, revision)
+        self.link.gather(b"")
+        return folder
 
     def serves(self, args: argparse.Namespace, names: Sequence[str]) -> bool:
         """Whether this rank has ``outcore serve``'s server. Others compute what it says, until it ends."""

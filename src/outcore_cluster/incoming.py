@@ -46,13 +46,9 @@ class Incoming:
 
 class Rounds:
     """What the passes of one sweep receive: of one layer after the other, of each pass after pass, as it is sent.
+    Buffers are used in turn: what was received two layers before is computed by then."""
 
-    Args:
-        reuse: buffers are used in turn: what was received two layers before is computed by then.
-    """
-
-    def __init__(self, reuse: bool = True) -> None:
-        self._reuse = reuse
+    def __init__(self) -> None:
         self._rounds: list[list[Incoming]] = []
         self._posted = 0
         self._pass = -1
@@ -65,8 +61,6 @@ class Rounds:
 
     def buffer(self, nbytes: int, n: int) -> mx.array:
         """For the ``n``-th array of the layer that is received next."""
-        if not self._reuse:
-            return new_buffer(nbytes)
         key = (self._pass, self._at % 2, n)
         found = self._buffers.get(key)
         if found is None or found.nbytes != nbytes:

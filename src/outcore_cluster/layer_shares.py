@@ -53,39 +53,31 @@ def share_layers(
             held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
             if all(h <= r.memory for h, r in zip(held, ranks, strict=True)):
                 return owners
-    left = beside_rings(ranks)
+    left = [replace(r, memory=max(0, r.memory - r.ring)) for r in ranks]
     shares = fair_shares(total, left)
-    ways = [in_turn(nbytes, _windows(groups, window), shares) for window in WINDOWS]
+    ways = []
+    for size in WINDOWS:
+        together = [groups[n : n + size] for n in range(0, len(groups), size)]
+        ways.append(in_turn(nbytes, [[i for group in each for i in group] for each in together], shares))
     ways.append(in_blocks(nbytes, groups, shares))
     return min(ways, key=lambda owners: shared_sweep_s(nbytes, owners, left, hop_s))
 
 
-def beside_rings(ranks: Sequence[RankMeans]) -> list[RankMeans]:
-    """What each has for layers that stay, where others are streamed."""
-    return [replace(r, memory=max(0, r.memory - r.ring)) for r in ranks]
-
-
 def shared_sweep_s(
-    nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S, passes: int = 1
+    nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S
 ) -> float:
-    """Seconds of a sweep with layers shared out so, of each of which the same part is in memory on one rank; of so many
-    passes that share it."""
+    """Seconds of a sweep with layers shared out so, of each of which the same part is in memory on one rank."""
     held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
     missing = [max(0.0, 1 - r.memory / h) if h else 0.0 for r, h in zip(ranks, held, strict=True)]
     stages = [
         RankStage(
             o,
-            (n / ranks[o].compute_rate,) * passes,
+            (n / ranks[o].compute_rate,),
             n * missing[o] / ranks[o].rate if ranks[o].rate > 0 else 0.0,
         )
         for n, o in zip(nbytes, owners, strict=True)
     ]
     return rank_timing(stages, [SLOTS] * len(ranks), LinkTimes.same(len(ranks), hop_s)).sweep_s
-
-
-def _windows(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Groups that follow each other, so many together."""
-    return [[i for group in groups[n : n + size] for i in group] for n in range(0, len(groups), size)]
 
 
 def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.nn as nn
 
@@ -28,23 +26,6 @@ STEP, REST, END = "step", "rest", "end"
 """What follows on who joins and who leaves: the next step; nothing for now; nothing more."""
 
 
-@dataclass
-class Orders:
-    """What the first rank tells the others.
-
-    Attributes:
-        joining: number, tokens and most tokens of the answer of each.
-        leaving: numbers; they have ended, or nobody wants them.
-    """
-
-    joining: list[tuple[int, list[int], int]] = field(default_factory=list)
-    leaving: list[int] = field(default_factory=list)
-
-    def text(self, then: str) -> str:
-        """As it is told."""
-        return json.dumps({"joining": self.joining, "leaving": self.leaving, "then": then})
-
-
 class Leader:
     """The first rank's ``Continuous``, which the other ranks' do as.
 
@@ -54,7 +35,8 @@ class Leader:
 
     def __init__(self, sequences: Continuous, agreement: Agreement) -> None:
         self._sequences, self._agreement = sequences, agreement
-        self._orders = Orders()
+        self._joining: list[tuple[int, list[int], int]] = []  # number, tokens and most tokens of the answer
+        self._leaving: list[int] = []
         self._over = self._resting = False
 
     @property
@@ -73,13 +55,13 @@ class Leader:
 
     def add(self, request: Request) -> None:
         """Have a sequence join as soon as there is room for it on all ranks."""
-        self._orders.joining.append((request.uid, list(request.tokens), request.max_tokens))
+        self._joining.append((request.uid, list(request.tokens), request.max_tokens))
         self._sequences.add(request)
 
     def remove(self, uids: Iterable[int]) -> None:
         """Sequences have ended, or nobody wants them any more."""
         gone = list(uids)
-        self._orders.leaving += gone
+        self._leaving += gone
         self._sequences.remove(gone)
 
     def step(self) -> StepResult:
@@ -91,7 +73,7 @@ class Leader:
         self._tell(STEP)
         step = self._sequences.step()
         # What a sequence's own sampler raised is known here only.
-        self._orders.leaving += [uid for uid, _ in step.failed]
+        self._leaving += [uid for uid, _ in step.failed]
         return step
 
     def rest(self) -> None:
@@ -120,8 +102,9 @@ class Leader:
             self._sequences.close()
 
     def _tell(self, then: str) -> None:
-        orders, self._orders, self._resting = self._orders, Orders(), False
-        self._agreement.text(lambda: orders.text(then))
+        orders = json.dumps({"joining": self._joining, "leaving": self._leaving, "then": then})
+        self._joining, self._leaving, self._resting = [], [], False
+        self._agreement.text(lambda: orders)
 
 
 def follow(model: nn.Module, sequences: Continuous) -> None:
@@ -137,7 +120,9 @@ def follow(model: nn.Module, sequences: Continuous) -> None:
     with contextlib.closing(sequences), contextlib.ExitStack() as busy:
         awake = False
         while (said := json.loads(session.transport.text(str)))["then"] != END:
-            _obey(sequences, said)
+            for uid, tokens, most in said["joining"]:
+                sequences.add(Request(uid, tuple(tokens), most))
+            sequences.remove(said["leaving"])
             if said["then"] == STEP:
                 if not awake:
                     awake = True
@@ -147,9 +132,3 @@ def follow(model: nn.Module, sequences: Continuous) -> None:
                 busy.close()
                 awake = False
                 clear_cache()
-
-
-def _obey(sequences: Continuous, said: dict[str, Any]) -> None:
-    for uid, tokens, most in said["joining"]:
-        sequences.add(Request(uid, tuple(tokens), most))
-    sequences.remove(said["leaving"])

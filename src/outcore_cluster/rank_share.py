@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,8 +23,11 @@ from outcore.sizes import held_bytes
 
 from .cuts import Cuts, find_cuts
 from .link.link import Link
-from .ranks_plan import RanksPlan
+from .stage import crossings
 from .transport import RankTransport
+
+if TYPE_CHECKING:
+    from .forecast import RanksPlan
 
 BUFFERS = 3
 """A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
@@ -63,12 +66,10 @@ class RankShare:
     @property
     def sent(self) -> tuple[int, ...]:
         """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
-        used = [(self.owners[i], call.uses) for i, call in self.cuts.calls.items()] + [(0, self.cuts.results)]
-        goes = {leaf for user, leaves in used for leaf in leaves if self.owners[leaf[0]] != user}
-        shapes = [(layer, self.cuts.calls[layer].leaves[n]) for layer, n in goes]
         nbytes = dict.fromkeys(self.cuts.order, 0)
-        for layer, shape in shapes:
-            nbytes[layer] += 0 if shape is None else math.prod(shape.of(1, 1)) * shape.dtype.size
+        for layer, n in {(layer, n) for layer, n, _ in crossings(self.cuts, self.owners)}:
+            if (shape := self.cuts.calls[layer].leaves[n]) is not None:
+                nbytes[layer] += math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
     def install(self, state: Session) -> RankTransport:
@@ -92,12 +93,6 @@ def cuts_of(profile: ModelProfile) -> Cuts:
     """Where a lazily opened model can be cut."""
     tables = [t.layer for t in profile.tables]
     return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
-
-
-def head_paths(profile: ModelProfile) -> frozenset[str]:
-    """Parameters that only logits are made with: the first rank's alone."""
-    tables = [t for t in profile.tables if t.multiplied and t.head and not t.looked_up]
-    return frozenset(f"{t.layer.path}.{p.path}" for t in tables for p in _all_parameters(t.layer.module))
 
 
 def share_out(

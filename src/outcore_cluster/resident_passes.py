@@ -63,46 +63,6 @@ class ResidentPasses:
             self.recording, hops.recorder = None, before
         return outputs
 
-    def record(self, run: Callable[[], mx.array]) -> PassAhead:
-        """Build the graph of a pass that takes its turn later, or never."""
-        hops = self._hops
-        rounds = hops.rounds = Rounds(reuse=False)
-        before, hops.recorder = hops.recorder, self
-        self.recording = recorded = RecordedPass()
-        try:
-            rounds.next_pass()
-            return PassAhead(hops, recorded, rounds, run())
-        finally:
-            self.recording = hops.rounds = None
-            hops.recorder = before
-
-
-class PassAhead:
-    """A pass whose graph is built ahead of its turn: nothing of it was sent, and nothing is received for it yet.
-
-    Args:
-        out: what the model returned, not evaluated.
-    """
-
-    def __init__(self, hops: PipelineStage, recorded: RecordedPass, rounds: Rounds, out: mx.array) -> None:
-        self.out = out
-        self._hops, self._recorded, self._rounds = hops, recorded, rounds
-
-    def start(self) -> None:
-        """Have the device compute what needs nothing of other ranks: all that it is made from is there, or queued."""
-        units = self._recorded.units
-        if units and not units[0].arriving:
-            mx.async_eval(units[0].arrays)
-
-    def send(self) -> None:
-        """Its turn: compute what other ranks need of it, as what they send arrives, and send it."""
-        self._rounds.post(1)
-        _evaluate(self._recorded.units, self._hops)
-
-    def settle(self) -> None:
-        """Return when all is there that it is made from, behind ``send``."""
-        self._recorded.settle()
-
 
 def _evaluate(passes: Sequence[Recorded], hops: PipelineStage) -> None:
     """Compute what passes recorded of layers whose outputs go to other ranks."""

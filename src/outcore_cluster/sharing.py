@@ -1,100 +1,127 @@
-"""A model shared out over ranks: what this one holds of it, and what is not done there."""
+"""A model shared out over ranks: what this one holds of it, and what drafts for it.
+
+The first rank guesses for all, and tells the others its guesses. A copy of the model goes on from the model's own
+caches, of which each rank has those of its own layers: so the first rank's copy of others' layers fills their caches
+there (``PipelineStage.fill``), from the inputs that those layers have. Another model has caches of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outcore.decode.speculative.drafting import draft_of_itself
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError
-from outcore.plan.draft_cost import NGRAM, Draft
+from outcore.loading.opened import draft_named
+from outcore.loading.preparation import draft_kind
+from outcore.options import LoadOptions
+from outcore.plan.draft_cost import AUTO, NGRAM, SELF, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
 from .cuts import Cuts
-from .drafts import SharedModel, Sharing, is_filled
-from .folders import owners_of_folders
 from .layer_shares import RankMeans, share_layers
 from .link.link import Link
 from .link_times import link_times
 from .rank_share import cuts_of, share_out
+from .stage import fillable
+from .weight_prints import check_same_model
 
 if TYPE_CHECKING:
     from .group import RankGroup
 
 
-def shared_out(
-    profile: ModelProfile,
-    ranks: RankGroup,
-    budget: int,
-    known: Calibration | None,
-    resident: int | None,
-    choose: Callable[[Sharing], SharedModel],
-    *,
-    fresh: bool = False,
-) -> SharedModel:
-    """What this rank holds of the model, and what drafts for it; all ranks ask at the same time.
+@dataclass(frozen=True)
+class SharedModel:
+    """How a model is shared out.
 
-    Args:
-        resident: layers of which no more are to stay in memory.
-        choose: what drafts; the first rank is asked.
-        fresh: nobody has folders yet that decide on it.
+    Attributes:
+        profile: what this rank holds. ``draft``: what drafts; other ranks than the first have nothing of it.
+    """
+
+    profile: ModelProfile
+    draft: Draft | None
+
+
+def shared_out(
+    profile: ModelProfile, ranks: RankGroup, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
+) -> SharedModel:
+    """What this rank holds of the model, and what drafts for it: of ``auto`` n-grams; all ranks ask at the same time.
 
     Raises:
         UsageError: the model cannot be cut, or not so; or what was asked for cannot draft.
     """
     cuts, link = cuts_of(profile), ranks.link
     if cuts.refusal is not None:
-        name = profile.lazy.config.get("model_type", "this type")
-        raise UsageError(f"a model of type {name} cannot be shared out over several machines: {cuts.refusal}")
-    decided = (None if fresh else owners_of_folders(profile, cuts, ranks)) or ranks.owners
+        kind = profile.lazy.config.get("model_type", "this type")
+        raise UsageError(f"a model of type {kind} cannot be shared out over several machines: {cuts.refusal}")
+    check_same_model(profile.lazy, link, ranks.host)
     calibration, times = known or ASSUMED, link_times(link)
-    told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, resident))).encode())
+    told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, o.resident))).encode())
     others = [RankMeans(**json.loads(each)) for each in told[1:]]
-    # Between all layers one token's hidden state goes, at most.
-    hop_s = times.hop_s(max(_hidden(cuts), default=0))
 
-    def means(draft: Draft | None) -> list[RankMeans]:
+    def owners(draft: Draft | None) -> tuple[int, ...]:
+        if ranks.owners is not None:
+            return ranks.owners
         # The first rank's draft is in its memory.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
         if is_filled(draft):
             left -= profile.size.cache - profile.size.cache // link.size
-        return [_means(profile, link, left, calibration, resident), *others]
-
-    def owners(draft: Draft | None) -> tuple[int, ...]:
-        if decided is not None:
-            return decided
+        means = [_means(profile, link, left, calibration, o.resident), *others]
         at = {i: n for n, i in enumerate(cuts.order)}
-        nbytes = [profile.size.layers[i].resident for i in cuts.order]
         groups = [[at[i] for i in group] for group in cuts.groups]
-        return tuple(share_layers(nbytes, groups, means(draft), hop_s))
+        nbytes = [profile.size.layers[i].resident for i in cuts.order]
+        # Between all layers one token's hidden state goes, at most.
+        return tuple(share_layers(nbytes, groups, means, times.hop_s(max(_hidden(cuts), default=0))))
 
-    found = _agreed(ranks, lambda: choose(Sharing(profile, cuts, link, means, owners, hop_s)))
-    return replace(found, profile=share_out(profile, cuts, link, found.owners, filled=found.filled))
-
-
-def _agreed(ranks: RankGroup, choose: Callable[[], SharedModel]) -> SharedModel:
-    """What the first rank chooses, as it is for this one: others hear what drafts, and have nothing of it."""
-    link = ranks.link
-    if link.rank == 0:
+    if link.rank:
+        found = json.loads(link.agree(b""))
+        if "refused" in found:
+            raise UsageError(found["refused"])
+        draft = None if found["draft"] is None else Draft(NGRAM, found["draft"])
+    else:
         try:
-            found = choose()
+            draft = _draft(profile, cuts, o, folder)
+            mine = owners(draft)
+            if is_filled(draft) and not fillable(cuts, dict(zip(cuts.order, mine, strict=True))):
+                raise _cannot(o, draft)
+            name = None if draft is None else draft.name
+            found = {"owners": mine, "filled": is_filled(draft), "draft": name}
         except OutcoreError as e:
             # Who says it is named, so that a launcher does not tell it once for each rank.
             who = f"rank 0 ({ranks.host})" if ranks.host else "rank 0"
             link.agree(json.dumps({"refused": f"{who}: {e}"}).encode())
             raise
-        draft = None if found.draft is None else found.draft.name
-        link.agree(json.dumps({"owners": found.owners, "draft": draft, "filled": found.filled}).encode())
-        return found
-    told = json.loads(link.agree(b""))
-    if "refused" in told:
-        raise UsageError(told["refused"])
-    name = told["draft"]
-    return SharedModel(tuple(told["owners"]), None if name is None else Draft(NGRAM, name), filled=told["filled"])
+        link.agree(json.dumps(found).encode())
+    return SharedModel(share_out(profile, cuts, link, tuple(found["owners"]), filled=found["filled"]), draft)
+
+
+def is_filled(draft: Draft | None) -> bool:
+    """Whether the first rank's caches of others' layers are filled for what drafts."""
+    return draft is not None and draft.kind == SELF
+
+
+def _draft(profile: ModelProfile, cuts: Cuts, o: LoadOptions, folder: Path) -> Draft | None:
+    kind, which = draft_kind(o)
+    if kind == AUTO:
+        return Draft(NGRAM, NGRAM)
+    if not isinstance(which, int):
+        return draft_named(kind, which, profile, folder, o.dtype)
+    draft = draft_of_itself(profile, which)
+    if profile.evaluates:
+        raise _cannot(o, draft)
+    return draft
+
+
+def _cannot(o: LoadOptions, draft: Draft | None) -> UsageError:
+    name = "" if draft is None else draft.name
+    return UsageError(
+        f"{o.name('draft')} {name}: a copy of this model cannot draft over several machines; ngram or another model can"
+    )
 
 
 def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:

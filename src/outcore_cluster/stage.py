@@ -8,6 +8,7 @@ before anything that depends on them is handed to the device.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
@@ -46,40 +48,46 @@ class PipelineStage:
         immediate: what is received has to be there when the graph goes on, in this sweep.
         before_send: called before anything that is sent is computed.
         undo: what takes caches back where nothing is streamed; None: nobody would miss them.
-        trailing: a layer of this rank comes behind all that it sends, so no turn computes what it writes to caches.
     """
 
     def __init__(self, share: RankShare, metrics: Metrics) -> None:
-        self.link, self.eager, self.metrics = share.link, share.eager, metrics
+        self.link, self.metrics, self._share = share.link, metrics, share
         self.recorder: PassRecorder | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
         self.immediate = False
         self.before_send: Callable[[], object] = lambda: None
-        cuts, owners, layers = share.cuts, share.owners, share.layers
-        self._cuts, self._owners, self._layers, self._heads = cuts, owners, layers, share.heads
         self._pending: list[Incoming] = []
-        self._wanted, self._sent = routes(cuts, owners, self.link.rank, share.filled)
+        self._wanted: defaultdict[int, set[int]] = defaultdict(set)
+        self._sent: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
+        for layer, n, user in crossings(share.cuts, share.owners, share.filled):
+            if user == self.link.rank:
+                self._wanted[layer].add(n)
+            if share.own(layer):
+                self._sent[layer].setdefault(n, []).append(user)
         self._copies: Mapping[int, nn.Module] = {}
-        self._numbers = {id(layers[i].module): i for i in cuts.order if share.own(i)}
-        self._reused = reusable(cuts, self._wanted)
-        own = [i for i in cuts.order if share.own(i)]
-        self.trailing = bool(own) and own[-1] not in self._sent
+        self._numbers = {id(share.layers[i].module): i for i in share.cuts.order if share.own(i)}
+        self._reused = reusable(share.cuts)
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model evaluates arrays in its forward pass."""
+        return self._share.eager
 
     def install(self) -> None:
         """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
-        for i in self._cuts.order:
-            if self._owners[i] != self.link.rank:
-                swap(self._layers[i].module, "Foreign", self._foreign(i, self._cuts.calls[i]))
+        for i in self._share.cuts.order:
+            if not self._share.own(i):
+                swap(self._share.layers[i].module, "Foreign", self._foreign(i, self._share.cuts.calls[i]))
         if self.link.rank:
-            for table in self._heads:
+            for table in self._share.heads:
                 nothing = functools.partial(_no_logits, table.places[0].shape[0])
                 if table.looked_up:
                     swap(table.layer.module, "Foreign", _as_it_is, nothing)
                 else:
                     swap(table.layer.module, "Foreign", nothing)
         for i in self._numbers.values():
-            self.watch(self._layers[i].module)
+            self.watch(self._share.layers[i].module)
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
         """Calls of streamed layers go through ``recorder``."""
@@ -121,7 +129,7 @@ class PipelineStage:
     def _foreign(self, layer: int, call: LayerCall) -> Callable[..., Any]:
         assert call.told_by is not None
         place, batch_at, tokens_at = call.told_by
-        wanted = self._wanted.get(layer, frozenset())
+        wanted = self._wanted[layer]
 
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             told = args[place] if isinstance(place, int) else kwargs[place]
@@ -142,7 +150,7 @@ class PipelineStage:
                 arrays.append(buffer.view(shape.dtype).reshape(dims))
                 into.append(bytes_of(buffer))
             if into:
-                self._expect(Incoming(self.link, self._owners[layer], into, self.metrics))
+                self._expect(Incoming(self.link, self._share.owners[layer], into, self.metrics))
             return filled(call.outputs, iter(arrays))
 
         return foreign
@@ -153,7 +161,7 @@ class PipelineStage:
         again.
         """
         places = {} if copy is None else dict(copy.named_modules())
-        self._copies = {i: places[layer.path] for i, layer in enumerate(self._layers) if places}
+        self._copies = {i: places[layer.path] for i, layer in enumerate(self._share.layers) if places}
 
     def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
         """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
@@ -162,16 +170,25 @@ class PipelineStage:
             return
         # A layer may write to its arguments.
         copy(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+        self._built(handles(caches), [], caches)
+
+    def _built(self, arrays: list[mx.array], leaving: Leaving, *seen: Any) -> None:
+        """The call of a layer in memory was built, which others need, or a copy's: compute it, or have it wait for its
+        turn."""
         recorder = self.recorder
         if recorder is None or recorder.recording is None:
             self.settle()
             by = recorder or self
             by.reached(by.moved())
-            mx.eval(handles(caches))
+            if leaving:
+                self.depart(leaving)
+            else:
+                mx.eval(arrays)
             return
         within = recorder.recording
-        within.units.append(Recorded(None, handles(caches), recorder.moved(), within.arriving()))
-        within.see(caches)
+        arrays = [*arrays, *(array for _, array in leaving)]
+        within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
+        within.see(*seen)
 
     @property
     def _recording(self) -> RecordedPass | None:
@@ -230,8 +247,8 @@ class PipelineStage:
         sent = self._sent.get(layer, {}) if layer is not None else {}
         if layer is None or not sent:
             return []
-        leaves = _leaves(out)
-        return [(ranks, _flat(leaves[n], self._cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
+        leaves = [value for _, value in tree_flatten(out) if isinstance(value, mx.array)]
+        return [(tuple(ranks), _flat(leaves[n], self._share.cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
 
     def depart(self, leaving: Leaving) -> None:
         """Send it, when it is computed."""
@@ -247,18 +264,7 @@ class PipelineStage:
     def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The call of a layer in memory whose outputs others need."""
         out = original(*args, **kwargs)
-        leaving = self.leaving(module, out)
-        recorder = self.recorder
-        if recorder is None or recorder.recording is None:
-            self.settle()
-            by = recorder or self
-            by.reached(by.moved())
-            self.depart(leaving)
-            return out
-        within = recorder.recording
-        arrays = [*handles(out, args, kwargs), *(array for _, array in leaving)]
-        within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
-        within.see(args, kwargs)
+        self._built(handles(out, args, kwargs), self.leaving(module, out), args, kwargs)
         return out
 
     def moved(self) -> Moved:
@@ -282,12 +288,6 @@ def _own(value: Any) -> Any:
     return handle(value) if isinstance(value, mx.array) else value
 
 
-def _leaves(out: Any) -> list[mx.array]:
-    if isinstance(out, mx.array):
-        return [out]
-    return [a for v in out for a in _leaves(v)] if isinstance(out, list | tuple) else []
-
-
 def _flat(array: mx.array, shape: Shape | None) -> mx.array:
     """An output as bytes.
 
@@ -307,38 +307,28 @@ def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def fillable(cuts: Cuts, owners: Sequence[int]) -> bool:
+def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
     """Whether the first rank can be sent what all layers are made from that write to caches."""
     used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
     return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
 
 
-def routes(
-    cuts: Cuts, owners: Sequence[int], rank: int, filled: bool
-) -> tuple[dict[int, frozenset[int]], dict[int, dict[int, tuple[int, ...]]]]:
-    """What a rank needs of others' layers: their numbers, and those of outputs; and what others need of its own: ranks,
-    by layer and output. ``filled``: the first rank needs what layers are made from that write to caches."""
+def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[tuple[int, int, int]]:
+    """Outputs that one rank needs of another: the layer, the output's number, and who needs it, in order.
+
+    Args:
+        filled: the first rank needs what layers are made from that write to caches.
+    """
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
     uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
-    wanted: dict[int, set[int]] = {}
-    sent: dict[int, dict[int, set[int]]] = {}
-    for user, leaves in uses:
-        for layer, n in leaves:
-            if owners[layer] == user:
-                continue
-            if user == rank:
-                wanted.setdefault(layer, set()).add(n)
-            if owners[layer] == rank:
-                sent.setdefault(layer, {}).setdefault(n, set()).add(user)
-    to_ranks = {layer: {n: tuple(sorted(ranks)) for n, ranks in sorted(to.items())} for layer, to in sent.items()}
-    return {layer: frozenset(found) for layer, found in wanted.items()}, to_ranks
+    return sorted({(layer, n, user) for user, leaves in uses for layer, n in leaves if owners[layer] != user})
 
 
-def reusable(cuts: Cuts, wanted: Mapping[int, frozenset[int]]) -> set[int]:
+def reusable(cuts: Cuts) -> set[int]:
     """Layers whose outputs the next layer alone is made from, so that their memory is free when that was sent."""
     behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
     users: dict[int, set[int | None]] = {}
     for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:
         for layer, _ in uses:
             users.setdefault(layer, set()).add(i)
-    return {layer for layer in wanted if layer in behind and users[layer] == {behind[layer]}}
+    return {layer for layer in users if layer in behind and users[layer] == {behind[layer]}}

@@ -30,14 +30,6 @@ class LinkTimes:
         """A link that is the same between all."""
         return cls((latency_s,) * ranks, (rate,) * ranks)
 
-    def latency(self, a: int, b: int) -> float:
-        """Seconds from one rank to another, of a few bytes: those of the slower one's."""
-        return max(self.latency_s[a], self.latency_s[b])
-
-    def sending_s(self, a: int, b: int, nbytes: int) -> float:
-        """Seconds in which so many bytes leave a rank."""
-        return nbytes / min(self.rate[a], self.rate[b])
-
     def hop_s(self, nbytes: int) -> float:
         """Seconds of a hop between the two that take the longest."""
         return max(self.latency_s, default=0.0) + nbytes / min(self.rate, default=1e12)
@@ -66,41 +58,39 @@ class RankTiming:
     first_s: float
 
 
-class _Ranks:
-    """When each rank's disk, device and sender are free, and its slots."""
+def rank_timing(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes) -> RankTiming:
+    """Seconds of sweeps that follow each other.
 
-    def __init__(self, slots: Sequence[int], link: LinkTimes) -> None:
-        self._slots, self._link = slots, link
-        self._disk = [0.0] * len(slots)
-        self._device = [0.0] * len(slots)
-        self._sender = [0.0] * len(slots)
-        self._done: list[list[float]] = [[] for _ in slots]
+    Args:
+        stages: of one sweep, in order, all of as many passes, which follow each other over the ranks; the first rank
+            chooses tokens behind the last, and tells the others.
+        slots: of each rank's ring.
+    """
+    disk, device, sender = ([0.0] * len(slots) for _ in range(3))
+    done: list[list[float]] = [[] for _ in slots]
 
-    def sent(self, ends: Sequence[float], source: int, to: int, sizes: Sequence[int]) -> list[float]:
-        """When each pass's outputs have arrived, which were computed at ``ends``."""
-        if source == to:
-            return list(ends)
-        arrived = []
-        for n, end in enumerate(ends):
-            sending = self._link.sending_s(source, to, sizes[n]) if sizes else 0.0
-            self._sender[source] = max(self._sender[source], end) + sending
-            arrived.append(self._sender[source] + self._link.latency(source, to))
-        return arrived
+    def hop(ready: list[float], source: int, to: int, sizes: Sequence[int]) -> None:
+        for n in range(len(ready) if source != to else 0):
+            sending = sizes[n] / min(link.rate[source], link.rate[to]) if sizes else 0.0
+            sender[source] = max(sender[source], ready[n]) + sending
+            ready[n] = sender[source] + max(link.latency_s[source], link.latency_s[to])
 
-    def turn(self, stage: RankStage, arrived: Sequence[float]) -> list[float]:
-        """When each pass has been computed, whose inputs have ``arrived``."""
-        rank, read = stage.rank, 0.0
-        if stage.read_s > 0:
-            done = self._done[rank]
-            free = done[-self._slots[rank]] if len(done) >= self._slots[rank] else 0.0
-            read = self._disk[rank] = max(self._disk[rank], free) + stage.read_s
-        ends = []
-        for at, compute_s in zip(arrived, stage.compute_s, strict=True):
-            self._device[rank] = max(at, self._device[rank], read) + compute_s
-            ends.append(self._device[rank])
-        if stage.read_s > 0:
-            self._done[rank].append(ends[-1])
-        return ends
+    ends, turns = [0.0], _turns(stages)
+    for _ in range(BEFORE + COUNTED):
+        ready, at, sizes = [ends[-1]] * len(stages[0].compute_s), 0, tuple[int, ...]()
+        for turn in turns:
+            hop(ready, at, turn.rank, sizes)
+            at, sizes, read, before = turn.rank, turn.sent, 0.0, done[turn.rank]
+            if turn.read_s > 0:
+                free = before[-slots[at]] if len(before) >= slots[at] else 0.0
+                read = disk[at] = max(disk[at], free) + turn.read_s
+            for n, compute_s in enumerate(turn.compute_s):
+                ready[n] = device[at] = max(ready[n], device[at], read) + compute_s
+            if turn.read_s > 0:
+                before.append(ready[-1])
+        hop(ready, at, 0, sizes)
+        ends.append(ready[-1])
+    return RankTiming((ends[-1] - ends[-1 - COUNTED]) / COUNTED, ends[1])
 
 
 def _turns(stages: Sequence[RankStage]) -> list[RankStage]:
@@ -114,21 +104,3 @@ def _turns(stages: Sequence[RankStage]) -> list[RankStage]:
         else:
             turns.append(stage)
     return turns
-
-
-def rank_timing(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes) -> RankTiming:
-    """Seconds of sweeps that follow each other.
-
-    Args:
-        stages: of one sweep, in order, all of as many passes, which follow each other over the ranks; the first rank
-            chooses tokens behind the last, and tells the others.
-        slots: of each rank's ring.
-    """
-    ranks, ends, turns = _Ranks(slots, link), [0.0], _turns(stages)
-    for _ in range(BEFORE + COUNTED):
-        ready, at, sizes = [ends[-1]] * len(stages[0].compute_s), 0, tuple[int, ...]()
-        for stage in turns:
-            ready = ranks.turn(stage, ranks.sent(ready, at, stage.rank, sizes))
-            at, sizes = stage.rank, stage.sent
-        ends.append(ranks.sent(ready, at, 0, sizes)[-1])
-    return RankTiming((ends[-1] - ends[-1 - COUNTED]) / COUNTED, ends[1])

@@ -1,26 +1,113 @@
 """A rank's ``Transport``: the layers' inputs and outputs (``stage``), what all ranks agree on (``agreement``), and the
-room that all of them have (``room``)."""
+room that all of them have for texts.
+
+Ranks compute chunks of one prompt one behind the other, of a length by which the first token was predicted soonest when
+the model was loaded (``forecast``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
-from outcore.engine.transport import Transport
+from outcore.engine.transport import Fit, HasRoom, Transport
+from outcore.errors import BudgetError, PromptError, UsageError
 
+from .agreement import Agreement
 from .foreign import hold_alike
 from .leading import Leader
-from .lookahead import look_ahead_on_ranks
+from .link.link import Link
 from .resident_passes import ResidentPasses
-from .room import RankRoom
 from .stage import PipelineStage
 
 if TYPE_CHECKING:
+    from .forecast import RanksPlan
     from .rank_share import RankShare
+
+ENDLESS = 2**62
+"""Tokens of an answer that has no limit."""
+
+
+class RankRoom(Agreement):
+    """What ranks agree on before texts are computed.
+
+    Args:
+        state: of the running model; held weakly, as it holds this.
+
+    Attributes:
+        forecast: what all ranks together are predicted to take.
+    """
+
+    def __init__(self, link: Link, state: Session, forecast: RanksPlan | None = None) -> None:
+        super().__init__(link)
+        self.forecast = forecast
+        self._state = weakref.ref(state)
+        # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
+        self._agreed: tuple[int, int] | None = None
+        self._agreed_step: int | None = None
+
+    @property
+    def _running(self) -> Session:
+        state = self._state()
+        assert state is not None
+        return state
+
+    def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
+        """The least that ranks have room for; see ``Transport``."""
+        refusal: PromptError | BudgetError = BudgetError("another machine has no room for it")
+        tokens = step = 0
+        try:
+            tokens, step = has_room()
+        except (PromptError, BudgetError) as e:
+            refusal = e
+        mark = int.from_bytes(hashlib.sha256(array("q", text()).tobytes()).digest()[:7])
+        mine = [mark, -mark, ENDLESS if tokens < 0 else tokens, step]
+        first, last, tokens, room = self.leasts(mine)
+        if first != -last:
+            raise UsageError(
+                "another machine was given another prompt: each has to be asked the same, in the same order"
+            )
+        if not room:
+            raise refusal
+        return -1 if tokens == ENDLESS else tokens, self._chunk(room, asked=asked)
+
+    def chunk(self, most: int, *, asked: bool) -> int:
+        """Tokens of a prompt to compute at a time."""
+        return self._chunk(self.leasts([most])[0], asked=asked)
+
+    def _chunk(self, least: int, *, asked: bool) -> int:
+        return least if self.forecast is None or asked else min(least, self.forecast.step)
+
+    def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
+        """Room for sequences on all ranks; see ``Transport``."""
+        longest = max(lengths) + 1
+        if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
+            return self._agreed_step
+        refusal, context = BudgetError("another machine has no room for it"), 0
+        try:
+            context = here(lengths, joining, begun)
+        except BudgetError as e:
+            refusal = e
+        context, step = self.leasts([context, self._running.plan.prefill_step])
+        if len(lengths) == 1 and self.forecast is not None:
+            step = min(step, self.forecast.step)  # so that its chunks follow each other over ranks
+        if not context:
+            # Who had room took it: it is seen to anew.
+            self._agreed = None
+            raise refusal
+        self._agreed, self._agreed_step = (len(lengths), context), step
+        return step
+
+    def rest(self) -> None:
+        """Room is agreed on anew."""
+        self._agreed = None
 
 
 class RankTransport(RankRoom, PipelineStage, Transport):
@@ -33,8 +120,6 @@ class RankTransport(RankRoom, PipelineStage, Transport):
     def __init__(self, share: RankShare, state: Session) -> None:
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
-
-    look_ahead = staticmethod(look_ahead_on_ranks)
 
     def leader(self, sequences: Continuous) -> Leader:
         """What other ranks' sequences follow."""

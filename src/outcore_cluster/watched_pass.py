@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from outcore.modules.call_values import caches_in
@@ -101,7 +102,8 @@ class WatchedPass:
     def _call(self, layer: int) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = {**dict(enumerate(args)), **kwargs}
-            arrays, objects = _arrays(given.values()), _objects(given.values())
+            arrays = [v for _, v in tree_flatten(list(given.values())) if isinstance(v, mx.array)]
+            objects = _objects(given.values())
             (uses, peeks), caches = self.made_from(arrays), caches_in(args, kwargs)
             before = [_held(c) for c in caches]
             self._counted.clear()
@@ -110,7 +112,15 @@ class WatchedPass:
                 a for n, c in enumerate(caches) if (a := _advance(n, before[n], c, id(c) in self._counted)) is not None
             )
             leaves: list[mx.array] = []
-            replaced = _replaced(out, leaves)
+
+            def other(value: Any) -> Any:
+                """An array of the same shape, which is noted."""
+                if not isinstance(value, mx.array):
+                    return value
+                leaves.append(mx.zeros(value.shape, dtype=value.dtype))
+                return leaves[-1]
+
+            replaced = tree_map(other, out)
             shapes = {k: tuple(v.shape) for k, v in given.items() if isinstance(v, mx.array)}
             opaque = bool(_objects([out]))
             self.order.append(layer)
@@ -143,18 +153,6 @@ def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
     return found
 
 
-def _arrays(values: Any) -> list[mx.array]:
-    found: list[mx.array] = []
-    for v in values:
-        if isinstance(v, mx.array):
-            found.append(v)
-        elif isinstance(v, list | tuple):
-            found += _arrays(v)
-        elif isinstance(v, dict):
-            found += _arrays(v.values())
-    return found
-
-
 def _objects(values: Any) -> list[int]:
     """What is neither an array, a cache nor a plain value: arrays may go from layer to layer in it."""
     found: list[int] = []
@@ -164,16 +162,6 @@ def _objects(values: Any) -> list[int]:
         elif not (v is None or isinstance(v, mx.array | str | int | float | BaseCache | CacheList | mx.Dtype)):
             found.append(id(v))
     return found
-
-
-def _replaced(out: Any, leaves: list[mx.array]) -> Any:
-    """What a layer returned, with other arrays of the same shapes, which are noted."""
-    if isinstance(out, mx.array):
-        leaves.append(mx.zeros(out.shape, dtype=out.dtype))
-        return leaves[-1]
-    if type(out) in (list, tuple):
-        return type(out)(_replaced(v, leaves) for v in out)
-    return out
 
 
 def _held(cache: Any) -> tuple[Any, list[Any]]:

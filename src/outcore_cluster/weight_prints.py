@@ -1,28 +1,39 @@
 """What tells whether two copies of a model have the same weights, however each of them is stored.
 
-Two originals, packed copies, folders of one rank each: wherever a parameter lies, some of its bytes are compared, and
-of packed copies the checksums of their files, which are over all of them.
+Originals or packed copies: wherever a parameter lies, some of its bytes are compared, and of packed copies the
+checksums of their files, which are over all of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
 from mlx.utils import tree_flatten
 
 from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
-from outcore.checkpoint.identity import MOST_BLOCKS, Place, block_of, read_blocks
+from outcore.checkpoint.identity import MOST_BLOCKS, block_of, read_blocks
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
+from outcore.checkpoint.packed_store import coding_of
+from outcore.errors import UsageError
 from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_small
+
+from .link.link import Link
 
 OWN_CODE, CONFIG, BESIDE = "model_file", "config", "beside"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files beside the weights that decide what a prompt's tokens are; ``pack`` copies them."""
+APPLIED = "fine_tune_type", "num_layers", "lora_parameters"
+SAID = {
+    OWN_CODE: "other code of the model's own",
+    CONFIG: "another config.json",
+    BESIDE: "another tokenizer, or template,",
+    ADAPTER_CONFIG: f"another {ADAPTER_CONFIG}",
+}
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:
@@ -30,102 +41,89 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
 
     Of parameters that lie on disk as they are used, by path, 16 hex digits of a block, and of an original's other
     tensors and an adapter's by their own names; of more than ``MOST_BLOCKS`` every n-th. Of a packed copy's files, by
-    coding and name, their checksums, but for files that lack what is other ranks'. Of all parameters, their paths. Of
-    an adapter, how it is applied. Of a model with code of its own, a digest of that; of its configuration; of files
-    beside the weights: tokenizer and templates.
+    coding and name, their checksums. Of all parameters, their paths. Of an adapter, how it is applied. Of a model with
+    code of its own, a digest of that; of its configuration; of files beside the weights: tokenizer and templates.
 
     Raises:
         OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.
     """
+    folder, origins = lazy.checkpoint.folder, lazy.origins
     paths = sorted(path for path, _ in tree_flatten(lazy.model.parameters()))
     # The same ones of each copy: all have the model's parameters.
-    some = [path for path in _every_nth(paths) if path in lazy.origins and path not in lazy.decoders]
-    tensors = {path: lazy.origins[path] for path in some} | _others(lazy)
-    there = set(lazy.checkpoint.files)
-    by_file: dict[Path, list[tuple[str, str, Place]]] = defaultdict(list)
-    for name, t in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if t.file in there:
-            by_file[t.file].append((name, f"{t.shape}", (t.offset, t.nbytes)))
-    found = _checksums(lazy) | {"parameters": xxhash.xxh3_64_hexdigest("\n".join(paths).encode())}
-    found[CONFIG] = xxhash.xxh3_64_hexdigest(json.dumps(lazy.config, sort_keys=True, default=str).encode())
-    found[BESIDE] = _files_beside(lazy.checkpoint.folder)
-    found[OWN_CODE] = code_print(lazy.checkpoint.folder, lazy.config).decode()
+    tensors = {path: origins[path] for path in _some(paths) if path in origins and path not in lazy.decoders}
+    found = {
+        "parameters": _digest("\n".join(paths).encode()),
+        CONFIG: _digest(json.dumps(lazy.config, sort_keys=True, default=str).encode()),
+        BESIDE: _digest(*_files_beside(folder)),
+        OWN_CODE: code_print(folder, lazy.config).decode(),
+    }
+    if is_packed(folder):
+        manifest = read_manifest(folder / MANIFEST)
+        found |= {f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items()}
+    else:
+        # Tensors of an original that are changed as they are loaded.
+        used, named = {info.name for info in origins.values()}, lazy.checkpoint.tensors
+        tensors |= {f"original/{name}": named[name] for name in _some(sorted(named)) if name not in used}
+    if (adapter := lazy.arguments.get("adapter_path")) is not None:
+        path = Path(adapter) / ADAPTER
+        tensors |= {f"adapter/{name}": info for name, info in read_header(path).items()}
+        _, config = read_object(path.with_name(ADAPTER_CONFIG), CONFIG_BYTES)
+        # What mlx-lm looks at (``load_adapters``); the rest tells how it was trained, and where.
+        found[ADAPTER_CONFIG] = json.dumps([config.get(name) for name in APPLIED], sort_keys=True)
+    return found | _of_tensors(tensors)
+
+
+def _of_tensors(tensors: dict[str, TensorInfo]) -> dict[str, str]:
+    """A digest over the shape and one block of each, the same wherever in a file it lies."""
+    by_file: dict[Path, list[tuple[str, TensorInfo]]] = defaultdict(list)
+    for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
+        by_file[info.file].append((name, info))
+    found = {}
     for file, its in by_file.items():
-        found |= prints_of(file, its)
-    return found | _of_adapter(lazy.arguments.get("adapter_path"))
-
-
-def prints_of(path: Path, tensors: Sequence[tuple[str, str, Place]]) -> dict[str, str]:
-    """16 hex digits for each of a file's tensors, over what is known of it and one block; the same wherever in a file
-    it lies.
-
-    Args:
-        tensors: a name, what is known of it, and its place.
-
-    Raises:
-        CheckpointError: it cannot be read, or became shorter.
-    """
-    found, blocks = {}, []
-    for _, _, (offset, nbytes) in tensors:
-        at, room = block_of(0, nbytes)
-        blocks.append((offset + at, room))
-    for (name, known, _), data in zip(tensors, read_blocks(path, blocks), strict=True):
-        digest = xxhash.xxh3_64(known.encode())
-        digest.update(data)
-        found[name] = digest.hexdigest()
+        places = [block_of(0, info.nbytes) for _, info in its]
+        blocks = [(info.offset + at, nbytes) for (_, info), (at, nbytes) in zip(its, places, strict=True)]
+        for (name, info), data in zip(its, read_blocks(file, blocks), strict=True):
+            found[name] = _digest(f"{info.shape}".encode(), data)
     return found
 
 
-def _every_nth(names: Sequence[str]) -> Sequence[str]:
+def _digest(*parts: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(parts))
+
+
+def _some(names: Sequence[str]) -> Sequence[str]:
     return names[:: max(1, -(-len(names) // MOST_BLOCKS))]
 
 
-def _others(lazy: LazyModel) -> dict[str, TensorInfo]:
-    """Tensors of an original that are changed as they are loaded."""
-    if is_packed(lazy.checkpoint.folder):
-        return {}
-    used = {info.name for info in lazy.origins.values()}
-    tensors = lazy.checkpoint.tensors
-    return {f"original/{name}": tensors[name] for name in _every_nth(sorted(tensors)) if name not in used}
-
-
-def _of_adapter(folder: str | Path | None) -> dict[str, str]:
-    if folder is None:
-        return {}
-    path = Path(folder) / ADAPTER
-    tensors = read_header(path).items()
-    _, config = read_object(path.with_name(ADAPTER_CONFIG), CONFIG_BYTES)
-    # What mlx-lm looks at (``load_adapters``); the rest tells how it was trained, and where.
-    how = json.dumps([config.get(name) for name in ("fine_tune_type", "num_layers", "lora_parameters")], sort_keys=True)
-    return {ADAPTER_CONFIG: how} | prints_of(
-        path, [(f"adapter/{name}", f"{t.shape}", (t.offset, t.nbytes)) for name, t in tensors]
-    )
-
-
-def _files_beside(folder: Path) -> str:
-    found = xxhash.xxh3_64()
+def _files_beside(folder: Path) -> Iterator[bytes]:
     for path in sorted({path for pattern in SMALL for path in folder.glob(pattern)}):
         own = path.name == "config.json" or path.name.startswith("manifest") or path.name.endswith(".index.json")
         if not own and path.is_file():
-            found.update(f"{path.name}\n".encode() + read_small(path, TOKENIZER_BYTES))
-    return found.hexdigest()
+            yield f"{path.name}\n".encode() + read_small(path, TOKENIZER_BYTES)
 
 
-def _checksums(lazy: LazyModel) -> dict[str, str]:
-    folder = lazy.checkpoint.folder
-    if not is_packed(folder):
-        return {}
-    manifest = read_manifest(folder / MANIFEST)
-    return {f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items()}
+def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
+    """Refuse other weights of the same architecture: their layers would fit together, and say what neither would. All
+    ranks ask at once.
 
-
-def first_other(found: Sequence[dict[str, str]]) -> tuple[int, int, str] | None:
-    """The first copy that has other weights than one before it, that one, and the name of what differs; None: all that
-    is known is alike."""
+    Raises:
+        UsageError: names who has another model, and what of it.
+    """
+    # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
+    made_from = lazy.checkpoint.identity()
+    mine = {"host": host, "made_from": made_from, "coding": coding_of(lazy), "prints": weight_prints(lazy)}
+    told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
+    who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]
     seen: dict[str, tuple[str, int]] = {}
-    for number, prints in enumerate(found):
-        for name, value in prints.items():
-            known, owner = seen.setdefault(name, (value, number))
+    for rank, each in enumerate(told):
+        for name, value in each["prints"].items():
+            known, owner = seen.setdefault(name, (value, rank))
             if known != value:
-                return number, owner, name
-    return None
+                whose = "adapter" if name == ADAPTER_CONFIG else "model"
+                has = SAID.get(name, "other weights")
+                raise UsageError(f"{who[rank]} has {has} than {who[owner]}: copy the {whose}'s folder from there")
+        if each["made_from"] != told[0]["made_from"] and each["coding"] != told[0]["coding"]:
+            raise UsageError(
+                f"{who[rank]} has a copy with --coding {each['coding']}, {who[0]} one with {told[0]['coding']}, and "
+                "not of one folder: copy the model's folder from there"
+            )

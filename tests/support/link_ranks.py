@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outcore_cluster.link.limits import LinkLimits
+from outcore_cluster.link.link import LinkLimits
 from outcore_cluster.link.meeting import Identity, listen
 from outcore_cluster.link.socket_link import SocketLink
 
 KEY = b"k" * 32
-QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, verdict=0.3, report=0.1, grace=0.3)
+QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, verdict=0.3, grace=0.3)
 
 
 def identities(size: int, run: str = "test") -> tuple[list[Identity], list[socket.socket]]:

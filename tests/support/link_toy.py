@@ -14,7 +14,7 @@ import sys
 import time
 
 from outcore.errors import OutcoreError
-from outcore_cluster.link.environment import from_environment
+from outcore_cluster.environment import from_environment
 from outcore_cluster.link.link import Link
 
 

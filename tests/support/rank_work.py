@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
-from fake_hub import FakeHub
 from outcore.checkpoint.demo_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
@@ -42,7 +40,6 @@ from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import Leader, follow
 from outcore_cluster.link.link import Link
-from outcore_cluster.resident_passes import PassAhead
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]
@@ -253,41 +250,6 @@ def failing(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[l
         return first, reached, second
 
 
-def order_of_work(link: Link, folder: Path, options: dict[str, Any]) -> str:
-    """What this rank does for five tokens, of which the prompt brings the first: builds a pass (b), sends what others
-    need of it (s), has what it waits for (w), hands the token out (h)."""
-    model = loaded(link, folder, **options)
-    done: list[str] = []
-    whole = [
-        (ModelRunner, "attempted", "b"),
-        (PassAhead, "send", "s"),
-        (PassAhead, "settle", "w"),
-        (Agreement, "working", "h"),
-    ]
-    if link.rank:
-        whole[-1] = (Agreement, "numbers", "h")
-    before = [getattr(kind, name) for kind, name, _ in whole]
-
-    def noted(letter: str, method: Any) -> Any:
-        def call(*args: Any) -> Any:
-            done.append(letter)
-            return method(*args)
-
-        return call
-
-    with model.outcore:
-        text = outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=5, prefill_step_size=16)
-        next(text)
-        try:
-            for (kind, name, letter), method in zip(whole, before, strict=True):
-                setattr(kind, name, noted(letter, method))
-            assert len(list(text)) == 4
-        finally:
-            for (kind, name, _), method in zip(whole, before, strict=True):
-                setattr(kind, name, method)
-    return "".join(done)
-
-
 def giving_up(link: Link, folder: Path, tokens: int, options: dict[str, Any]) -> Any:
     """Two texts, and what had been drafted behind each token; the first rank gives up its draft after the sixth."""
     model = loaded(link, folder, **options)
@@ -463,28 +425,6 @@ def of_folders(link: Link, folders: Sequence[Path], tokens: int, options: dict[s
     return with_options(link, folders[link.rank], tokens, options)
 
 
-def downloaded(
-    link: Link, source: Path, machines: Path, tokens: int, options: dict[str, Any], tells: Sequence[bool] = (True, True)
-) -> dict[str, Any]:
-    """``text`` of a model of the Hub, which each rank has a cache of its own for; what it downloaded, and was told."""
-    machine, said = machines / f"machine-{link.rank}", list[str]()
-    hub = FakeHub(source, machine, tells=tells[link.rank])
-    before = os.environ.get("OUTCORE_CACHE")
-    os.environ["OUTCORE_CACHE"] = str(machine / "outcore")
-    outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
-    try:
-        with hub.asked():
-            asked = LoadOptions(memory="8GB", ranks=RankGroup(link), context=160, prompt=64, **options)
-            folder = asked.ranks.model_folder("owner/name", None, asked, said.append)
-        found, did = text(link, folder, tokens, **options)
-    finally:
-        os.environ.pop("OUTCORE_CACHE")
-        if before is not None:
-            os.environ["OUTCORE_CACHE"] = before
-    there = sorted(p.name for p in folder.glob("*.safetensors"))
-    return {"text": found, "did": did, "fetched": hub.fetched, "said": said, "there": there}
-
-
 def _sampler(seed: int | None) -> Any:
     """Greedy; drawn; or, of a negative seed, one that raises for the token of that number, from 1."""
     if seed is None or seed >= 0:
@@ -585,29 +525,6 @@ def smallest(link: Link, folder: Path, draft: str = "ngram") -> int:
 def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any, options: dict[str, Any]) -> Any:
     """``sequences`` by a dictionary of options."""
     return sequences(link, folder, joining, leaving, **options)
-
-
-def device_that_fails(link: Link, folder: Path) -> list[str]:
-    """Why this rank has ended the run: at the last token of a text the first one's device fails."""
-    model, told, waits = loaded(link, folder, in_turn=False), list[str](), 0
-
-    def broken() -> Any:
-        nonlocal waits
-        waits += 1
-        if waits == 2 and link.rank == 0:
-            raise RuntimeError("no device")
-        return link.working()
-
-    with (
-        model.outcore as session,
-        patch.object(link, "fail", told.append),
-        patch.object(session.transport, "working", broken),
-    ):
-        try:
-            list(outcore.stream_generate(model, TokensOnly(), PROMPT, 3, prefill_step_size=16))
-        except RuntimeError:
-            Agreement(link).numbers(lambda: [0])  # so that the other rank waits no longer
-    return told
 
 
 def texts_in_turn(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[int]]:

@@ -56,8 +56,6 @@ class LazyModel:
         high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
         planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
         decoders: of tensors that are stored in another form than they are used in, by their names.
-        share: what of the model is there (``RankLayers``), where one rank's part is; the rest may not be read. None:
-            all of it.
         random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
             their first weights.
     """
@@ -72,7 +70,6 @@ class LazyModel:
     high: int = 0
     planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
-    share: Any = field(default=None, repr=False)
     random_after: int = field(default=0, repr=False)
 
 

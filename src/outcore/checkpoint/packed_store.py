@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,10 +132,6 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-openers: list[Callable[[Path, dict[str, Any]], LazyModel | None]] = []
-"""Further ways to open a folder that is no packed copy, of packages around the core: each opens it, or says None."""
-
-
 def open_model(
     folder: Path,
     *,
@@ -159,9 +155,6 @@ def open_model(
             lazy = open_full(open_packed(folder), **arguments)
             keep(folder, lazy.model)
             return lazy
-    for opener in openers:
-        if (found := opener(folder, arguments)) is not None:
-            return found
     checkpoint = open_checkpoint(folder)
     return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
 

@@ -12,8 +12,8 @@ The module is light (``outcore --help`` imports it) and has
   with them: ``parser.run = "module:function"`` has the command run that instead, which may call what stood there;
   ``parser.fill`` is called with the parsed flags first; it may fill in others, and set ``args.preset``: messages, a
   template, stop strings and options of a text that no flag says.
-- ``RANK``, optional, of one package: the module with ``find_own_model`` and ``as_rank`` that is used where ``MLX_RANK``
-  is set.
+- ``RANK``, optional, of one package: the module with ``as_rank`` that is used where a launcher says that this process
+  is one rank of several.
 
 A source tree, or an editable install made before, has no such metadata of the packages beside this
 one, so these are found by their names as well.

@@ -16,10 +16,9 @@ from ..engine.session import Session
 from ..machine.allocator import peak_held
 from ..machine.memory import peak_rss
 from ..monitoring import publish
-from ..options import LoadOptions
 from ..sizes import format_size
 from ..text import counted
-from .arguments import engine_options, model_name
+from .arguments import model_name
 from .console import PlainConsole
 from .output import tell
 
@@ -28,15 +27,14 @@ ONCE = ", once"
 
 
 def model_folder(args: argparse.Namespace) -> Path:
-    """As ``resolve_model``; of several ranks each downloads what it needs alone.
+    """As ``resolve_model``; several ranks wait for one another.
 
     Raises:
         As ``resolve_model``.
     """
     if args.ranks is None:
         return resolve_model(args.model, args.revision)
-    options = LoadOptions(**engine_options(args), trust_remote_code=args.trust_remote_code)
-    found: Path = args.ranks.model_folder(args.model, args.revision, options, tell)
+    found: Path = args.ranks.model_folder(args.model, args.revision)
     return found
 
 

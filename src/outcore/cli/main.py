@@ -28,7 +28,7 @@ from .no_tokenizers import leave_out
 from .output import Result, failed, log_from, open_streams, streams, tell, told
 from .parser import ArgumentParser
 
-RANK = "MLX_RANK"
+RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
 """Set by ``outcore launch`` and ``mlx.launch`` where a command is one rank of several."""
 
 ALONE: set[str] = set()
@@ -116,9 +116,7 @@ def _run(name: str, words: list[str], result: Result) -> int:
     args.command = name
     if not command.launcher and "mlx.core" not in sys.modules:
         leave_one(os.environ)
-    ranks = rank_module() if RANK in os.environ else None
-    if ranks is not None:
-        ranks.find_own_model(args)
+    ranks = rank_module() if any(name in os.environ for name in RANKS) else None
     log_from(getattr(args, "log_level", None))
     filled = parser.fill(parser, args) if parser.fill is not None else {}
     filled |= _settle(parser, args)

@@ -34,9 +34,6 @@ PARTS = {
 
 NO_MODEL = "no model is loaded"
 
-WIDEST = 8
-"""Characters of a layer at most."""
-
 
 class ShareBar:
     """A bar as wide as there is room: shares of it in colours, and the rest dim."""
@@ -52,23 +49,6 @@ class ShareBar:
         yield text.append("░" * (options.max_width - len(text)), "bright_black")
 
 
-class LayerStrip:
-    """Layers side by side, in as many lines as they need."""
-
-    def __init__(self, layers: str) -> None:
-        self.layers = layers
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        each = max(1, min(WIDEST, options.max_width // max(1, len(self.layers))))
-        gap = " " * (each > 2)
-        a_line, text = options.max_width // each, Text()
-        for i, code in enumerate(self.layers):
-            glyph, style, _ = STATES.get(code, ("?", "red", ""))
-            text.append("\n" if i and i % a_line == 0 else "")
-            text.append(glyph * (each - len(gap)), style).append(gap)
-        yield text
-
-
 def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
     """One of the models of a process, by its snapshot."""
     layers, head, m, d = model["layers"], model["head"], model["memory"], model["disk"]
@@ -77,7 +57,9 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
         (f" {shown(model['name'])}", "bold"),
         f"  {shown(process['command'])} · process {process['pid']} · context {model['context']}",
     )
-    legend = Text()
+    strip, legend = Text(), Text()
+    for code in layers + head:
+        strip.append(*STATES.get(code, ("?", "red"))[:2])
     for code, (glyph, style, name) in STATES.items():
         if code in "md" or code in layers + head:
             legend.append(f"{glyph} ", style).append(f"{layers.count(code)} {name}   ")
@@ -105,7 +87,7 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
         right = f"{drafts['accepted']} of {drafts['drafted']} right ({shown(drafts['source'])})"
         use.add_row("drafts", ShareBar((drafts["accepted"] / max(1, drafts["drafted"]), "green")), right)
     notes = "\n".join(f"• {shown(note)}" for note in reversed(model["notes"])) or "no notes"
-    return Group(title, LayerStrip(layers + head), legend, memory, Columns(named, padding=(0, 2)), use, read,
+    return Group(title, strip, legend, memory, Columns(named, padding=(0, 2)), use, read,
                  *_speed(model["tokens"], d["how"] != "none"), Text(notes), Text())  # fmt: skip
 
 

@@ -228,9 +228,9 @@ class OneText:
             yield from speculate(sampler.text[-1], target, sampler, how, tokens=left, reserve=reserve)
             return
         made = 0
-        if target.resident:
-            ahead = sampler.transport.look_ahead or look_ahead
-            made = yield from ahead(sampler.text[-1], target, sampler, tokens=left, reserve=reserve, whole=whole)
+        # Several ranks have nothing of a token before the one that it follows was handed out.
+        if target.resident and sampler.transport.alone:
+            made = yield from look_ahead(sampler.text[-1], target, sampler, tokens=left, reserve=reserve, whole=whole)
         for n in range(made + 1, left + 1):
             reserve(n)
             with mx.stream(generation_stream), target.transaction(1):

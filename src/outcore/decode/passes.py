@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,8 +28,6 @@ from ..machine.interrupts import check
 from ..modules.call_values import caches_in, flat, handles
 from .hidden_states import HiddenStates
 from .kv_slices import KvBits
-
-_Built = TypeVar("_Built")
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
@@ -210,10 +208,6 @@ class ForwardPasses:
 
     def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
         """``follow``, and what takes it back, where everything is resident."""
-        return self.attempted(lambda: self.follow(token))
-
-    def attempted(self, build: Callable[[], _Built]) -> tuple[_Built, Callable[[], None]]:
-        """What ``build`` makes of a pass over one token, and what takes that token out of the caches again."""
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -222,13 +216,13 @@ class ForwardPasses:
                 undo.restore()
 
         try:
-            built = build()
+            logits = self.follow(token)
         except BaseException:
             back()
             raise
         if undo is not None:
             undo.passed()
-        return built, back
+        return logits, back
 
     def drain(self) -> None:
         """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""

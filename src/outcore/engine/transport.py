@@ -7,7 +7,7 @@ ask their ``Transport``. A model that is all here has ``Solo``, which asks nobod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
@@ -26,9 +26,6 @@ HasRoom = Callable[[], tuple[int, int]]
 
 Fit = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
 """Makes room for sequences on this rank, as ``SequenceRoom.fit``; returns the tokens that the longest has room for."""
-
-Decoder = Callable[..., Generator[tuple[int, mx.array, bool], None, int]]
-"""Yields tokens as ``decode.lookahead.look_ahead``, and takes what that takes."""
 
 
 class Forecast(Protocol):
@@ -134,13 +131,7 @@ class Share(Protocol):
 
 
 class Transport(Agreement, Stage):
-    """The other ranks of a model, as this one sees them.
-
-    Attributes:
-        look_ahead: decodes a model that is all in memory here; None: as one machine does.
-    """
-
-    look_ahead: Decoder | None = None
+    """The other ranks of a model, as this one sees them."""
 
     @property
     def forecast(self) -> Forecast | None:

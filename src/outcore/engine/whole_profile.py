@@ -17,9 +17,9 @@ from ..machine.device import on_cpu
 from ..modules.layers import Layer, Projection
 from ..modules.module_tree import named_modules
 from ..modules.switches import Switch, find_switch, switches_in
-from ..plan.context import planned_context
 from ..plan.expert_plan import ExpertSize
 from ..plan.partition import ExpertNumbers
+from ..plan.workload import planned_context
 from . import model_profile
 from .expert_cache import Stacked
 from .layer_sizes import Cast, Place, nbytes

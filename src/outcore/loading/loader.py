@@ -140,7 +140,7 @@ def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tup
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
     if o.ranks is not None:
-        o, report = o.ranks.options(o), o.ranks.report(report)
+        o = o.ranks.options(o)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)

@@ -18,9 +18,8 @@ from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
 from ..disk.replica import Replica
 from ..disk.scratch import try_folder
-from ..engine.binding import Progress
 from ..engine.model_profile import ModelProfile
-from ..errors import BudgetError, StoreError, UsageError
+from ..errors import BudgetError, UsageError
 from ..loading.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
@@ -73,7 +72,7 @@ class Preparation:
 
 
 class SharedOut(Protocol):
-    """What one of several machines holds of a model, and what drafts for it; ``choices`` as in ``Preparation``."""
+    """What one of several machines holds of a model, and what drafts for it."""
 
     @property
     def profile(self) -> ModelProfile: ...
@@ -81,21 +80,12 @@ class SharedOut(Protocol):
     @property
     def draft(self) -> Draft | None: ...
 
-    @property
-    def choices(self) -> tuple[Choice, ...]: ...
-
-    @property
-    def choice(self) -> Choice | None: ...
-
 
 class Ranks(Protocol):
     """Other machines that a model is loaded with: the seam to ``outcore_cluster``. All of them ask at the same time."""
 
     def options(self, o: LoadOptions) -> LoadOptions:
         """The options without what is not done over several machines. Raises ``UsageError`` where it was asked for."""
-
-    def report(self, progress: Progress) -> Progress:
-        """The same, told to other machines, which wait."""
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
@@ -159,7 +149,6 @@ def prepare(
     notes += _about_kv(profile, plan, o) + opened.told
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    found = one if opened.shared is None else opened.shared
     prepared = Preparation(
         profile,
         plan,
@@ -170,8 +159,8 @@ def prepare(
         planning,
         str(model_path),
         one.refused,
-        found.choices,
-        found.choice,
+        one.choices,
+        one.choice,
         opened.mirrors,
     )
     return prepared if ranks is None else ranks.predicted(prepared, o)
@@ -233,17 +222,11 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
 
 
 def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
-    """The model, of which this rank's part may be all that is there."""
     if o.kv_dir is not None and o.kv_disk != "off":
         try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
-    lazy = open_model(
+    return open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
-    if o.ranks is None and lazy.share is not None:
-        raise StoreError(
-            f"{folder}: holds the layers of {lazy.share.who} alone; run it on all of them (outcore launch)"
-        )
-    return lazy
 
 
 @dataclass(frozen=True)

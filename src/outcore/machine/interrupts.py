@@ -8,10 +8,13 @@ for them, or at the end. A thread that no signal reaches can have something of i
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -125,3 +128,25 @@ def wait(event: threading.Event) -> None:
     """Wait for an event, and handle signals meanwhile also where they are held."""
     while not event.wait(POLL_S):
         check()
+
+
+TASKS, MOST_S = Path("/proc/self/task"), 10.0
+"""Where Linux lists a process's threads, and seconds that one that has ended is waited for."""
+
+
+def join(thread: threading.Thread, timeout_s: float | None = None, tasks: Path = TASKS) -> None:
+    """Wait until a thread has ended, for the system too.
+
+    Before Python 3.13, ``join`` waits for the thread's Python code. What C++ keeps for a thread is destroyed after it:
+    MLX's compiled functions, for which it takes Python's lock. Where Python is at its own end by then, the process
+    aborts ("terminate called without an active exception").
+    """
+    thread.join(timeout_s)
+    if thread.is_alive() or sys.version_info >= (3, 13):
+        return
+    if not tasks.is_dir():
+        time.sleep(0.1)  # macOS lists no threads of a process; this is many times what it takes
+        return
+    task, end = tasks / str(thread.native_id), time.monotonic() + MOST_S
+    while task.exists() and time.monotonic() < end:
+        time.sleep(0.002)

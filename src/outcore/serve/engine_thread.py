@@ -26,8 +26,7 @@ from mlx_lm.generate import generation_stream
 
 from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
-from ..machine.interrupts import asking
-from ..machine.threads import join
+from ..machine.interrupts import asking, join
 from ..text import one_line
 from .choice import ChoiceJob, Writer, as_request_error, request_of
 from .events import Begun, Ended, Event

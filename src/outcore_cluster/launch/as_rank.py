@@ -1,14 +1,12 @@
-"""A command as one rank of several: what starts it says so (``outcore_cluster.link.environment``). The first rank
+"""A command as one rank of several: what starts it says so (``outcore_cluster.environment``). The first rank
 speaks, the others work."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING
 
 from outcore.cli.main import uninterrupted
 from outcore.cli.output import Nowhere, Result
@@ -16,13 +14,8 @@ from outcore.cli.parser import ArgumentParser
 from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 
-if TYPE_CHECKING:
-    from outcore_cluster.link.link import Link
-    from outcore_cluster.link.socket_link import SocketLink
-
-RANK = "MLX_RANK"
-RANK_MODEL = "OUTCORE_RANK_MODEL"
-"""Where this rank has the model, if not where its command says: ``outcore launch --model-of``."""
+from ..environment import from_environment
+from ..link.link import Link
 
 COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""
@@ -79,28 +72,15 @@ def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
     the same.
 
     Raises:
-        UsageError: names the flag, on every rank.
+        UsageError: names what differs, on every rank.
     """
-    mine = {"command": command} | {name: getattr(args, name, None) for name in SAME}
+    mine = {"command": command} | {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in SAME}
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
-    for rank, theirs in enumerate(told):
-        for name, value in theirs.items():
-            if value != told[0][name]:
-                flag = name if name == "command" else f"--{name.replace('_', '-')}"
-                first = told[0][name]
-                said, others = (v if v is not None else "nothing" for v in (value, first))
-                raise UsageError(f"{flag}: {said} on rank {rank}, {others} on rank 0; give all ranks the same")
-
-
-def find_own_model(args: argparse.Namespace, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Put the model's place on this host, where it has one of its own, into a rank's flags."""
-    own = environment.pop(RANK_MODEL, None)
-    if own is not None and RANK in environment and hasattr(args, "model"):
-        several = getattr(args, "models_named", None)
-        if several is None:
-            args.model = own
-        elif len([*several, *(args.model or [])]) < 2:  # others are refused by ``serve`` itself
-            args.models_named, args.model = [own], None
+    for name in mine:
+        if len({json.dumps(each[name]) for each in told}) > 1:
+            raise UsageError(
+                f"{name}: {[each[name] for each in told]} on ranks 0 to {link.size - 1}; give all the same"
+            )
 
 
 @contextmanager
@@ -112,8 +92,9 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
     Raises:
         UsageError: the environment cannot be meant. LinkError: a rank did not come.
     """
-    args.ranks, name = None, parser.prog.rpartition(" ")[2]
-    link = _link() if any(group.title == "engine" for group in parser._action_groups) else None
+    args.ranks, name, link = None, parser.prog.rpartition(" ")[2], None
+    if any(group.title == "engine" for group in parser._action_groups):
+        link = from_environment()
     if link is None:
         yield True
         return
@@ -141,12 +122,3 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         raise
     finally:
         link.close()
-
-
-def _link(environment: Mapping[str, str] = os.environ) -> SocketLink | None:
-    # Few runs have ranks, and sockets and their like take 40 ms to import.
-    if RANK not in environment:
-        return None
-    from ..link.environment import from_environment
-
-    return from_environment()

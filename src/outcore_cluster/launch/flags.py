@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from outcore.cli.flags import command_parser
-from outcore.cli.parser import ArgumentParser, Flag, flag
+from outcore.cli.parser import ArgumentParser, flag
 
 
 def setup_arg_parser() -> ArgumentParser:
@@ -23,20 +23,16 @@ def setup_arg_parser() -> ArgumentParser:
         ),
         flag(
             "--hostfile",
-            'A file as mlx.launch takes: [{"ssh": "mini.local", "ips": ["10.0.0.2"]}, ...]; a host may have a "model" '
-            "there, too, as with --model-of.",
+            'A file as mlx.launch takes: [{"ssh": "mini.local", "ips": ["10.0.0.2"]}, ...].',
         ),
         flag("--repeat-hosts -n", "Ranks on each host.", 1),
-        _several("--model-of", "Where a host has the model, if elsewhere; again for others.", "HOST=PATH"),
         flag("--python", "Python with Outcore on every host. Default: the path of this one."),
         flag("--cwd", "Folder to run in, on every host. Default: this one, where it is there."),
-        _several("--env", "A variable for all ranks.", "NAME=VALUE"),
+        flag("--env", "A variable for all ranks. Default: none.", action="append", metavar="NAME=VALUE").but(
+            default=[]
+        ),
         flag("--ssh", "Program that reaches other hosts, with flags of its own.", "ssh"),
         flag("words", "What each of them runs.", nargs=argparse.REMAINDER, metavar="-- COMMAND ..."),
     )
     parser.hint = "; the command's own flags come behind its name"
     return parser
-
-
-def _several(name: str, help: str, metavar: str) -> Flag:
-    return flag(name, f"{help} Default: none.", action="append", metavar=metavar).but(default=[])

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +24,10 @@ class Host:
     Attributes:
         name: for ssh, and as it is called in messages.
         address: at which the other ranks find it.
-        model: where it has the model; None: where the command says.
     """
 
     name: str
     address: str
-    model: str | None = None
 
     @property
     def local(self) -> bool:
@@ -45,11 +43,8 @@ class Hosts:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def find_hosts(names: str | None, hostfile: str | None, repeat: int, models: Mapping[str, str] | None = None) -> Hosts:
+def find_hosts(names: str | None, hostfile: str | None, repeat: int) -> Hosts:
     """The hosts that were given.
-
-    Args:
-        models: where hosts have the model, by their names; goes before what the file says.
 
     Raises:
         UsageError: there are none, or they cannot be meant; a name that has no address.
@@ -61,37 +56,21 @@ def find_hosts(names: str | None, hostfile: str | None, repeat: int, models: Map
     if hostfile is not None:
         found, variables = _from_file(Path(hostfile).expanduser())
     else:
-        found, variables = [(name.strip(), None, None) for name in str(names).split(",")], {}
-    if any(not name or name.startswith("-") for name, _, _ in found):
+        found, variables = [(name.strip(), None) for name in str(names).split(",")], {}
+    if any(not name or name.startswith("-") for name, _ in found):
         raise UsageError(f"{'--hosts' if names else hostfile}: a host without a name, or one that begins with -")
-    models = models or {}
-    if unknown := models.keys() - {name for name, _, _ in found}:
-        raise UsageError(f"--model-of {min(unknown)}: no such host; there are {', '.join(n for n, _, _ in found)}")
     found = [entry for entry in found for _ in range(repeat)]
-    own = _own_address([(name, address) for name, address, _ in found if name not in LOCAL])
-    return Hosts(
-        [Host(n, a or (own if n in LOCAL else _resolved(n)), models.get(n, model)) for n, a, model in found], variables
-    )
+    own = _own_address([entry for entry in found if entry[0] not in LOCAL])
+    return Hosts([Host(n, a or (own if n in LOCAL else _resolved(n))) for n, a in found], variables)
 
 
-_Entry = tuple[str, str | None, str | None]
-"""A host's name, its address and where it has the model, as far as they were given."""
-
-
-def _from_file(path: Path) -> tuple[list[_Entry], dict[str, str]]:
-    """As ``mlx._distributed_utils.common.Hostfile.from_file`` has it; ``model`` is ours, and is left there unread."""
+def _from_file(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:
+    """Names and addresses as ``mlx._distributed_utils.common.Hostfile.from_file`` has them, and variables."""
     try:
         data = json.loads(read_small(path, CONFIG_BYTES))
         hosts = data["hosts"] if isinstance(data, dict) else data
         variables = data.get("envs", []) if isinstance(data, dict) else []
-        found = [
-            (
-                str(host["ssh"]),
-                str(host["ips"][0]) if host.get("ips") else None,
-                _text(host["model"]) if host.get("model") else None,
-            )
-            for host in hosts
-        ]
+        found = [(str(host["ssh"]), str(host["ips"][0]) if host.get("ips") else None) for host in hosts]
         return found, dict(variable_of(text, str(path)) for text in variables)
     except OSError as e:
         raise UsageError(f"--hostfile {path}: {e.strerror or one_line(e)}") from e
@@ -99,12 +78,6 @@ def _from_file(path: Path) -> tuple[list[_Entry], dict[str, str]]:
         if isinstance(e, UsageError):
             raise
         raise UsageError(f'--hostfile {path}: not a list such as [{{"ssh": "a", "ips": ["10.0.0.1"]}}, ...]') from e
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
 
 
 def variable_of(text: object, where: str = "--env") -> tuple[str, str]:
@@ -117,22 +90,6 @@ def variable_of(text: object, where: str = "--env") -> tuple[str, str]:
     if not equals or not name.isidentifier():
         raise UsageError(f"{where}: {shortened(text)}: give NAME=VALUE")
     return name, value
-
-
-def models_of(texts: Sequence[str]) -> dict[str, str]:
-    """Each ``HOST=PATH``.
-
-    Raises:
-        UsageError: one is none, or a host has two paths.
-    """
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not equals or not (host := name.strip()) or not path:
-            raise UsageError(f"--model-of {shortened(text)}: give HOST=PATH")
-        if found.setdefault(host, path) != path:
-            raise UsageError(f"--model-of {host}: twice, and not the same; all ranks of a host have one model")
-    return found
 
 
 def _resolved(name: str) -> str:
@@ -169,7 +126,7 @@ def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
 def remote_command(ssh: str, name: str, directory: str, python: str) -> list[str]:
     """What starts a guard on another host. Its input is a pipe, which ends when this machine's side does."""
     # Whatever shell the user has there, it only starts another one.
-    script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.link.guard"
+    script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.launch.guard"
     there = f"exec sh -c {shlex.quote(script)}"
     options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2"]
     return [*shlex.split(ssh), *options, name, there]

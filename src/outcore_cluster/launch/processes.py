@@ -1,4 +1,4 @@
-"""The ranks of a run, as the launcher sees them: each behind a guard (``outcore_cluster.link.guard``) on its host."""
+"""The ranks of a run, as the launcher sees them: each behind a guard (``outcore_cluster.launch.guard``) on its host."""
 
 from __future__ import annotations
 
@@ -17,51 +17,47 @@ from typing import Any
 from outcore.errors import LinkError
 from outcore.text import printable
 
-from ..link.guard import is_stopped
+from .guard import SILENCE_S, is_stopped
 from .hosts import Host
 
 LINES = 20
 """Last lines of a rank that are kept."""
 BEAT_S = 1.0
-SILENCE_S = 5.0
 PARTING_S = 1.5
 """Seconds that the others have, once a rank has failed, to end by themselves."""
 LET_GO_S = 1.0
 """Seconds that guards have for ending their ranks."""
 FINISH_S = 30.0
 """The same, once rank 0 is done."""
-
+WORDS_S = 1.0
+"""Seconds that a guard's last words may come after its end."""
 NOT_FOUND = 127
 """A shell's exit status, and ssh's with it, where there is no such program."""
-ERRORS_S = 1.0
-"""Seconds that a guard's last words may come after its end."""
 
 
 class Rank:
     """A guard, and what it tells.
 
     Args:
-        events: what it says goes there, with the rank's number; None is the end.
+        events: what it says goes there, as the rank's number and words: ``ready``, ``out``, ``err``, ``ended``.
 
     Attributes:
-        gone: the guard is. stopped_at: since when the rank is, by a signal, as far as is known.
+        ended: the rank's exit status; below 0 the signal that ended it. ``moved_at``: when its guard here was last
+            seen not to be stopped.
     """
 
     def __init__(self, number: int, host: Host, guard: subprocess.Popen[bytes], events: queue.Queue[Any]) -> None:
-        assert guard.stdin is not None and guard.stdout is not None
-        self.number, self.host, self.guard = number, host, guard
-        self.heard_at = time.monotonic()
+        self.number, self.host, self.guard, self._events = number, host, guard, events
+        self._stdin: Any = guard.stdin
+        self.moved_at = time.monotonic()
         self.ended: int | None = None
-        self.gone = False
-        self.stopped_at: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
-        self.errors: deque[str] = deque(maxlen=LINES)
-        self._leaving = bytearray()
-        os.set_blocking(guard.stdin.fileno(), False)
-        name = f"outcore-launch-{number}"
-        self._errors_reader = threading.Thread(target=self._read_errors, name=name, daemon=True)
-        self._errors_reader.start()
-        threading.Thread(target=self._read_words, args=(events,), name=name, daemon=True).start()
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, stream), name=f"outcore-launch-{number}", daemon=True)
+            for name, stream in (("out", guard.stdout), ("err", guard.stderr))
+        ]
+        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
 
     @property
     def who(self) -> str:
@@ -70,46 +66,31 @@ class Rank:
 
     def say(self, **what: Any) -> None:
         """Tell the guard, as far as it listens."""
-        assert self.guard.stdin is not None
-        self._leaving += json.dumps(what).encode() + b"\n"
-        try:
-            while self._leaving:
-                del self._leaving[: os.write(self.guard.stdin.fileno(), self._leaving)]
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError):
-            self._leaving.clear()  # that it is gone is seen where it is read
-
-    def status(self) -> int | None:
-        """The guard's exit status, of one whose output has ended; None if it does not end soon."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.guard.wait(ERRORS_S)
-        return None
+        line = json.dumps(what).encode() + b"\n"
+        with contextlib.suppress(OSError, ValueError):  # that it is gone is seen where it is waited for
+            while line:  # past Python's buffer: a signal's handler may say something in the middle
+                line = line[os.write(self._stdin.fileno(), line) :]
 
     def let_go(self) -> None:
         """End of input: the guard ends its rank."""
         with contextlib.suppress(OSError):
-            if self.guard.stdin is not None and not self.guard.stdin.closed:
-                self.guard.stdin.close()
+            self._stdin.close()
 
-    def kill(self) -> None:
-        """End the guard here, whatever it does; where the rank is another host's, ssh."""
-        self.guard.kill()
-        self.guard.wait()
+    def _read(self, name: str, stream: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(stream.readline, b"") if name == "out" else ():
+                if line.startswith(b'{"port"'):  # a shell there may have said something before
+                    self._events.put((self.number, {"ready": json.loads(line)}))
+                    break
+            while data := stream.read1(1 << 15):
+                self._events.put((self.number, {name: data.decode(errors="backslashreplace")}))
 
-    def _read_words(self, events: queue.Queue[Any]) -> None:
-        assert self.guard.stdout is not None
-        for line in self.guard.stdout:
-            with contextlib.suppress(ValueError):
-                events.put((self.number, json.loads(line)))
-        # Why it ended may still be on its way; what it started may hold that stream open.
-        self._errors_reader.join(ERRORS_S)
-        events.put((self.number, None))
-
-    def _read_errors(self) -> None:
-        assert self.guard.stderr is not None
-        for line in self.guard.stderr:
-            self.errors.append(printable(line.decode(errors="backslashreplace").strip()))
+    def _wait(self) -> None:
+        status = self.guard.wait()
+        for thread in self._readers:
+            thread.join(WORDS_S)  # what it started may hold its streams open
+        by_signal = 128 < status < 128 + signal.NSIG
+        self._events.put((self.number, {"ended": 128 - status if by_signal else status}))
 
 
 class RankProcesses:
@@ -121,7 +102,7 @@ class RankProcesses:
     Attributes:
         interrupted_at: when Ctrl-C was pressed last; ``at_once``: and once more, so that all are ended.
         begun: guards were told to start their ranks. ``held``: one is started that is not known yet.
-        terminated: SIGTERM came, and rank 0 was told.
+        terminated: SIGTERM came, and rank 0 was told. ``failed``: the first that ended otherwise than with 0.
     """
 
     def __init__(self, events: queue.Queue[Any], show: Callable[[str, str], None]) -> None:
@@ -134,54 +115,44 @@ class RankProcesses:
         self._end: float | None = None
         self._let_go = False
 
-    def await_all(self, what: str, within_s: float) -> list[Any]:
-        """What every guard says of something.
+    def await_ready(self, within_s: float) -> list[Any]:
+        """What every guard says of its host.
 
         Raises:
             LinkError: one does not; says which and why.
         """
         found: dict[int, Any] = {}
         end = time.monotonic() + within_s
-        for rank in self.ranks:
-            rank.heard_at = time.monotonic()
         while len(found) < len(self.ranks):
             if (event := self._next(end)) is None:
+                late = next(rank for rank in self.ranks if rank.number not in found)
                 if time.monotonic() >= end:
-                    late = next(rank for rank in self.ranks if rank.number not in found)
                     raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
-                self._refuse_stopped()
+                if (rank := self._stopped()) is not None:
+                    raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
                 continue
             rank, words = event
-            if words is None or "refused" in words:
-                why = words["refused"] if words else "; ".join(rank.errors) or "could not be started"
-                if words is None and rank.status() == NOT_FOUND:
+            if "ready" in words:
+                found[rank.number] = words["ready"]
+            elif "ended" in words:
+                why = "; ".join(rank.lines) or "could not be started"
+                if words["ended"] == NOT_FOUND:
                     why += "; --python PATH says where Python with Outcore is on every host"
                 raise LinkError(f"{rank.who}: {why}", rank.number)
-            if what in words:
-                found[rank.number] = words[what]
+            else:
+                self._take(rank, words)
         return [found[rank.number] for rank in self.ranks]
 
-    def _refuse_stopped(self) -> None:
-        """Who is slow may yet answer; what was stopped here will not.
-
-        Raises:
-            LinkError: names the rank.
-        """
-        for rank in self.ranks:
-            if time.monotonic() - rank.heard_at > SILENCE_S and is_stopped(rank.guard.pid):
-                raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
-
     def run(self) -> None:
-        """Until all have ended. ``failed`` is the first that did otherwise than with 0."""
-        while not all(rank.ended is not None or rank.gone for rank in self.ranks):
+        """Until all have ended."""
+        while any(rank.ended is None for rank in self.ranks):
             if (event := self._next(self._end)) is not None:
                 self._take(*event)
             now = time.monotonic()
-            self._watch(now)
+            if (stopped := self._stopped()) is not None and stopped.ended is None:
+                self._fail(stopped, f"what guards it is stopped, for {SILENCE_S:.0f} s")
             if self.ranks[0].ended == 0 and self._end is None:
                 self._end = now + FINISH_S
-            if self.failed is not None and not self._let_go and self._only_stopped():
-                self._end = now
             due = self._end is not None and now >= self._end
             if due and self._let_go:
                 return
@@ -191,10 +162,6 @@ class RankProcesses:
             if (due or self.at_once) and not self._let_go:
                 self.let_go()
                 self._end = now + LET_GO_S
-
-    def _only_stopped(self) -> bool:
-        """Whether those that are left cannot end by themselves."""
-        return all(rank.stopped_at is not None for rank in self.ranks if rank.ended is None and not rank.gone)
 
     def let_go(self) -> None:
         """Have all guards end their ranks."""
@@ -207,13 +174,13 @@ class RankProcesses:
         until = time.monotonic() + (0.0 if self._let_go else LET_GO_S)
         self.let_go()
         for rank in self.ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 rank.guard.wait(max(0.0, until - time.monotonic()))
-        for rank in self.ranks:
-            if rank.guard.poll() is None:
-                rank.kill()
+            except subprocess.TimeoutExpired:
+                rank.guard.kill()
+                rank.guard.wait()
 
-    def _next(self, end: float | None) -> tuple[Rank, dict[str, Any] | None] | None:
+    def _next(self, end: float | None) -> tuple[Rank, dict[str, Any]] | None:
         """The next that a guard says; None: nothing, for as long as there is time until the next beat."""
         now = time.monotonic()
         if now >= self._beat:
@@ -221,6 +188,8 @@ class RankProcesses:
             for rank in self.ranks:
                 if not self._let_go:
                     rank.say(beat=1)
+                if not is_stopped(rank.guard.pid):
+                    rank.moved_at = now
         until = min(self._beat, end if end is not None else self._beat)
         try:
             number, words = self._events.get(timeout=max(0.01, until - now))
@@ -229,41 +198,27 @@ class RankProcesses:
         if number < 0:
             self.ranks[0].say(**words)
             return None
-        self.ranks[number].heard_at = time.monotonic()
         return self.ranks[number], words
 
-    def _take(self, rank: Rank, words: dict[str, Any] | None) -> None:
-        if words is None:
-            rank.gone = True
-            if rank.ended is None:
-                self._fail(rank, "its guard is gone")
-        elif "ended" in words:
+    def _stopped(self) -> Rank | None:
+        """One whose guard here, or ssh to it, is stopped: who is slow may yet answer, that one will not."""
+        now = time.monotonic()
+        return next((rank for rank in self.ranks if now - rank.moved_at > SILENCE_S + BEAT_S), None)
+
+    def _take(self, rank: Rank, words: dict[str, Any]) -> None:
+        if "ended" in words:
             rank.ended = words["ended"]
             if rank.ended:
-                self._fail(rank, None)
-        elif "refused" in words:
-            self._fail(rank, words["refused"])
-        elif "beat" in words:
-            rank.stopped_at = (rank.stopped_at or time.monotonic()) if words.get("stopped") else None
-        else:
-            for name in ("out", "err"):
-                if name in words:
-                    if rank.number == 0:
-                        self._show(name, words[name])
-                    rank.lines.extend(printable(line) for line in words[name].splitlines() if line.strip())
+                self._fail(rank)
+        for name in ("out", "err"):
+            if name in words:
+                if rank.number == 0 and self.begun:
+                    self._show(name, words[name])
+                rank.lines.extend(printable(line) for line in words[name].splitlines() if line.strip())
 
-    def _watch(self, now: float) -> None:
-        for rank in self.ranks:
-            if rank.ended is None and not rank.gone and now - rank.heard_at > SILENCE_S and not self._let_go:
-                self._fail(rank, f"its guard is silent for {SILENCE_S:.0f} s")
-            # In a run others notice that themselves; at its start they may take longer.
-            if rank.ended is None and rank.stopped_at is not None and now - rank.stopped_at > SILENCE_S:
-                self._fail(rank, f"is stopped, for {SILENCE_S:.0f} s")
-
-    def _fail(self, rank: Rank, why: str | None) -> None:
-        if why is not None:
-            rank.errors.append(why)
+    def _fail(self, rank: Rank, why: str = "") -> None:
         if self.failed is None and not self._let_go:
+            rank.lines.extend([why] if why else [])
             self.failed = rank
             self._end = time.monotonic() + PARTING_S
 

@@ -3,7 +3,34 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class LinkLimits:
+    """Seconds. With a fault, all ranks have ended ``silence + verdict + grace`` after it, and one heartbeat.
+
+    Attributes:
+        beat: from one heartbeat to the next.
+        silence: without a byte of a rank, until it counts as gone.
+        stall: in which a rank that others wait for, and that waits for nobody, shows no sign of work, until it counts
+            as stuck. Processor time and reads count as work.
+        computing: that one evaluation on a GPU, which is no thread's processor time, counts as work.
+        start: from the first rank's begin until all are there.
+        handshake: that one connection may take to prove who it is.
+        verdict: that a rank waits for rank 0 to say whose fault it was.
+        grace: that the main thread has for ending by itself, once the run has failed.
+    """
+
+    beat: float = 1.0
+    silence: float = 5.0
+    stall: float = 5.0
+    computing: float = 60.0
+    start: float = 60.0
+    handshake: float = 2.0
+    verdict: float = 0.75
+    grace: float = 2.0
 
 
 class Arrival(Protocol):
@@ -35,8 +62,8 @@ class Link(Protocol):
     def size(self) -> int: ...
 
     def send(self, to: int, data: memoryview) -> None:
-        """Queue bytes for a rank; a thread sends them. They must stay as they are until ``flush``, or until the link
-        lets go of ``data``, which keeps alive what it shows."""
+        """Queue bytes for a rank. They must stay as they are until ``flush``, or until the link lets go of ``data``,
+        which keeps alive what it shows."""
 
     def receive(self, source: int, into: memoryview) -> Arrival:
         """Begin to receive the next message of a rank: messages of one sender come in the order they were sent."""
@@ -48,8 +75,7 @@ class Link(Protocol):
         """Everybody's values by rank, on all ranks; all call it, in the same order."""
 
     def working(self) -> AbstractContextManager[None]:
-        """This rank works meanwhile, though a device that computes takes no processor time and reads nothing: others
-        wait for it, for ``Limits.computing`` seconds at most."""
+        """This rank's device computes meanwhile, for ``LinkLimits.computing`` seconds at most."""
 
     def check(self) -> None:
         """Look whether the run goes on, where this rank waits for nothing.

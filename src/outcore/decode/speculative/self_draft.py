@@ -204,7 +204,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
     """As ``_low_bit``, to be looked at and never evaluated: made of the model's own lazy arrays where they are whole,
     as opening it once more takes longer than all else of looking at a copy."""
-    if any(nested_modules(lazy.model)) or lazy.share is not None or hasattr(lazy.model, "outcore"):
+    if any(nested_modules(lazy.model)) or hasattr(lazy.model, "outcore"):
         return _low_bit(lazy, bits, heads)
     with random_state_kept():
         return _quantized_layers(copied(lazy.model), bits, heads, ())

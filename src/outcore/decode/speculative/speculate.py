@@ -12,7 +12,6 @@ from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.sample_utils import greedy_sampler
 
 from ...disk.metrics import Metrics
 from ...engine.transport import Solo, Transport
@@ -43,12 +42,6 @@ class Sampler:
     drawn: int = 0
     seen: mx.array | None = None
     transport: Transport = field(default_factory=Solo)
-
-    @property
-    def only_builds(self) -> bool:
-        """Whether choosing looks at no number: of what is known to only build a graph, others' processors and samplers
-        are not."""
-        return not self.processors and (self.sampler is greedy_sampler or isinstance(self.sampler, MlxLmSampler))
 
     def draw(self, logprobs: mx.array) -> mx.array:
         """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""

@@ -4,12 +4,14 @@
                                     each, [["10.0.0.1:32323"], ["10.0.0.2:32324"]], of which the first is used
     OUTCORE_LINK_KEY_FILE           a file with the run's key, which only its user may read
     OUTCORE_LINK_KEY                the key itself; others on the host may see it
+    OUTCORE_LINK_STALL_S            ``LinkLimits.stall``
+    OUTCORE_LINK_BACKEND            a backend of mx.distributed in place of Outcore's link (``mlx_link``)
 
-``outcore launch`` leaves no files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN``
-(the run's name), ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
+Where mlx.launch sets up another backend than the ring (``NAMED_BY``), that is taken. ``outcore launch`` leaves no
+files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN`` (the run's name),
+``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
 ``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
-on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there). ``OUTCORE_LINK_STALL_S``, which
-anybody may set, is ``LinkLimits.stall``.
+on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
 
 Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
 cache folder.
@@ -25,25 +27,32 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outcore.errors import UsageError
 from outcore.machine.cache_folder import make_cache
 from outcore.machine.small_files import read_small
 from outcore.text import one_line, shortened
+from outcore.version import __version__
 
-from .limits import LinkLimits
-from .meeting import Identity
-from .socket_link import SocketLink
+from .link.link import LinkLimits
+from .link.meeting import Identity
+from .link.socket_link import SocketLink
 
-RANK, HOSTFILE = "MLX_RANK", "MLX_HOSTFILE"
+if TYPE_CHECKING:
+    from .mlx_link import MlxLink
+
+RANK, HOSTFILE, BACKEND = "MLX_RANK", "MLX_HOSTFILE", "OUTCORE_LINK_BACKEND"
 KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
 ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
 PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
-ALL = (RANK, HOSTFILE, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
+NAMED_BY = {"jaccl": "MLX_JACCL_COORDINATOR", "nccl": "NCCL_HOST_IP", "mpi": "OMPI_COMM_WORLD_SIZE"}
+"""The variable by which the environment names a backend of mx.distributed."""
+ALL = (RANK, HOSTFILE, BACKEND, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
 LEAST_KEY = 16
 """Bytes of a key: a shorter one could be guessed by whoever listens on the network."""
 MOST_BYTES = 1 << 20
@@ -53,7 +62,7 @@ def from_environment(
     environment: MutableMapping[str, str] = os.environ,
     limits: LinkLimits | None = None,
     leave: Callable[[int], None] | None = os._exit,
-) -> SocketLink | None:
+) -> SocketLink | MlxLink | None:
     """This process's link, once all ranks are there; None: it is no rank of several.
 
     What the environment says is taken out of it: what a rank starts is no rank itself.
@@ -64,35 +73,44 @@ def from_environment(
         UsageError: what the environment says cannot be meant, or there is no key.
         LinkError: a rank did not come.
     """
+    backend = environment.get(BACKEND) or next((name for name, by in NAMED_BY.items() if environment.get(by)), None)
+    if backend is None:
+        return _of_sockets(environment, limits or LinkLimits(), leave)
+    from .mlx_link import MlxLink
+
+    link = MlxLink(backend)
+    for name in (*ALL, *NAMED_BY.values()):
+        environment.pop(name, None)
+    return link if link.size > 1 else None
+
+
+def _of_sockets(
+    environment: MutableMapping[str, str], limits: LinkLimits, leave: Callable[[int], None] | None
+) -> SocketLink | None:
     if environment.get(RANK) is None or not (environment.get(HOSTFILE) or environment.get(ADDRESSES)):
         return None
     addresses = _addresses(environment)
     if len(addresses) < 2:
         return None
-    me = Identity(
-        _number(environment, RANK, len(addresses)),
-        addresses,
-        _names(environment, [host for host, _ in addresses]),
-        environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16],
-        _key(environment, addresses),
-        _version(),
-    )
-    limits = limits or LinkLimits()
-    for name, limit in ((START_S, "start"), (STALL_S, "stall")):
-        if name in environment:
-            limits = replace(limits, **{limit: float(_number(environment, name, 86_400))})
-    listener = socket.socket(fileno=_number(environment, FD, 1 << 20)) if FD in environment else None
-    parent = _parent(environment)
+    if (rank := environment[RANK]) not in map(str, range(len(addresses))):
+        raise UsageError(f"{RANK}: {shortened(rank)}: give a whole number below {len(addresses)}")
+    names = json.loads(environment.get(NAMES, "[]")) or [host for host, _ in addresses]
+    run = environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16]
+    me = Identity(int(rank), addresses, names, run, _key(environment, addresses), __version__)
+    start, stall = environment.get(START_S, limits.start), environment.get(STALL_S, limits.stall)
+    try:
+        limits = replace(limits, start=float(start), stall=float(stall))
+    except ValueError:
+        raise UsageError(f"{STALL_S}: {shortened(stall)}: give seconds") from None
+    listener = socket.socket(fileno=int(environment[FD])) if FD in environment else None
+    parent = int(environment.get(PARENT, os.getppid()))
     for name in ALL:
         environment.pop(name, None)
-    return SocketLink(me, limits, listener, leave, parent)
 
+    def alone() -> str | None:
+        return "what started it is gone" if parent and os.getppid() != parent else None
 
-def _version() -> str:
-    try:
-        return version("outcore")
-    except PackageNotFoundError:
-        return "not installed"
+    return SocketLink(me, limits, listener, leave, alone)
 
 
 def _addresses(environment: Mapping[str, str]) -> list[tuple[str, int]]:
@@ -117,28 +135,9 @@ def _address(text: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _number(environment: Mapping[str, str], name: str, below: int) -> int:
-    text = environment[name]
-    if not text.isascii() or not text.isdecimal() or not int(text) < below:
-        raise UsageError(f"{name}: {shortened(text)}: give a whole number below {below}")
-    return int(text)
-
-
-def _names(environment: Mapping[str, str], hosts: list[str]) -> list[str]:
-    if NAMES not in environment:
-        return hosts
-    try:
-        names = json.loads(environment[NAMES])
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or len(names) != len(hosts):
-        raise UsageError(f"{NAMES}: give a name for each of {len(hosts)} ranks, as JSON")
-    return [shortened(name) for name in names]
-
-
 def _key(environment: Mapping[str, str], addresses: list[tuple[str, int]]) -> bytes:
     if KEY_FD in environment:
-        with os.fdopen(_number(environment, KEY_FD, 1 << 20), "rb") as pipe:
+        with os.fdopen(int(environment[KEY_FD]), "rb") as pipe:
             return _checked(pipe.read(4096).strip(), KEY_FD)
     if name := environment.get(KEY_FILE):
         return _checked(_key_of(Path(name).expanduser()), KEY_FILE)
@@ -175,12 +174,9 @@ def _own_key() -> bytes:
         new = path.with_name(f"link.key.{secrets.token_hex(8)}.tmp")
         with os.fdopen(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
-        try:
+        with suppress(FileExistsError):  # another rank's, of the same moment
             os.link(new, path)
-        except FileExistsError:
-            pass  # another rank's, of the same moment
-        finally:
-            new.unlink()
+        new.unlink()
     return _checked(_key_of(path), str(path))
 
 
@@ -189,13 +185,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _parent(environment: Mapping[str, str]) -> Callable[[], str | None]:
-    """Whether what started this process is still there."""
-    parent = _number(environment, PARENT, 1 << 32) if PARENT in environment else os.getppid()
-
-    def gone() -> str | None:
-        return "what started it is gone" if parent and os.getppid() != parent else None
-
-    return gone

@@ -1,0 +1,225 @@
+"""``python -m outcore_cluster.launch.guard``: starts one rank on its host, and ends it when the launcher is gone.
+
+It stands between ``outcore launch`` and the rank, its child; through ssh, where the host is another. First it writes
+one line of JSON with its port and versions; what comes behind that is the rank's own output. It is told lines of JSON,
+one object each: start (command, environment, directory, host, terminal), go (rank, addresses, ...), input, input_end,
+interrupt, terminate, beat. Its exit status is the rank's: 128 + n where signal n ended that.
+
+The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
+children are ended then, by SIGKILL if need be. Should the guard itself be killed, Linux kills the rank; elsewhere the
+rank sees that its parent is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from outcore.machine.gpus import VISIBLE, nvidia_gpus
+from outcore.machine.settings import SHARED_BY
+from outcore.text import one_line
+
+from .. import environment as names
+
+SILENCE_S = 5.0
+TERM_S = 0.5
+"""Seconds between asking a rank to end and ending it."""
+POLL_S = 0.1
+PACKAGES = ("outcore", "mlx", "mlx-lm")
+"""What all hosts must have the same version of."""
+
+
+class RankGuard:
+    """The guard of one rank."""
+
+    def __init__(self) -> None:
+        self._order: dict[str, Any] = {}
+        self._listener: socket.socket | None = None
+        self._rank: subprocess.Popen[bytes] | None = None
+        self._input: queue.Queue[bytes | None] = queue.Queue()
+
+    def run(self) -> int:
+        """Guard until the rank has ended, or the launcher is gone; the exit status."""
+        held, heard_at = b"", time.monotonic()
+        moved_at = heard_at
+        while time.monotonic() - heard_at < SILENCE_S:
+            if select.select([0], [], [], POLL_S)[0]:
+                if not (data := os.read(0, 1 << 16)):
+                    return 1
+                heard_at = time.monotonic()
+                *lines, held = (held + data).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+            if self._rank is None:
+                continue
+            if (status := self._rank.poll()) is not None:
+                return status if status >= 0 else 128 - status
+            if not is_stopped(self._rank.pid):
+                moved_at = time.monotonic()
+            elif time.monotonic() - moved_at > SILENCE_S:
+                raise OSError(f"is stopped, for {SILENCE_S:.0f} s")
+        return 1
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "start" in order:
+            self._order = order["start"]
+            directory = self._order["directory"]
+            if directory is not None and not Path(directory).is_dir():
+                raise OSError(f"--cwd {directory}: there is no such folder on this host")
+            # Listening from now on: ranks that are faster wait instead of being refused.
+            family, _, _, _, place = socket.getaddrinfo(self._order["host"], 0, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server(place[:2], family=family, backlog=64)
+            print(
+                json.dumps(
+                    {"port": self._listener.getsockname()[1], "versions": {name: version(name) for name in PACKAGES}}
+                ),
+                flush=True,
+            )
+        elif "go" in order:
+            self._go(order["go"])
+        elif "input" in order:
+            self._input.put(order["input"].encode())
+        elif "input_end" in order:
+            self._input.put(None)
+        elif self._rank is not None:
+            for word, number in (("interrupt", signal.SIGINT), ("terminate", signal.SIGTERM)):
+                if word in order:
+                    self._rank.send_signal(number)
+
+    def _go(self, run: dict[str, Any]) -> None:
+        assert self._listener is not None
+        key, write = os.pipe()
+        os.write(write, run["key"].encode())
+        os.close(write)
+        variables = {
+            names.RANK: str(run["rank"]),
+            names.ADDRESSES: json.dumps(run["addresses"]),
+            names.NAMES: json.dumps(run["names"]),
+            names.RUN: run["run"],
+            names.START_S: str(run["start_s"]),
+            names.FD: str(self._listener.fileno()),
+            names.KEY_FD: str(key),
+            names.PARENT: str(os.getpid()),
+        }
+        environment = {**os.environ, **self._order["environment"], **variables}
+        # Only the first rank is told what a user types; it tells the others.
+        terminal = self._order.get("terminal")
+        own = [subprocess.DEVNULL if run["rank"] else subprocess.PIPE, None, None]
+        try:
+            self._rank = subprocess.Popen(
+                self._order["command"],
+                env=on_host(environment, run["place"], run["there"]),
+                cwd=self._order["directory"],
+                pass_fds=(self._listener.fileno(), key),
+                start_new_session=terminal is None,
+                preexec_fn=_dying_with_parent(),
+                **dict(zip(("stdin", "stdout", "stderr"), terminal or own, strict=True)),
+            )
+        finally:
+            self._listener.close()
+            os.close(key)
+        if self._rank.stdin is not None:
+            threading.Thread(target=self._feed, args=(self._rank.stdin,), daemon=True).start()
+
+    def _feed(self, stdin: Any) -> None:
+        with contextlib.suppress(OSError), stdin:
+            while (data := self._input.get()) is not None:
+                stdin.write(data)
+                stdin.flush()
+
+    def end(self) -> None:
+        """End the rank, and what it has started."""
+        rank = self._rank
+        if rank is None:
+            return
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(rank.pid).children(recursive=True) if rank.poll() is None else []
+        if rank.poll() is None and not is_stopped(rank.pid):
+            rank.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(TERM_S)
+        if rank.poll() is None:
+            rank.kill()
+        # A session of its own is a group until its last process has ended.
+        if self._order.get("terminal") is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)
+        for process in children:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        rank.wait()
+
+
+def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, str]:
+    """The environment of one of several ranks on a host: each has a GPU of its own, as far as there are, or its part of
+    the memory.
+
+    Args:
+        place: of the rank among those of its host, from 0. there: how many these are.
+    """
+    gpus = nvidia_gpus(environment)
+    if len(gpus) > 1:
+        environment = environment | {VISIBLE: gpus[place % len(gpus)]}
+    each = -(-there // max(1, len(gpus)))
+    return environment if each < 2 else environment | {SHARED_BY: str(each)}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is, by a signal: it hears nothing, and only SIGKILL ends it."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def _dying_with_parent() -> Callable[[], None] | None:
+    """What a child does before it runs anything, so that the system kills it when this process ends; Linux has that."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    set_death_signal, parent = 1, os.getpid()
+
+    def run() -> None:
+        prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return run
+
+
+def main() -> int:
+    """Guard; the launcher alone interrupts the rank."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):
+        # A handler, not SIG_IGN: the rank would inherit that.
+        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    guard = RankGuard()
+    try:
+        return guard.run()
+    except (OSError, ValueError, LookupError) as e:
+        print(one_line(e), file=sys.stderr)
+        return 1
+    finally:
+        guard.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

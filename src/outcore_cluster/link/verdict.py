@@ -1,0 +1,184 @@
+"""Who is at fault: what each rank tells of itself in its heartbeats, and what follows from that. No sockets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from outcore.text import one_line
+
+NOBODY = -1
+GONE = "its process has ended, or its connection broke"
+LEFT = "has ended, while others wait for it"
+BUSY = 0.02
+"""Processor seconds a second from which on a process counts as working. One that waits takes less than 0.005."""
+_SIGN = struct.Struct("!dq?")
+_IO = Path("/proc/self/io")
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A rank, and what is wrong with it."""
+
+    rank: int
+    what: str
+
+    def packed(self) -> bytes:
+        """As the payload of a frame."""
+        return json.dumps([self.rank, self.what]).encode()
+
+    @classmethod
+    def unpacked(cls, payload: bytes, size: int) -> Blame:
+        """Back from it.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        rank, what = json.loads(payload)
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise ValueError(f"a verdict on rank {rank!r} of {size}")
+        return cls(rank, one_line(str(what)))
+
+
+def broke(error: OSError | EOFError) -> str:
+    """What an error of a connection says of the rank at its other end. A process that ends with bytes unread resets
+    its connections."""
+    if not isinstance(error, OSError) or error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
+        return GONE
+    return f"its connection broke: {error.strerror or one_line(error)}"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank tells of itself.
+
+    Attributes:
+        still_s: seconds without a byte of the link where it waits for a rank, and without any work where it does not.
+        waits_for: that rank, or ``NOBODY``.
+        due: whether that is for bytes that only work can bring; rank 0's next value may take as long as a user thinks.
+    """
+
+    still_s: float = 0.0
+    waits_for: int = NOBODY
+    due: bool = False
+
+    def packed(self) -> bytes:
+        """As the payload of a frame."""
+        return _SIGN.pack(self.still_s, self.waits_for, self.due)
+
+    @classmethod
+    def unpacked(cls, payload: bytes) -> Sign:
+        """Back from it; raises ``struct.error`` where it is none."""
+        return cls(*_SIGN.unpack(payload))
+
+
+class Movement:
+    """What this process has done lately, and whom it waits for.
+
+    Args:
+        computing_s: for how long a device's work that ``working`` is told of counts.
+        work: of this process so far: processor seconds without the calling thread's, and bytes read from disks.
+    """
+
+    def __init__(
+        self,
+        computing_s: float,
+        work: Callable[[], tuple[float, int]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._computing_s, self._work, self._clock = computing_s, work or _work, clock
+        self._count = self._seen = 0
+        self._moved_at = self._noted_at = self._looked_at = clock()
+        self._done: tuple[float, int] = (0.0, 0)
+        self._waits: tuple[float, int, bool] | None = None
+        self._works: float | None = None
+
+    def note(self) -> None:
+        """Bytes came or went, or something else was done."""
+        self._count += 1
+
+    def look(self) -> Sign:
+        """What is to be told; called by one thread, about once a heartbeat."""
+        now, done = self._clock(), self._work()
+        if self._count != self._seen:
+            self._noted_at = self._moved_at = now
+        busy = done[0] - self._done[0] >= BUSY * (now - self._looked_at) or done[1] != self._done[1]
+        works = self._works
+        if busy or (works is not None and now - works < self._computing_s):
+            self._moved_at = now
+        self._seen, self._done, self._looked_at = self._count, done, now
+        since, rank, due = self._waits or (now, NOBODY, False)
+        return Sign(now - (self._moved_at if rank == NOBODY else max(since, self._noted_at)), rank, due)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """This thread has a device compute meanwhile, which takes none of this process's time."""
+        self._works = self._clock()
+        try:
+            yield
+        finally:
+            self._works = None
+            self._count += 1
+
+    @contextmanager
+    def waiting(self, rank: int, due: bool) -> Iterator[None]:
+        """This thread waits for a rank meanwhile."""
+        self._waits = self._clock(), rank, due
+        try:
+            yield
+        finally:
+            self._waits = None
+            self._count += 1
+
+
+def _work() -> tuple[float, int]:
+    try:
+        lines = _IO.read_text().splitlines()
+        read = int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+    except (OSError, StopIteration, ValueError):
+        read = 0  # macOS does not say
+    return time.process_time() - time.thread_time(), read
+
+
+def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
+    """The rank that was heard of last, if that was too long ago; this one, where nothing comes from any of several
+    hosts: it is more probable that its own cable is out than all of theirs.
+
+    Args:
+        names: of the hosts, by rank. ``heard``: when each rank was last heard of, of those that are watched.
+    """
+    rank = min(heard, key=lambda peer: heard[peer], default=me)
+    if now - heard.get(rank, now) <= silence_s:
+        return None
+    if len({names[peer] for peer in heard}) > 1 and now - max(heard.values()) > silence_s / 2:
+        return Blame(me, f"has heard nothing of the others for {silence_s:.3g} s")
+    return Blame(rank, f"silent for {silence_s:.3g} s")
+
+
+def stuck(signs: Mapping[int, Sign], stall_s: float) -> Blame | None:
+    """Who holds all others up: nobody has moved for so long, and somebody waits for what is due, or all of them wait.
+
+    Args:
+        signs: of all ranks that have a part in the run.
+    """
+    if min(sign.still_s for sign in signs.values()) < stall_s:
+        return None
+    idle = [rank for rank, sign in signs.items() if sign.waits_for == NOBODY]
+    for rank, sign in signs.items():
+        if sign.due and sign.waits_for in idle:
+            still_s = signs[sign.waits_for].still_s
+            return Blame(sign.waits_for, f"has done nothing for {still_s:.0f} s, while rank {rank} waits for it")
+    if idle:
+        return None  # rank 0 may be waiting for a user
+    chain, at = list[int](), min(signs)
+    while at in signs and at not in chain:
+        chain.append(at)
+        at = signs[at].waits_for
+    circle = " and ".join(map(str, sorted(chain[chain.index(at) :] if at in chain else chain)))
+    return Blame(chain[-1], f"ranks {circle} wait for one another")

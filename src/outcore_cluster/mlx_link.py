@@ -1,0 +1,150 @@
+"""A link on ``mx.distributed``, for what no socket of ours replaces: JACCL (RDMA over Thunderbolt 5), NCCL and MPI, as
+``mlx.launch --backend`` sets them up; and MLX's own ring, by which this is tested.
+
+Each message is two of MLX's: what it is and how long, then its bytes, so that values and data may come in any order.
+Receives are computed on one stream and sends on another, or two ranks that send each other much would wait for ever.
+
+What it cannot do, as MLX has no way to: strangers are not refused (keep the network to yourself), a rank that is
+stopped or sits still is waited for without end, and one that is lost ends the others by an error without a name, by
+``exit(1)`` or by an abort (mlx#4276, mlx#4060). ``mlx.launch`` ends all ranks when one has ended so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from contextlib import AbstractContextManager, nullcontext
+
+import mlx.core as mx
+import numpy as np
+
+from outcore.errors import LinkError, UsageError
+from outcore.text import one_line
+
+VALUE = 1
+"""The kind of a message that is no data."""
+
+
+class _Arrival:
+    """A receive, filled when it, or one behind it, is waited for."""
+
+    def __init__(self, link: MlxLink, source: int, into: memoryview) -> None:
+        self._link, self._source = link, source
+        self.into, self.ready = into, False
+
+    def wait(self) -> None:
+        while not self.ready:
+            self._link.take(self._source)
+
+
+class MlxLink:
+    """One rank's side (``Link``), whose methods raise ``LinkError`` where MLX reports that another rank is gone.
+
+    Args:
+        backend: of ``mx.distributed.init``.
+
+    Raises:
+        UsageError: MLX cannot set that up.
+    """
+
+    host = ""
+
+    def __init__(self, backend: str) -> None:
+        try:
+            self._group = mx.distributed.init(strict=True, backend=backend)
+        except (RuntimeError, ValueError) as e:
+            raise UsageError(f"mx.distributed, {backend}: {one_line(e)}") from e
+        self.rank, self.size = self._group.rank(), self._group.size()
+        if backend == "ring" and self.size > 3:
+            raise UsageError(
+                "mx.distributed's ring sends to neighbours only: three ranks at most, or Outcore's own link"
+            )
+        device = mx.gpu if backend == "nccl" else mx.cpu
+        self._sending, self._receiving = mx.new_stream(device), mx.new_stream(device)
+        self._last, self._failed = mx.zeros(()), False
+        self._posted: defaultdict[int, deque[_Arrival]] = defaultdict(deque)
+        self._early: defaultdict[int, deque[bytes]] = defaultdict(deque)
+        self._values: defaultdict[int, deque[bytes]] = defaultdict(deque)
+
+    def send(self, to: int, data: memoryview) -> None:
+        """As in ``Link``; the bytes are copied."""
+        self._put(to, 0, data)
+
+    def receive(self, source: int, into: memoryview) -> _Arrival:
+        """As in ``Link``."""
+        arrival = _Arrival(self, source, into.cast("B") if into.nbytes else memoryview(b""))
+        self._posted[source].append(arrival)
+        self._match(source)
+        return arrival
+
+    def agree(self, value: bytes) -> bytes:
+        """Rank 0's value."""
+        if self.rank:
+            return self._told(0)
+        for to in range(1, self.size):
+            self._put(to, VALUE, value)
+        return value
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Everybody's value, by rank."""
+        if self.rank:
+            self._put(0, VALUE, value)
+            return [self._told(0) for _ in range(self.size)]
+        values = [value, *(self._told(rank) for rank in range(1, self.size))]
+        for each in values:
+            self.agree(each)
+        return values
+
+    def take(self, source: int) -> None:
+        """Receive the next message of a rank, whatever it is."""
+        kind, length = np.array(self._got(source, 2, mx.uint32))
+        data = bytes(self._got(source, int(length), mx.uint8)) if length else b""
+        (self._values if kind == VALUE else self._early)[source].append(data)
+        self._match(source)
+
+    def _match(self, source: int) -> None:
+        while (posted := self._posted[source]) and (early := self._early[source]):
+            arrival, data = posted.popleft(), early.popleft()
+            if len(data) != arrival.into.nbytes:
+                raise LinkError(f"rank {source}: sent {len(data)} bytes where {arrival.into.nbytes} are due", source)
+            arrival.into[:] = data
+            arrival.ready = True
+
+    def _told(self, source: int) -> bytes:
+        while not self._values[source]:
+            self.take(source)
+        return self._values[source].popleft()
+
+    def _put(self, to: int, kind: int, data: bytes | memoryview) -> None:
+        flat = np.frombuffer(data, np.uint8)
+        for array in (np.array([kind, flat.size], np.uint32), flat)[: 1 + bool(flat.size)]:
+            self._last = mx.distributed.send(mx.array(array), to, group=self._group, stream=self._sending)
+            mx.async_eval(self._last)
+
+    def _got(self, source: int, size: int, dtype: mx.Dtype) -> mx.array:
+        found = mx.distributed.recv((size,), dtype, source, group=self._group, stream=self._receiving)
+        try:
+            mx.eval(found)
+        except (RuntimeError, ValueError) as e:
+            self._failed = True
+            raise LinkError(f"rank {source}: {one_line(e)}", source) from e
+        return found
+
+    def working(self) -> AbstractContextManager[None]:
+        """Nobody measures how long this rank takes."""
+        return nullcontext()
+
+    def check(self) -> None:
+        """What has failed is found where it is waited for."""
+
+    def flush(self) -> None:
+        """Wait until all that was queued was sent: one stream sends in order."""
+        mx.eval(self._last)
+
+    def fail(self, reason: str) -> None:
+        """Others find it out when this process has ended."""
+        self._failed = True
+
+    def close(self) -> None:
+        """MLX closes it with the process."""
+        if not self._failed:
+            self.flush()
