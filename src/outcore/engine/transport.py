@@ -131,12 +131,13 @@ class Share(Protocol):
 
 
 class Transport(Agreement, Stage):
-    """The other ranks of a model, as this one sees them."""
+    """The other ranks of a model, as this one sees them.
 
-    @property
-    def forecast(self) -> Forecast | None:
-        """What all ranks together are predicted to take; None where that is not known."""
-        return None
+    Attributes:
+        forecast: what all ranks together are predicted to take (``Forecast``); None where that is not known.
+    """
+
+    forecast: Any = None
 
     # Room
 
