@@ -98,11 +98,15 @@ class Stage:
     nobody is waited for.
 
     Attributes:
-        alone: there are none. ``eager``: the model evaluates arrays in its forward pass, on whichever rank.
+        alone: there are none.
     """
 
     alone = True
-    eager = False
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model evaluates arrays in its forward pass, on whichever rank."""
+        return False
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
         """Calls of streamed layers go through ``recorder``. ``before_send`` is called before anything is sent."""
