@@ -329,7 +329,7 @@ def scratch_for(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str)
     scratch = Scratch(make_cache() / KV_FOLDER if kv_dir is None else Path(kv_dir), io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):
-        scratch.close(unread=True)
+        scratch.close()
         raise StoreError(
             f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
             f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "

@@ -14,7 +14,7 @@ from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
-from ..modules.cache_growth import Growth
+from ..modules.cache_form import Growth
 from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
 from ..modules.trace import Trace, rehearse
@@ -335,12 +335,13 @@ def _rehearse(
     tables = [t for t in tables if t.nbytes * 8 >= largest]
     routed = {i: sources.routed(layer) for i, layer in enumerate(layers)}
     found = rehearse(model, layers, tables, pieces, to.target, routed)
-    if found.outside is not None and tables:
+    if found.failure is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
         found = rehearse(model, layers, (), pieces, to.target, routed)
-    if found.outside is not None:
-        return _all_resident(model), pieces, [], [f"nothing can be streamed: {found.outside}"]
+    if found.failure is not None:
+        why = f"its forward pass reaches into layers from outside ({found.failure})"
+        return _all_resident(model), pieces, [], [f"nothing can be streamed: {why}"]
     silent = [layer.path for i, layer in enumerate(layers) if i not in found.order]
     notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
     return found, [_ordered(parts, found.pieces.get(i)) for i, parts in enumerate(pieces)], tables, notes

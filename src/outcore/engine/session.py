@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -13,9 +14,8 @@ import mlx.nn as nn
 from ..checkpoint.lazy_model import position_limit
 from ..checkpoint.pack import pack_overlay
 from ..disk.metrics import Metrics
-from ..disk.mirrored_reader import MirroredReader, MirroredRowReader
+from ..disk.mirrored_reader import MirroredReader, Replicas
 from ..disk.reader import FileReader
-from ..disk.replica import Replicas
 from ..disk.row_reader import RowReader
 from ..errors import BudgetError
 from ..machine.device import on_cpu
@@ -83,9 +83,9 @@ class Folders(ReadSettings):
         return cast(FileReader, MirroredReader(self.replicas, files, metrics=metrics, **self.options))
 
     def rows(self, files: Any, metrics: Metrics) -> RowReader:
-        if self.replicas is None:
+        if self.replicas is None or not self.replicas.mirrors:
             return super().rows(files, metrics)
-        return MirroredRowReader(self.replicas, files, metrics)
+        return RowReader(files, metrics, partial(MirroredReader, self.replicas))
 
 
 class Session(Engine):
@@ -229,7 +229,7 @@ class Session(Engine):
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
         """Raise a StoreError where the disk has no room for a plan's keys and values."""
         if plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
-            scratch_for(size, plan, self.reading.kv_dir, self.reading.io).close(unread=True)
+            scratch_for(size, plan, self.reading.kv_dir, self.reading.io).close()
 
     def close(self) -> None:
         self.closing()

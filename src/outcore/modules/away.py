@@ -6,54 +6,32 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from .cache_rollback import KEEPER, Keeper, keeper_of
+from .cache_rollback import KEEPER, Keeper
+
+KEPT = ("keys", "values")
+"""The attributes of a cache that are kept elsewhere."""
 
 
 class Away:
     """Mixed in before a cache's own class while its keys and values are elsewhere. Its offset alone takes it back.
 
-    Whoever looks at it otherwise finds what it would hold in memory, read for who asks.
+    Whoever looks at keys or values finds what it would hold in memory, read for who asks; whoever assigns to them, or
+    adds tokens outside of a streamed layer, has them in memory from then on.
     """
 
     offset: int
     outcore_away = True
     """Asked for by ``cache_rollback``."""
 
-    @property
-    def keys(self) -> Any:
-        """All of them."""
-        return self._whole().keys
+    def __getattr__(self, name: str) -> Any:
+        if name not in KEPT:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._whole(), name)
 
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._keeper.bring_back(self)
-        self.keys = value
-
-    @property
-    def values(self) -> Any:
-        """All of them."""
-        return self._whole().values
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._keeper.bring_back(self)
-        self.values = value
-
-    @property
-    def state(self) -> Any:
-        """All of it."""
-        return self._whole().state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        as_plain(self)
-        self.__dict__.pop(KEEPER, None)
-        self.__dict__.update(keys=None, values=None)
-        self.state = value
-
-    def keys_and_values(self) -> Any:
-        """All of it."""
-        return self._whole().keys_and_values()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in KEPT:
+            self._keeper.bring_back(self)
+        object.__setattr__(self, name, value)
 
     def __deepcopy__(self, _: Any) -> Any:
         """In memory."""
@@ -65,9 +43,8 @@ class Away:
         return _made, (type(whole), whole.__dict__)
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
-        """In memory from now on: the layer is not streamed."""
         self._keeper.bring_back(self)
-        cache: Any = self
+        cache: Any = self  # of its own class now
         return cache.update_and_fetch(keys, values)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
@@ -85,14 +62,12 @@ class Away:
 
     @property
     def _keeper(self) -> Keeper:
-        keeper = keeper_of(self)
-        assert keeper is not None
+        keeper: Keeper = self.__dict__[KEEPER]
         return keeper
 
     def _whole(self) -> Any:
         """The same in memory; this one stays as it is."""
-        made: Any = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        made = _made(type(self), self.__dict__)
         self._keeper.bring_back(made)
         return made
 
@@ -118,7 +93,7 @@ PLAIN = tuple(_AWAY)
 
 def as_away(cache: Any) -> None:
     """A cache of one of ``PLAIN`` holds nothing itself any more."""
-    for name in ("keys", "values"):
+    for name in KEPT:
         cache.__dict__.pop(name, None)
     cache.__class__ = _AWAY.get(type(cache), type(cache))
 

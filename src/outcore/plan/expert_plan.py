@@ -4,6 +4,7 @@ of the experts as many as there is room for: the rest is read one by one."""
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -208,25 +209,17 @@ def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterat
 
 def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, int]] | None:
     """Slots for each layer's pool in so many bytes, the same share of each layer's experts; None: not one for each."""
-    layers = list(_experts(size).items())
-
-    def nbytes(share: float) -> int:
-        return _pools(size, [(i, _slots(share, e.count)) for i, e in layers])
-
+    experts = _experts(size)
     if slots is not None:
-        counts = [(i, min(slots, e.count)) for i, e in layers]
+        counts = [(i, min(slots, e.count)) for i, e in experts.items()]
         return counts if _pools(size, counts) <= room else None
-    if nbytes(0.0) > room:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (middle, high) if nbytes(middle) <= room else (low, middle)
-    return [(i, _slots(low, e.count)) for i, e in layers]
+    most = max((e.count for e in experts.values()), default=0)
 
+    def shared(n: int) -> list[tuple[int, int]]:
+        return [(i, max(1, n * e.count // most)) for i, e in experts.items()]
 
-def _slots(share: float, experts: int) -> int:
-    return max(1, int(share * experts))
+    fitting = bisect_right(range(1, most + 1), room, key=lambda n: _pools(size, shared(n)))
+    return shared(fitting) if fitting else None
 
 
 def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
