@@ -20,7 +20,7 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
-from outcore.checkpoint.demo_model import demo_model
+from outcore.checkpoint.find_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..checkpoint.demo_model import demo_model
+from ..checkpoint.find_model import demo_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
 from ..decode.generate import stream_generate

@@ -13,9 +13,8 @@ import mlx.core as mx
 
 from ..checkpoint.nested import unsettle
 from ..disk.metrics import Metrics
-from ..disk.mirrored_reader import MirroredReader
+from ..disk.mirrored_reader import MirroredReader, Replicas
 from ..disk.reader import THREADS, FileReader
-from ..disk.replica import Replicas
 from ..disk.ring import Ring
 from ..disk.row_reader import RowReader
 from ..disk.scratch import Scratch
@@ -114,7 +113,7 @@ def scratch_for(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
     scratch = Scratch(folder, reading.io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):
-        scratch.close(unread=True)
+        scratch.close()
         raise StoreError(
             f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
             f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "

@@ -242,7 +242,7 @@ class Engine:
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
         """Raise a StoreError where the disk has no room for a plan's keys and values."""
         if plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
-            scratch_for(size, plan, self.reading).close(unread=True)
+            scratch_for(size, plan, self.reading).close()
 
     def close(self) -> None:
         """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe

@@ -11,13 +11,11 @@ import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
-from ..checkpoint.nested import JoinedCodes
 from ..checkpoint.packed_store import Overlay, overlay, places
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
-from ..modules.cache_form import CacheForm
-from ..modules.cache_growth import Growth
+from ..modules.cache_form import CacheForm, Growth
 from ..modules.layers import Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
 from ..modules.nested_linear import NestedLinear
@@ -217,7 +215,7 @@ def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | No
 
 def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
     if isinstance(parameter.module, NestedLinear):
-        return JoinedCodes(parameter.module)
+        return parameter.module
     return None if where.stored is None else lazy.decoders[where.name]
 
 
@@ -344,17 +342,17 @@ def _rehearse(
     if not layers:
         return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
     rehearsal = rehearse(model, layers, tables, pieces, to.target)
-    if rehearsal.outside is not None and tables:
+    if rehearsal.failure is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
         rehearsal = rehearse(model, layers, (), pieces, to.target)
     called = set(rehearsal.order)
-    if rehearsal.outside is None:
+    if rehearsal.failure is None:
         silent = [layers[i].path for i in range(len(layers)) if i not in called]
         notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
         return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
-    note = f"nothing can be streamed: {rehearsal.outside}"
-    return _all_resident(model), [], set(range(len(layers))), [note]
+    why = f"its forward pass reaches into layers from outside ({rehearsal.failure})"
+    return _all_resident(model), [], set(range(len(layers))), [f"nothing can be streamed: {why}"]
 
 
 def _all_resident(model: nn.Module) -> Trace:

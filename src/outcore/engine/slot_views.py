@@ -10,12 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.lazy_model import DTYPES, Decoder
-from ..checkpoint.nested import JoinedCodes
 from ..disk.layout import COPY_ROWS, Unit
 from ..disk.ring import Ring
 from ..modules.call_values import sequences_in, tokens_in
 from ..modules.hooks import absent, put
 from ..modules.layers import Layer
+from ..modules.nested_linear import NestedLinear
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Weights:
         views = self._views[unit, slot]
         decoders = self.units[unit].decoders or [None] * len(views)
         triples = zip(views, self.made(unit, slot), decoders, strict=True)
-        return self.of(unit, slot, (), [view if isinstance(d, JoinedCodes) else m for view, m, d in triples])
+        return self.of(unit, slot, (), [view if isinstance(d, NestedLinear) else m for view, m, d in triples])
 
     def _bound(self, unit: int, slot: int) -> list[mx.array]:
         """A unit's parameters as views of a slot, not evaluated yet."""

@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from ..checkpoint.checkpoint import ITEM_BYTES, TensorInfo
 from ..checkpoint.lazy_model import DTYPES, Decoder
-from ..checkpoint.nested import JoinedCodes
 from ..machine.device import on_cuda
 from ..modules.layers import Layer, Parameter, Projection
 from ..modules.module_tree import named_modules
@@ -72,7 +71,7 @@ def _grown(
 def _decoders(layer: Layer, before: Sequence[Decoder | None]) -> tuple[Decoder | None, ...]:
     """What codes of nested modules are put together from is all in the slot: each call does it. Others are decoded as
     before."""
-    kept = (None if isinstance(d, JoinedCodes) else d for d in before)
+    kept = (None if isinstance(d, NestedLinear) else d for d in before)
     return (*kept, *(None,) * (len(layer.parameters) - len(before)))
 
 

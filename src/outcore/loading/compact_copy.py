@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.manifest import COMPACT, PLANES
-from ..checkpoint.packed_store import coding_of, open_copy
+from ..checkpoint.packed_store import open_copy
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError
 from ..machine.device import on_cpu
@@ -62,7 +62,7 @@ def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
     layers = [profile.size.layers[i] for i in plan.streamed]
     if not any(layer.decoded for layer in layers):
         return ()
-    if (coding := coding_of(profile.lazy)).startswith(PLANES):
+    if (coding := profile.lazy.coding).startswith(PLANES):
         bits = coding.removeprefix(f"{PLANES}:")
         said = f"this copy's codes are cut to draft with self:{bits} (outcore pack --coding {coding})"
         return (f"{said}; without that draft they are put together in each sweep, where the original's are as used",)

@@ -22,7 +22,7 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
 from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
-from ..disk.replica import Replicas
+from ..disk.mirrored_reader import Replicas
 from ..engine.binding import Progress, ReadSettings
 from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Session

@@ -16,7 +16,7 @@ from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
 from ..checkpoint.packed_store import open_model
 from ..decode.speculative.drafting import parse_draft
-from ..disk.replica import Replica
+from ..disk.mirrored_reader import Replica
 from ..disk.scratch import try_folder
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError

@@ -47,20 +47,14 @@ class _SwappedTable(_Swapped):
 
 
 class _SwappedModel(_Swapped):
-    """The same for a whole model, most of whose weights are not in memory."""
+    """The same for a whole model, most of whose weights are not in memory: its modules would tell their shapes."""
 
     def __repr__(self) -> str:
-        # Its modules would tell the shapes of weights that are not there.
-        return (
-            f"<{type(self).__bases__[1].__name__} of {type(self).__module__}, streamed: {self.__dict__['outcore']!r}>"
-        )
+        kind = type(self)
+        return f"<{kind.__bases__[1].__name__} of {kind.__module__}, streamed: {self.__dict__['outcore']!r}>"
 
     def parameters(self) -> Any:
-        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they."""
         raise UsageError(
             "this model is streamed: most of its weights are on disk and not among its parameters; to save or change "
             "them load it with mlx_lm, or with enough memory for all of it"
