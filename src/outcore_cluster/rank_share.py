@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore.engine.engine import Engine
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
+from outcore.engine.session import Session
 from outcore.engine.vocabulary import Table
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
@@ -71,7 +71,7 @@ class RankShare:
                 nbytes[layer] += math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
-    def install(self, state: Engine) -> RankTransport:
+    def install(self, state: Session) -> RankTransport:
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
         transport = RankTransport(self, state)
         transport.install()
@@ -123,15 +123,11 @@ def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:
     return replace(
         profile,
         layers=mine(profile.layers),
-        pieces=mine(profile.pieces),
-        units=mine(profile.units),
-        casts=mine(profile.casts),
-        decoders=mine(profile.decoders),
-        switches=mine(profile.switches),
+        parts=mine(profile.parts),
         tables=tables,
         order=tuple(numbers[i] for i in profile.order if i in numbers),
         size=_size(profile, share, own, tables),
-        forms=(),
+        trace=replace(profile.trace, forms=()),
         kept_apart={},
         share=share,
     )
@@ -146,7 +142,7 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
     size = profile.size
     mine = set(own)
     all_of_them = share.filled and share.link.rank == 0
-    caches = [c for n, c in enumerate(profile.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
+    caches = [c for n, c in enumerate(profile.trace.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
     growing = tuple(c.growing for c in caches if c.growing is not None)
     states = sum(c.fixed for c in caches)
     left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)
