@@ -33,7 +33,7 @@ from outcore.checkpoint.pack import pack_model
 from outcore.decode.preparation import prepare
 from outcore.machine.device import on_cpu
 from outcore.modules.call_values import handles
-from outcore.modules.split_exponents import SplitDecoder, beside_rows, encoded
+from outcore.modules.split_exponents import SplitDecoder, beside_rows
 from result_file import write_result
 
 TURNS = 5
@@ -61,7 +61,9 @@ def rates() -> list[dict[str, Any]]:
     words.reshape(-1)[spread] = np.arange(1 << 16)
     beside = beside_rows(words)
     assert beside is not None
-    decoder, stored = SplitDecoder.of(words.shape, beside), mx.array(encoded(words, beside))
+    decoder = SplitDecoder.of(words.shape, beside)
+    rows_as_stored = np.frombuffer(b"".join(decoder.encoded(words)), np.uint8)
+    stored = mx.array(rows_as_stored.reshape(decoder.stored_shape))
     equal = np.array_equal(np.array(decoder.decode(stored).view(mx.uint16)), words)
     found: list[dict[str, Any]] = []
     for matrices in (1, 8):

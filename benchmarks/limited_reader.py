@@ -41,8 +41,15 @@ class LimitedReader(FileReader):
         self._free = 0.0
         self._order = threading.Lock()
 
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        read = super().submit(name, extents, target, copies)
+    def submit(
+        self,
+        name: str,
+        extents: Sequence[Extent],
+        target: memoryview,
+        copies: Sequence[SlotCopy] = (),
+        read: Read | None = None,
+    ) -> Read:
+        read = super().submit(name, extents, target, copies, read)
         with self._order:
             self._free = max(self._free, time.perf_counter()) + sum(e.nbytes for e in extents) / self.rate
             read.__class__ = LimitedRead

@@ -78,7 +78,7 @@ def sweep(model: Path, memory: str, draft: str, resident: int | None) -> dict[st
             columns = [m["biases"].shape[-1] * m.group_size * (m.bits - m.high) // 32 for m in some]
             lows = [mx.ones((m["biases"].shape[0], n), mx.uint32) for m, n in zip(some, columns, strict=True)]
             mx.eval(lows)
-            took = seconds(lambda: [m.joined_once(low) for m, low in zip(some, lows, strict=True)], 5)
+            took = seconds(lambda: [m.decode(low) for m, low in zip(some, lows, strict=True)], 5)
             nbytes = sum(m.joined_bytes for m in some)
             row["join_gbps"] = nbytes / took / 1e9
             row["join_s"] = took / nbytes * sum(session.size.layers[i].joined for i in session.plan.streamed)

@@ -27,7 +27,7 @@ import outcore
 import rank_work
 import zoo
 from limited_reader import limit_reads
-from outcore.checkpoint.demo_model import demo_model
+from outcore.checkpoint.find_model import demo_model
 from outcore_cluster.link.link import Link
 from rank_processes import RankProcesses
 from result_file import shown_arguments

@@ -139,7 +139,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "folder.safetensors").mkdir()
-    for name, says in ((tmp_path / "no" / "c", "No such file"), (tmp_path / "folder", "is no file")):
+    for name, says in ((tmp_path / "no" / "c", "No such file"), (tmp_path / "folder", "no prompt cache")):
         args = ["cache-prompt", "--model", str(quick), "--prompt", "x", "--prompt-cache-file", str(name)]
         assert main(args) == 2
         out, err = capsys.readouterr()

@@ -417,12 +417,11 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("llama3.2:3b", "Ollama"),
-        ("library/llama3:latest", "Ollama"),
+        ("llama3.2:3b", "has a colon"),
         ("https://huggingface.co/mlx-community/Qwen3.5-9B-MLX-6bit", "name: mlx-community/Qwen3.5-9B-MLX-6bit"),
         ("http://hf.co/a/b/tree/main", "name: a/b"),
         ("huggingface.co/a/b", "name: a/b"),
-        ("https://example.org/a", "a web address"),
+        ("https://example.org/a", "has a colon"),
         ("bartowski/Llama-3.2-3B-Instruct-GGUF", "MLX version"),
         ("Llama-3.2-3B.Q4_K_M.gguf", "MLX version"),
     ],

@@ -26,7 +26,7 @@ from outcore.checkpoint.packed_store import open_packed
 from outcore.decode import preparation
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows, encoded
+from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows
 from outcore.plan.machine_profile import Calibration
 from stand_ins import TokensOnly
 
@@ -57,13 +57,19 @@ def every_pattern() -> np.ndarray:
 # Exponents
 
 
+def stored_rows(decoder: SplitDecoder, words: np.ndarray) -> np.ndarray:
+    found = np.frombuffer(b"".join(decoder.encoded(words)), np.uint8)
+    return found.reshape(decoder.stored_shape)
+
+
 def test_every_pattern_comes_back(every_pattern: np.ndarray) -> None:
     assert len(np.unique(every_pattern)) == 1 << 16
     beside = beside_rows(every_pattern)
     assert beside is not None
-    stored = encoded(every_pattern, beside)
-    assert stored.nbytes == every_pattern.nbytes * 3 // 4
     decoder = SplitDecoder.of(every_pattern.shape, beside)
+    stored = stored_rows(decoder, every_pattern)
+    assert stored.nbytes == every_pattern.nbytes * 3 // 4
+    assert np.array_equal(np.array(decoder.stored), beside)
     assert decoder.nbytes <= 2 * beside.nbytes
     assert np.array_equal(bits(decoder.decode(mx.array(stored))), every_pattern)
 
@@ -73,10 +79,11 @@ def test_the_kernel_for_gpus_decodes_as_the_processor_does(every_pattern: np.nda
     beside = beside_rows(every_pattern)
     assert beside is not None
     rows, columns = every_pattern.shape
-    stored, count = encoded(every_pattern, beside), rows * columns // 4
+    stored = stored_rows(SplitDecoder.of(every_pattern.shape, beside), every_pattern)
+    count = rows * columns // 4
     source = f"""#include <cstdio>
     static void thread(unsigned at, const unsigned *words, const unsigned short *halves, const unsigned char *exponents,
-                       const unsigned *beside, const unsigned *sizes, unsigned *pairs) {{ {SPLITTING_SOURCE} }}
+                       const unsigned *beside, const unsigned *sizes, unsigned *out) {{ {SPLITTING_SOURCE} }}
     static unsigned rows[{stored.size // 4}], beside[{beside.size}], pairs[{count * 2}];
     int main() {{
       const unsigned sizes[] = {{{count}, {columns // 4}}};
@@ -169,7 +176,7 @@ def same(model: Any, expected: list[tuple[int, mx.array]]) -> bool:
 def test_answers_are_the_same_bits(model_type: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", model_type)
     store = pack_model(folder, tmp_path / "copy", coding="compact")
-    assert {c.coding for c in store.codings.values()} == {"split16"}
+    assert {c.coding for c in store.manifest.codings.values()} == {"split16"}
     # MLX's CPU backend gathers no bfloat16.
     cases = [(2, mx.float32)] if model_type == "deepseek_v3" else [(0, None), (2, mx.float32)]
     for resident, dtype in cases:
@@ -271,8 +278,8 @@ def test_another_coding_is_another_copy(made: Path, tmp_path: Path) -> None:
     pack_model(made / "model", tmp_path / "copy")
     with pytest.raises(StoreError, match="packed with --coding plain"):
         pack_model(made / "model", tmp_path / "copy", coding="compact")
-    assert pack_model(made / "model", tmp_path / "copy", coding="compact", force=True).coding == "compact"
-    assert pack_model(made / "model", tmp_path / "copy", coding="compact").codings
+    assert pack_model(made / "model", tmp_path / "copy", coding="compact", force=True).manifest.coding == "compact"
+    assert pack_model(made / "model", tmp_path / "copy", coding="compact").manifest.codings
 
 
 def test_a_pack_that_was_cut_off_goes_on(made: Path, tmp_path: Path) -> None:

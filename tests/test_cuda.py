@@ -11,7 +11,7 @@ import zoo
 from equality import differences
 from outcore.decode import loader
 from outcore.engine import model_profile
-from outcore.engine import slot_views as weights
+from outcore.engine import streamed_layers as weights
 from outcore.errors import BudgetError
 
 

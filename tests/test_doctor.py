@@ -20,7 +20,7 @@ import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
 from outcore.calibration import first_use
-from outcore.checkpoint.demo_model import PACKAGE
+from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli import doctor
 from outcore.cli.doctor import CHECKS, Finding, Patient, examine
@@ -110,7 +110,7 @@ class Broken:
 
     def answers(self) -> None:
         """Weights that come too late: a sweep with those of the slot before."""
-        from outcore.engine.slot_views import Weights
+        from outcore.engine.streamed_layers import Weights
 
         original = Weights.of
         self.patch.setattr(Weights, "of", lambda w, unit, slot, *more: original(w, unit, 0, *more))
@@ -138,16 +138,6 @@ def test_a_check_fails_when_what_it_checks_is_broken(
     getattr(Broken(monkeypatch), how)()
     ill = CHECKS[check](Patient(patient.file))
     assert ill.ok is False and says in ill.found and ill.advice, ill
-
-
-def test_direct_reads_that_are_not_direct_are_noted(patient: Patient) -> None:
-    well = CHECKS["direct reads"](patient)
-    assert well.ok is not False, well
-    fast = replace(patient.probe, first_s=1.0, second_s=0.3)
-    patient.probe = fast
-    assert CHECKS["direct reads"](patient).ok is None
-    patient.probe = replace(fast, direct=False)
-    assert "refused here" in CHECKS["direct reads"](patient).found
 
 
 def test_limits_below_the_plan(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

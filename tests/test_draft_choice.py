@@ -19,7 +19,7 @@ from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy
-from outcore.disk.disk_calls import LinuxCalls
+from outcore.disk.disk_calls import DiskCalls
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
 from outcore.plan.draft_choice import CHANCES, REPEATED, Choice, SeenDrafts, expected, fastest
@@ -166,7 +166,7 @@ def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(LinuxCalls, "write", full)
+    monkeypatch.setattr(DiskCalls, "write", full)
     if draft != "auto":
         with pytest.raises(StoreSpaceError, match="the disk is full"):
             tokens(draft=draft)

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
 )
 
 import zoo
-from outcore.modules.cache_growth import (
+from outcore.modules.cache_form import (
     FEW,
     Growth,
     cache_bytes,
@@ -40,7 +40,7 @@ CONTEXTS = (1, 255, 256, 257, 600, 1500)
 def rehearsed(model_type: str) -> tuple[nn.Module, Trace]:
     model = zoo.build(model_type)
     rehearsal = rehearse(model, find_layers(model))
-    return model, rehearse(model, []) if rehearsal.outside else rehearsal
+    return model, rehearse(model, []) if rehearsal.failure else rehearsal
 
 
 def held_after(model: nn.Module, cache: list[Any], tokens: int, evaluate: bool) -> int:

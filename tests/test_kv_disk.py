@@ -85,10 +85,9 @@ def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 5, **op
         **options,
     )
     found = []
-    for token in steps:
-        assert token.scores is not None
-        mx.eval(token.scores)
-        found.append((token.token, mx.array(token.scores)))
+    for token, logprobs in steps:
+        mx.eval(logprobs)
+        found.append((token, mx.array(logprobs)))
     return found
 
 

@@ -258,7 +258,7 @@ def test_a_model_that_evaluates_inside_its_forward_pass_is_found_out() -> None:
     model = zoo.build("dbrx")
     rehearsal = rehearse(model, find_layers(model))
     assert rehearsal.evaluates
-    assert rehearsal.outside is None
+    assert rehearsal.failure is None
     assert rehearsal.order == [0, 1, 2, 3]
 
 
@@ -303,15 +303,14 @@ class Odd(Tiny):
 def test_a_model_that_reaches_into_layers_from_outside_is_found_out(model_type: str | None) -> None:
     model = zoo.build(model_type) if model_type else Reaching(layers=blocks(2))
     rehearsal = rehearse(model, find_layers(model))
-    assert rehearsal.outside is not None
-    assert "from outside" in rehearsal.outside
-    assert rehearse(model, []).outside is None  # with nothing streamed it runs
+    assert rehearsal.failure is not None
+    assert rehearse(model, []).failure is None  # with nothing streamed it runs
 
 
 def test_a_neighbours_norm_may_be_read() -> None:
     model = Norming(layers=blocks(2))
     rehearsal = rehearse(model, find_layers(model))
-    assert (rehearsal.outside, rehearsal.order) == (None, [0, 1])
+    assert (rehearsal.failure, rehearsal.order) == (None, [0, 1])
 
 
 def test_the_order_is_the_one_in_which_layers_are_called() -> None:
@@ -328,9 +327,9 @@ def test_every_layer_of_every_architecture_is_called_in_turn(model_type: str) ->
     layers = find_layers(model)
     rehearsal = rehearse(model, layers)
     if model_type == "iquestloopcoder":
-        assert rehearsal.outside
+        assert rehearsal.failure
         return
-    assert rehearsal.outside is None
+    assert rehearsal.failure is None
     assert rehearsal.evaluates == (model_type == "dbrx")
     assert rehearsal.order == list(range(len(layers))) * (2 if model_type == "nanbeige" else 1)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
-from outcore.disk.disk_calls import LinuxCalls, using
+from outcore.disk.disk_calls import DiskCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
-from outcore.disk.mirrored_reader import FolderPace, MirroredReader, quickest
-from outcore.disk.replica import Replica, Replicas, state_of
+from outcore.disk.mirrored_reader import FolderPace, MirroredReader, Replica, Replicas, quickest
+from outcore.disk.open_file import state_of
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.options import LoadOptions
@@ -40,7 +41,7 @@ SIZE = 2_100_001
 """Bytes of a file that is read in several chunks."""
 
 
-class Disks(LinuxCalls):
+class Disks(DiskCalls):
     """Folders on disks of their own: each gives so many bytes a second; one that ``dies`` fails after some reads."""
 
     def __init__(self) -> None:
@@ -288,7 +289,7 @@ def test_rows_are_read_elsewhere_where_a_disk_fails(three: Three) -> None:
     expected = [three.files[file][100 + r * 1000 : 1100 + r * 1000] for r in rows]
     for dead in (three.own, three.first):
         replicas = three.replicas(three.first)
-        reader = RowReader([file], replicas=replicas)
+        reader = RowReader([file], make=partial(MirroredReader, replicas))
         try:
             for after in (1 << 60, 0):
                 three.calls.dies[dead] = after
@@ -296,7 +297,7 @@ def test_rows_are_read_elsewhere_where_a_disk_fails(three: Three) -> None:
                 assert [bytes(row) for row in found] == expected
                 reader.check()
             three.calls.dies = dict.fromkeys((three.own, three.first), 0)
-            with pytest.raises(ReadError, match="reading row 0 of embed failed: Input/output error"):
+            with pytest.raises(ReadError, match=r"reading rows of embed, bytes .*, failed: Input/output error"):
                 reader.read(file, 100, 1000, rows, "embed")
         finally:
             three.calls.dies.clear()
@@ -415,7 +416,7 @@ def _folder(copy: Path) -> None:
     ("change", "why"),
     [
         (_shorter, "bytes, where"),
-        (_link_to_nothing, "a link to nowhere, which is not there"),
+        (_link_to_nothing, "cannot be read"),
         (_link_to_own, "the model's own file"),
         (_empty, "no copy of"),
         (_folder, "not a regular file"),

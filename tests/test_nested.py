@@ -82,7 +82,7 @@ def test_the_kernel_for_gpus_joins_as_the_processor_does(bits: int, high: int, t
     body = joining_source(bits, high)
     source = f"""#include <cstdio>
     typedef const unsigned *Words;
-    static void thread(unsigned at, Words high, Words low, unsigned *words, Words count) {{ {body} }}
+    static void thread(unsigned at, Words high, Words low, unsigned *out, Words count) {{ {body} }}
     static unsigned high[{planes[0].size}], low[{planes[1].size}], words[{words.size}];
     int main() {{
       const unsigned count = 64;

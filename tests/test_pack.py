@@ -26,7 +26,7 @@ from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel
 from outcore.checkpoint.manifest import is_packed
 from outcore.checkpoint.pack import pack_model, pack_overlay
-from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_tensors
+from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_file
 from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.machine.cache_use import USERS
@@ -121,7 +121,7 @@ def test_files_are_as_predicted_and_every_tensor_begins_at_a_block(tmp_path: Pat
     for file in store_.files:
         found = {name: info for name, info in read_header(file).items() if not name.startswith("__pad_")}
         specs = [(name, DTYPES[info.dtype], info.shape) for name, info in found.items()]
-        assert packed_tensors(file, specs) == list(found.values())
+        assert packed_file(file.name, "", specs).places(file.parent) == list(found.values())
         assert all(info.offset % 4096 == 0 for info in found.values())
         assert file.stat().st_size % 4096 == 0
     assert [file.name for file in store_.files] == [f"layer_000{i}.safetensors" for i in range(4)] + [
@@ -158,7 +158,7 @@ def test_views_of_larger_arrays_are_written_in_parts(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tensor_named_like_padding_is_refused() -> None:
-    refusal(StoreError, packed_tensors, Path("f"), [("__pad_0", mx.float32, (1,))])
+    refusal(StoreError, packed_file, "f", "", [("__pad_0", mx.float32, (1,))])
 
 
 def test_every_file_opens_with_other_tools(tmp_path: Path) -> None:
@@ -510,11 +510,7 @@ def test_manifest_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     assert not is_packed(tmp_path)
 
 
-def test_manifest_tells_units_and_source(tmp_path: Path) -> None:
+def test_manifest_tells_the_source(tmp_path: Path) -> None:
     folder, whole = packed(tmp_path)
     manifest = json.loads((whole.folder / "manifest.json").read_text())
     assert manifest["source"]["folder"] == folder.name and len(manifest["source"]["identity"]) == 32
-    assert [unit["file"] for unit in manifest["units"]] == sorted(manifest["files"])
-    assert manifest["units"][1]["path"] == "language_model.model.layers.1"
-    assert sum(unit["tensors"] for unit in manifest["units"]) == len(whole.tensors)
-    assert sum(unit["bytes"] for unit in manifest["units"]) == sum(info.nbytes for info in whole.tensors.values())

@@ -171,7 +171,7 @@ def test_a_draft_of_another_model_in_its_folder_is_made_anew(tmp_path: Path, mod
     (folder / "manifest.json").write_text(json.dumps(manifest))
     pack_draft(folder, lazy.checkpoint, files, lambda: dict(pieces))
     found = open_packed(folder)
-    assert found.kind == DRAFT and found.source.identity == lazy.checkpoint.identity()
+    assert found.manifest.kind == DRAFT and found.manifest.source.identity == lazy.checkpoint.identity()
 
 
 def test_a_draft_is_not_written_to_where_a_foreign_copy_links(tmp_path: Path, model: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import outcore
-from outcore.checkpoint import demo_model as where
+from outcore.checkpoint.find_model import DEMO_PACKAGE
+from outcore.checkpoint.find_model import demo_model as opened_demo_model
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo-model"
@@ -30,12 +31,12 @@ def test_outcores_package_is_small_and_holds_no_weights() -> None:
 
 def test_the_demo_models_package_is_what_outcore_looks_for(demo_model: Path) -> None:
     theirs, ours = project(DEMO), project(ROOT)
-    assert theirs["tool"]["setuptools"]["packages"] == [where.PACKAGE]
+    assert theirs["tool"]["setuptools"]["packages"] == [DEMO_PACKAGE]
     assert ours["project"]["optional-dependencies"]["demo"] == [theirs["project"]["name"]]
-    patterns = theirs["tool"]["setuptools"]["package-data"][where.PACKAGE]
-    inside = {f for pattern in patterns for f in (DEMO / where.PACKAGE).glob(pattern)}
+    patterns = theirs["tool"]["setuptools"]["package-data"][DEMO_PACKAGE]
+    inside = {f for pattern in patterns for f in (DEMO / DEMO_PACKAGE).glob(pattern)}
     assert {f.name for f in inside} == {f.name for f in demo_model.iterdir()} - {"__init__.py", "__pycache__"}
-    with where.demo_model() as folder:
+    with opened_demo_model() as folder:
         assert folder == demo_model and (folder / "model.safetensors").is_file()
 
 

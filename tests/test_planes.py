@@ -21,7 +21,7 @@ from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.nested import nested_modules
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
-from outcore.checkpoint.stored_planes import Planes, encoded, stored_shape
+from outcore.checkpoint.stored_planes import Planes
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
 from outcore.modules.code_planes import BITS, high_words, low_plane
@@ -56,12 +56,12 @@ def test_words_come_back(bits: int, high: int, monkeypatch: pytest.MonkeyPatch) 
     words = mx.array(np.random.default_rng(bits).integers(0, 2**32, (37, 3 * bits), np.uint32))
     shape = tuple(words.shape)
     monkeypatch.setattr("outcore.checkpoint.stored_planes.CUT_BYTES", 5 * 12 * bits)  # five rows at a time
-    stored = b"".join(encoded(np.array(words), bits, high))
-    assert len(stored) == np.prod(stored_shape(shape)) == words.nbytes
     planes = Planes(shape, bits, high)
-    found = planes.decode(mx.array(np.frombuffer(stored, np.uint8)).reshape(stored_shape(shape)))
+    stored = b"".join(planes.encoded(np.array(words)))
+    assert len(stored) == np.prod(planes.stored_shape) == words.nbytes
+    found = planes.decode(mx.array(np.frombuffer(stored, np.uint8)).reshape(planes.stored_shape))
     assert found.dtype == mx.uint32 and mx.array_equal(found, words).item()
-    info = TensorInfo("w", Path("file"), "U32", shape, 4096, len(stored), ("U8", stored_shape(shape)))
+    info = TensorInfo("w", Path("file"), "U32", shape, 4096, len(stored), ("U8", planes.stored_shape))
     for place, plane in zip(
         planes.places(info), (low_plane(words, bits, high), high_words(words, bits, high)), strict=True
     ):
@@ -82,7 +82,7 @@ def written(folder: Path) -> list[str]:
 def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_path: Path, cache: Path) -> None:
     folder = zoo.save_checkpoint(model_type, tmp_path / "model", quantize={"bits": bits, "group_size": 32})
     store = pack_model(folder, tmp_path / "packed", coding=f"planes:{high}")
-    assert {(c.coding, c.bits, c.high) for c in store.codings.values()} == {("planes", bits, high)}
+    assert {(c.coding, c.bits, c.high) for c in store.manifest.codings.values()} == {("planes", bits, high)}
     wanted = expected(folder)
     # What MLX quantizes nothing to is no draft.
     for draft in ["none", *([f"self:{high}"] if high in BITS else []), "self:4" if bits == 8 else "ngram"]:
@@ -143,14 +143,14 @@ def test_what_is_cut_elsewhere_is_decoded_when_a_draft_is_given_up(tmp_path: Pat
     mlx_lm.utils.save_config(config, folder / "config.json")
     wanted = expected(folder)
     store = pack_model(folder, tmp_path / "packed", coding="planes:2")
-    assert {(c.bits, c.high) for c in store.codings.values()} == {(4, 2), (3, 2)}
+    assert {(c.bits, c.high) for c in store.manifest.codings.values()} == {(4, 2), (3, 2)}
     model, _ = outcore.load_model(tmp_path / "packed", draft="self:3", resident=0, **OPTIONS)
     with model.outcore as session:
         assert same(model, wanted)
         assert session.residency.layers.give_up_draft() > 0
-        decoders = session.residency.layers.profile.decoders
+        decoders = [p.decoders for p in session.profile.parts]
         assert [sum(isinstance(d, Planes) for d in layer) for layer in decoders] == [0, 7, 0, 0]
-        layer = session.residency.layers.profile.size.layers[1]
+        layer = session.profile.size.layers[1]
         assert layer.cast == 2 * layer.decoded > 0
         assert same(model, wanted)
 
@@ -232,4 +232,4 @@ def test_what_was_cut_elsewhere_is_not_gone_on_with(tmp_path: Path) -> None:
             pack_model(folder, out, coding=coding, progress=cut_off)
     assert (out / "layer_0001.safetensors").exists() and not (out / MANIFEST).exists()
     store = pack_model(folder, out, coding="planes:3")
-    assert {coded.high for coded in store.codings.values()} == {3}
+    assert {coded.high for coded in store.manifest.codings.values()} == {3}

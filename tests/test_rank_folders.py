@@ -84,7 +84,7 @@ def test_codings_cannot_be_compared(two: RankProcesses, tmp_path: Path) -> None:
     model, again = zoo.save_checkpoint("llama", tmp_path / "model", dtype=mx.bfloat16), tmp_path / "again"
     shutil.copytree(model, again, copy_function=shutil.copyfile)
     compact = pack_model(model, tmp_path / "compact", coding="compact")
-    assert compact.codings
+    assert compact.manifest.codings
     expected, _ = rank_work.text(None, model, TOKENS)
     assert told(two, [model, compact.folder])[0][0] == expected
     for said in told(two, [again, compact.folder]):

@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 
 from fake_darwin_disk import FakeDarwin
-from outcore.disk.disk_calls import DiskCalls, LinuxCalls, using
+from outcore.disk.disk_calls import DiskCalls, using
 from outcore.disk.layout import Extent, Source, place_unit
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
@@ -264,7 +264,7 @@ def refused() -> OSError:
     return OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-class RefusesToOpen(LinuxCalls):
+class RefusesToOpen(DiskCalls):
     """As tmpfs did before Linux 6.6."""
 
     def open(self, path: Path, flags: int = 0) -> int:
@@ -273,7 +273,7 @@ class RefusesToOpen(LinuxCalls):
         return super().open(path)
 
 
-class RefusesToRead(LinuxCalls):
+class RefusesToRead(DiskCalls):
     """As file systems that take the flag and refuse the read."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.modules.cache_growth import FEW
+from outcore.modules.cache_form import FEW
 from outcore.modules.call_values import flat
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer
@@ -89,9 +89,7 @@ def find_cuts(
         cast: as in ``rehearse``. ``evaluates``: the model evaluates arrays inside its forward pass.
     """
     units = [*layers, *tables]
-    before = [[p.array for p in unit.parameters] for unit in units]
-    computed = [[cast(f"{u.path}.{p.path}", p.array.dtype) or p.array.dtype for p in u.parameters] for u in units]
-    arrays = stand_ins(before, computed, foreign=not evaluates)
+    arrays = stand_ins(units, cast, foreign=not evaluates)
     passes: list[WatchedPass] = []
     with restored(model):
         for unit, mine in zip(units, arrays, strict=True):

@@ -18,7 +18,6 @@ from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, c
 from outcore.checkpoint.identity import MOST_BLOCKS, block_of, read_blocks
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
-from outcore.checkpoint.packed_store import coding_of
 from outcore.errors import UsageError
 from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_small
 
@@ -111,7 +110,7 @@ def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
     """
     # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
     made_from = lazy.checkpoint.identity()
-    mine = {"host": host, "made_from": made_from, "coding": coding_of(lazy), "prints": weight_prints(lazy)}
+    mine = {"host": host, "made_from": made_from, "coding": lazy.coding, "prints": weight_prints(lazy)}
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]
     seen: dict[str, tuple[str, int]] = {}

@@ -11,7 +11,6 @@ from typing import Any
 from outcore.decode.batch import check_prompt_length
 from outcore.engine.session import Session
 from outcore.errors import PromptError
-from outcore.modules.mlx_lm_compat import request_tokenizer, set_request_tokenizer
 from outcore.sizes import format_size
 
 SERVER = "mlx_lm.server"
@@ -19,10 +18,11 @@ SERVER = "mlx_lm.server"
 
 def guard_requests() -> None:
     """Have the server look at each prompt where it still answers with errors, if it is loaded. Safe to call twice."""
-    server = sys.modules.get(SERVER)
-    if server is None or hasattr(request_tokenizer(server), "unguarded"):
+    server: Any = sys.modules.get(SERVER)
+    if server is None or hasattr(server.ResponseGenerator._tokenize, "unguarded"):
         return
-    original = request_tokenizer(server)
+    # What makes tokens of a request, to a tuple of which they are the first. An error there answers the request.
+    original = server.ResponseGenerator._tokenize
 
     @functools.wraps(original)
     def guarded(generator: Any, tokenizer: Any, request: Any, args: Any) -> Any:
@@ -33,15 +33,15 @@ def guard_requests() -> None:
         return found
 
     guarded.unguarded = original  # type: ignore[attr-defined]
-    set_request_tokenizer(server, guarded)
+    server.ResponseGenerator._tokenize = guarded
 
 
 def unguard_requests() -> None:
     """The server as mlx-lm made it. Safe to call twice."""
-    server = sys.modules.get(SERVER)
-    original = getattr(request_tokenizer(server), "unguarded", None) if server is not None else None
+    server: Any = sys.modules.get(SERVER)
+    original = getattr(server.ResponseGenerator._tokenize, "unguarded", None) if server is not None else None
     if server is not None and original is not None:
-        set_request_tokenizer(server, original)
+        server.ResponseGenerator._tokenize = original
 
 
 def check_room(session: Session, tokens: int, prompt: int, held: int = 0) -> None:

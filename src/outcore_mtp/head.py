@@ -84,20 +84,18 @@ class SharedParts:
 
     def __init__(self, model: nn.Module) -> None:
         self.text = text_model(model)
-        self.inner = trunk(self.text)
-        self.tap = HiddenTap(getattr(self.inner, _name_of(self.inner, "norm", "norm_f")))
+        inner = trunk(self.text)
+        self._table = _named(inner, "embed_tokens", "word_embeddings", "embeddings")
+        self.tap = HiddenTap(_named(inner, "norm", "norm_f"))
 
     def embedded(self, ids: mx.array) -> mx.array:
         """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
-        found: mx.array = getattr(self.inner, _embeddings(self.inner))(ids[None])
+        found: mx.array = self._table(ids[None])
         return found
 
     def logits(self, states: mx.array) -> mx.array:
         """By the model's own head."""
-        own = "lm_head" in self.text
-        made: mx.array = (
-            self.text.lm_head(states) if own else getattr(self.inner, _embeddings(self.inner)).as_linear(states)
-        )
+        made: mx.array = self.text.lm_head(states) if "lm_head" in self.text else self._table.as_linear(states)
         return made
 
 
@@ -108,16 +106,12 @@ def text_model(model: Any) -> Any:
 
 def trunk(text: Any) -> Any:
     """Embeddings, layers and the last norm: all of a model but what makes logits."""
-    return getattr(text, _name_of(text, "model", "backbone"))
+    return _named(text, "model", "backbone")
 
 
-def _embeddings(inner: Any) -> str:
-    return _name_of(inner, "embed_tokens", "word_embeddings", "embeddings")
-
-
-def _name_of(module: Any, *names: str) -> str:
-    """By which of these names a module has what it has under one of them."""
-    return next((name for name in names if hasattr(module, name)), names[0])
+def _named(module: Any, *names: str) -> Any:
+    """What a module has under one of these names."""
+    return getattr(module, next((name for name in names if hasattr(module, name)), names[0]))
 
 
 def has_mtp(lazy: LazyModel) -> bool:
@@ -167,8 +161,6 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
     layers = trunk(text).layers
-    if not hasattr(trunk(text), _embeddings(trunk(text))):
-        raise ValueError("its model makes embeddings of several tokens at once, and a head is given one's")
     made = found.make_layer(text, layers, lazy.config)
     own, inside = _arrays(found)
     # Qwen's originals have norms less one, until mlx-lm converts them.
@@ -176,7 +168,7 @@ def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpH
     if shifted:
         own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
     weights = {**own, **{f"layer.{path}": a for path, a in _sanitized(lazy.model, inside, shifted).items()}}
-    eps = getattr(text.args, _name_of(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon"))
+    eps = _named(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
     head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
     how, asked = lazy.config.get("quantization"), getattr(lazy.model, "quant_predicate", None)
 
@@ -218,28 +210,20 @@ def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 
 def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer; of
-    several blocks, one after the other.
+    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
 
     Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
     want what makes logits.
     """
     text = text_model(model)
-    prefix = f"{_name_of(text, 'model', 'backbone')}.layers.{attending(trunk(text).layers)}."
-    blocks: dict[str, dict[str, mx.array]] = defaultdict(dict)
-    for path, a in inside.items():
-        block = match[0] if (match := re.match(r"blocks\.\d+\.", path)) else ""
-        blocks[block][prefix + path.removeprefix(block)] = a
-    found = {}
-    for block, weights in blocks.items():
-        if shifted:
-            weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
-        if getattr(text.args, "norm_head", False):
-            weights["lm_head.weight"] = mx.ones((1, 1))
-        made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
-        made = {name.partition(prefix)[2]: a for name, a in made.items() if prefix in name}
-        found.update({block + path: a for path, a in _stacked(made).items()})
-    return found
+    prefix = f"{'model' if hasattr(text, 'model') else 'backbone'}.layers.{attending(trunk(text).layers)}."
+    weights = {prefix + path: a for path, a in inside.items()}
+    if shifted:
+        weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
+    if getattr(text.args, "norm_head", False):
+        weights["lm_head.weight"] = mx.ones((1, 1))
+    made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+    return _stacked({name.partition(prefix)[2]: a for name, a in made.items() if prefix in name})
 
 
 def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:

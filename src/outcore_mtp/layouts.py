@@ -2,7 +2,7 @@
 of which of the model's own classes the head's layer is.
 
 The layouts were read in vLLM and sglang, whose files are named beside them. All have a norm for the embedding and one
-for the hidden state, what projects both together, one layer or two, and a norm behind them; embeddings and what makes
+for the hidden state, what projects both together, a layer, and a norm behind them; embeddings and what makes
 logits are the model's own, also where they lie beside the head once more.
 """
 
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache
 
@@ -46,34 +45,6 @@ def leaves(cache: Cache) -> list[KVCache]:
     return list(cache.caches) if isinstance(cache, CacheList) else [cache]
 
 
-class NemotronBlocks(nn.Module):
-    """Nemotron-H's: attention (``*``) and experts (``E``), each of which is a layer of the model's class ``kind``."""
-
-    def __init__(self, kind: Callable[..., nn.Module], args: Any, pattern: str) -> None:
-        super().__init__()
-        self.blocks = [kind(args, block) for block in pattern]
-
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: Cache | None) -> mx.array:
-        caches = iter([None] * len(self.blocks) if cache is None else leaves(cache))
-        for block in self.blocks:
-            x = block(x, mask, next(caches) if block.block_type == "*" else None)
-        return x
-
-
-class LongcatDense(nn.Module):
-    """LongCat's: one attention and one MLP, where a layer of the model has two of both, and experts."""
-
-    def __init__(self, attention: nn.Module, mlp: nn.Module, hidden: int, eps: float) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = [attention], mlp
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
-
-    def __call__(self, x: mx.array, mask: mx.array | None, cache: Cache | None) -> mx.array:
-        h = x + self.self_attn[0](self.input_layernorm(x), mask, cache)
-        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
-        return out
-
-
 Maker = Callable[[Any, Any, Iterable[str], Mapping[str, Any]], HeadLayer]
 """Makes a head's layer, of random weights, from the model's part with its ``args``, the model's layers, the paths of
 the layer's tensors and the model's config."""
@@ -103,18 +74,6 @@ def _mimo_v2(text: Any, layers: Any, paths: Iterable[str], config: Mapping[str, 
     return HeadLayer(layer, window=text.args.sliding_window_size)
 
 
-def _nemotron(text: Any, layers: Any, paths: Iterable[str], config: Mapping[str, Any]) -> HeadLayer:
-    signs = {"q_proj.": "*", "gate.": "E", "in_proj.": "M", "up_proj.": "-"}
-    blocks: dict[int, str] = {}
-    for path in paths:
-        if match := re.fullmatch(r"blocks\.(\d+)\.mixer\.(.+)", path):
-            blocks.update({int(match[1]): kind for sign, kind in signs.items() if match[2].startswith(sign)})
-    pattern = "".join(blocks.get(i, "?") for i in range(len(blocks)))
-    if "*" not in pattern or set(pattern) - {"*", "E"}:
-        raise ValueError(f"its layers are {pattern or 'none'}; only attention (*) and experts (E) are known of heads")
-    return HeadLayer(NemotronBlocks(type(layers[0]), text.args, pattern), pattern.count("*"))
-
-
 def _exaone(text: Any, layers: Any, paths: Iterable[str], config: Mapping[str, Any]) -> HeadLayer:
     """Dense. Which attention it has K-EXAONE 2 says in its config; where nothing does, all tokens and no rotation."""
     kind = (config.get("mtp_layer_types") or [FULL])[0]
@@ -124,12 +83,6 @@ def _exaone(text: Any, layers: Any, paths: Iterable[str], config: Mapping[str, A
     like = {"layer_types": [*text.args.layer_types, kind], "is_moe_layer": [*text.args.is_moe_layer, False]}
     args = replace(text.args, **like)
     return HeadLayer(type(layers[-1])(args, len(args.layer_types) - 1), window=window)
-
-
-def _longcat(text: Any, layers: Any, paths: Iterable[str], config: Mapping[str, Any]) -> HeadLayer:
-    args, model = text.args, layers[-1]
-    attention, mlp = type(model.self_attn[0])(args), type(model.mlps[0])(args)
-    return HeadLayer(LongcatDense(attention, mlp, args.hidden_size, args.rms_norm_eps))
 
 
 def _bailing(text: Any, layers: Any, paths: Iterable[str], config: Mapping[str, Any]) -> HeadLayer:
@@ -148,9 +101,8 @@ class Layout:
         sign: what a name begins with that no other layout in the same place has.
         own: what they call the norms of the embedding and of the hidden state, what projects both, and the last norm.
         makers: of its layer, by the file of mlx-lm's that the model's layers are of; "": of any other.
-        layer: what names inside of its layer begin with; ``renamed``: of those, what ours begin with otherwise.
+        layer: what names inside of its layer begin with; ``renamed``: what one of those begins with, and ours instead.
         hidden_first: the hidden state lies in front of the embedding where both are projected, not behind it.
-        numbered: its layer is several, whose numbers names begin with, and so do those of further heads.
     """
 
     name: str
@@ -159,9 +111,8 @@ class Layout:
     own: tuple[str, str, str, str]
     makers: Mapping[str, Maker]
     layer: str = ""
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: tuple[str, str] = ("", "")
     hidden_first: bool = False
-    numbered: bool = False
 
 
 # Qwen3-Next and Qwen3.5 (``Qwen3_5MultiTokenPredictor`` of vLLM's ``qwen3_5_mtp.py``, ``Qwen3_5ForCausalLMMTP`` of
@@ -170,25 +121,12 @@ QWEN = Layout(
     "Qwen's", r"(?:.+\.)?mtp\.(.+)", "fc.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     {**dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _like_the_last), "exaone_moe": _exaone}, "layers.0.",
 )  # fmt: skip
-# LongCat-Flash (``LongCatMultiTokenPredictorLayer`` of vLLM's ``longcat_flash_mtp.py``, ``LongcatFlashModelNextN`` of
-# sglang's ``longcat_flash_nextn.py``).
-LONGCAT = Layout(
-    "LongCat's", r"(?:.+\.)?mtp\.(.+)", "layers.0.enorm.m.",
-    ("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm"), {"longcat_flash": _longcat},
-    "layers.0.", {"transformer_layer.mlp.": "mlp.", "self_attn.": "self_attn.0."},
-)  # fmt: skip
-# Nemotron 3 (``NemotronHMultiTokenPredictor`` of vLLM's ``nemotron_h_mtp.py``): a layer of the model is half of what
-# others call one, so the head has several, and what it begins and ends with lies in the first and the last of them.
-NEMOTRON = Layout(
-    "Nemotron-H's", r"(?:.+\.)?mtp\.layers\.(\d{1,3}\..+)", "0.mixer.",
-    ("0.enorm", "0.hnorm", "0.eh_proj", "LAST.final_layernorm"), {"nemotron_h": _nemotron}, numbered=True,
-)  # fmt: skip
 # MiMo-V2-Flash (``MiMoV2MTPLayer`` of vLLM's ``mimo_v2_mtp.py``, ``MiMoV2ModelNextN`` of sglang's
 # ``mimo_v2_flash_nextn.py``).
 MIMO_V2 = Layout(
     "MiMo V2's", r"(?:.+\.)?mtp\.(.+)", "layers.0.enorm.weight",
     ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.0.final_layernorm"), {"mimo_v2_flash": _mimo_v2},
-    "layers.0.", {"pre_mlp_layernorm.": "post_attention_layernorm."},
+    "layers.0.", ("pre_mlp_layernorm.", "post_attention_layernorm."),
 )  # fmt: skip
 # MiMo 7B (``MiMoMultiTokenPredictorLayer`` of vLLM's ``mimo_mtp.py`` and of sglang's).
 MIMO = Layout(
@@ -207,7 +145,7 @@ DEEPSEEK = Layout(
     {"": _like_the_last},
 )  # fmt: skip
 
-LAYOUTS = (QWEN, LONGCAT, NEMOTRON, MIMO_V2, MIMO, BAILING, DEEPSEEK)
+LAYOUTS = (QWEN, MIMO_V2, MIMO, BAILING, DEEPSEEK)
 
 OWN = ("embedding_norm", "hidden_norm", "project", "norm")
 """The modules of a head outside of its layer, in the order of ``Layout.own``."""
@@ -225,7 +163,7 @@ class MtpTensors:
     Attributes:
         layout: that they lie in.
         own: of the head but for its layer, by their paths in it (``project.weight``); ``layer``: of its layer
-            (``self_attn.q_proj.weight``; of several, ``blocks.0.mixer.q_proj.weight``).
+            (``self_attn.q_proj.weight``).
         converted: by mlx-lm, which beside them says so.
     """
 
@@ -289,22 +227,14 @@ def unknown_mtp(tensors: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _divided(tensors: Mapping[str, TensorInfo], layout: Layout, converted: bool) -> MtpTensors:
-    ends = (re.fullmatch(r"(\d{1,3})\.final_layernorm\.weight", name) for name in tensors)
-    last = min((int(m[1]) for m in ends if m), default=0)  # the layer that the first head ends with
-    names = {theirs.replace("LAST", str(last)): ours for theirs, ours in zip(layout.own, OWN, strict=True)}
+    names = dict(zip(layout.own, OWN, strict=True))
     own, inside = {}, {}
     for name, info in tensors.items():
         module, _, key = name.rpartition(".")
         path = name.removeprefix(layout.layer)
         if module in names:
             own[f"{names[module]}.{key}"] = info
-        elif layout.numbered:
-            if int(name.partition(".")[0]) <= last:
-                inside[f"blocks.{path}"] = info
         elif name.startswith(layout.layer) and not path.startswith(_SHARED) and "rotary_emb" not in path:
-            for theirs, ours in layout.renamed.items():
-                if path.startswith(theirs):
-                    path = ours + path.removeprefix(theirs)
-                    break
-            inside[path] = info
+            theirs, ours = layout.renamed
+            inside[ours + path.removeprefix(theirs) if theirs and path.startswith(theirs) else path] = info
     return MtpTensors(layout, own, inside, converted)

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import outcore
+import zoo
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 55 for i in range(40)]
 
@@ -76,13 +77,15 @@ def test_what_a_layer_leaves_in_its_caches_is_computed_in_its_turn(models: Any, 
     assert found[0] == found[1]
 
 
-def test_a_slot_is_not_read_into_while_its_layer_is_computed(models: Any, load: Any) -> None:
-    """Layers that take much longer to compute than to read."""
-    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
-    folder = models.folder("llama", **wide)
-    prompt = PROMPT * 4
+def test_a_slot_is_not_read_into_while_its_layer_is_computed(
+    models: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that take much longer to compute than to read: on the CPU, 4-bit weights with bfloat16 activations."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    monkeypatch.setitem(zoo.CONFIGS, "llama", zoo.CONFIGS["llama"] | wide)
+    folder = zoo.save_checkpoint("llama", tmp_path, dtype=mx.bfloat16, quantize={"bits": 4, "group_size": 32})
     model = load(folder, resident=0, slots=2, context=256, prompt=160)
-    assert models.ours(model, prompt, 2) == models.theirs(folder, prompt, 2)
+    assert models.ours(model, PROMPT[:20], 2) == models.theirs(folder, PROMPT[:20], 2)
 
 
 def test_experts_give_mlx_lms_bits_with_any_number_of_them_in_memory(models: Any, load: Any) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from outcore.disk.disk_calls import F_NOCACHE, MS_INVALIDATE, DarwinCalls
+from outcore.disk.disk_calls import F_NOCACHE, DarwinCalls
 from outcore.sizes import BLOCK
 
 PAGE = 16384
@@ -43,7 +43,7 @@ class FakeDarwin(DarwinCalls):
             and from the cache, by descriptors with ``F_NOCACHE``.
         misaligned: their requests off the block size.
         uncached: files (device, inode) of all descriptors that had the flag.
-        pages: of each file that the cache holds. ``dirty``: of those, the ones that were not written yet.
+        pages: of each file that the cache holds.
         refuses: ranges of addresses that a direct read into is refused with ``error``.
     """
 
@@ -52,12 +52,10 @@ class FakeDarwin(DarwinCalls):
         self.direct = self.copied = self.hit = self.misaligned = 0
         self.uncached: set[File] = set()
         self.pages: dict[File, set[int]] = {}
-        self.dirty: dict[File, set[int]] = {}
         self.refuses: list[range] = []
         self.error = errno.EFAULT
         self.refusals = 0
         self._flags: dict[int, Flags] = {}
-        self._maps: dict[int, tuple[File, int]] = {}
         self._now = 0.0
         self._lock = threading.RLock()
 
@@ -65,10 +63,6 @@ class FakeDarwin(DarwinCalls):
         """Seconds that the disk was busy so far."""
         with self._lock:
             return self._now
-
-    def forgotten(self, path: Path) -> bool:
-        """Whether the cache holds nothing of the file."""
-        return not self.pages.get(_file(path))
 
     def warm(self, path: Path) -> None:
         """Have the cache hold all of the file."""
@@ -124,37 +118,7 @@ class FakeDarwin(DarwinCalls):
             with self._lock:
                 written = set(range(offset // PAGE, (offset + n - 1) // PAGE + 1))
                 self.pages.setdefault(_file(fd), set()).update(written)
-                self.dirty.setdefault(_file(fd), set()).update(written)
         return n
-
-    def fsync(self, fd: int) -> None:
-        with self._lock:
-            self.dirty.pop(_file(fd), None)
-
-    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
-        if offset % os.sysconf("SC_PAGESIZE") or nbytes <= 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        with self._lock:
-            address = 1 + len(self._maps)
-            self._maps[address] = _file(fd), offset
-        return address
-
-    def msync(self, address: int, nbytes: int, flags: int) -> None:
-        file, offset = self._maps[address]
-        if flags & MS_INVALIDATE:
-            with self._lock:
-                dropped = set(range(offset // PAGE, -(-(offset + nbytes) // PAGE)))
-                self.pages.get(file, set()).difference_update(dropped - self.dirty.get(file, set()))
-
-    def mincore(self, address: int, nbytes: int) -> bytes:
-        file, offset = self._maps[address]
-        size = os.sysconf("SC_PAGESIZE")
-        with self._lock:
-            held = self.pages.get(file, set())
-            return bytes(int(at // PAGE in held) for at in range(offset, offset + nbytes, size))
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        pass
 
     def _nocache(self, fd: int) -> bool:
         with self._lock:

@@ -86,24 +86,6 @@ def _mimo_v2(d: _Drawn) -> None:
         d.gated(f"{at}mlp", 128)
 
 
-def _nemotron(d: _Drawn, pattern: str = "*E") -> None:
-    for n in range(2 * len(pattern)):
-        at, place = f"mtp.layers.{n}.", n % len(pattern)
-        d.norms(at, "norm", *(["enorm", "hnorm"] if place == 0 else []))
-        if place == 0:
-            d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
-        if place == len(pattern) - 1:
-            d.norms(at, "final_layernorm")
-        if pattern[place] == "*":
-            d.heads(f"{at}mixer", 4 * 32, 2 * 32, 2 * 32, 4 * 32)
-            continue
-        d.matrix(f"{at}mixer.gate", 4, HIDDEN)
-        d.vector(f"{at}mixer.gate.e_score_correction_bias", 4, 0.5)
-        for e in ("experts.0", "experts.1", "experts.2", "experts.3", "shared_experts"):
-            d.matrix(f"{at}mixer.{e}.up_proj", 64, HIDDEN)
-            d.matrix(f"{at}mixer.{e}.down_proj", HIDDEN, 64)
-
-
 def _exaone(d: _Drawn) -> None:
     at = "mtp.layers.0."
     d.norms("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -112,16 +94,6 @@ def _exaone(d: _Drawn) -> None:
     d.heads(f"{at}self_attn", 4 * 32, 2 * 32, 2 * 32, 4 * 32)
     d.norms(f"{at}self_attn.", "q_norm", "k_norm", size=32)
     d.gated(f"{at}mlp", 128)
-
-
-def _longcat(d: _Drawn, rank: int = 64) -> None:
-    at = "model.mtp.layers.0."
-    d.norms(at, "enorm.m", "hnorm.m", "input_layernorm", "post_attention_layernorm")
-    d.norms("model.mtp.", "norm")
-    d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
-    d.latent(f"{at}self_attn", rank=rank)
-    d.gated(f"{at}transformer_layer.mlp", 128)
-    d.matrix("model.mtp.embed_tokens", 8, HIDDEN)
 
 
 def _experts(d: _Drawn, at: str) -> None:
@@ -160,9 +132,7 @@ def _sparse(d: _Drawn, model_type: str) -> None:
 _WRITERS: dict[str, Any] = {
     "mimo": _mimo,
     "mimo_v2_flash": _mimo_v2,
-    "nemotron_h": _nemotron,
     "exaone_moe": _exaone,
-    "longcat_flash": _longcat,
     "bailing_moe": _bailing,
     "deepseek_v32": lambda d: _sparse(d, "deepseek_v32"),
     "glm_moe_dsa": lambda d: _sparse(d, "glm_moe_dsa"),

@@ -50,10 +50,6 @@ def _gated(t: _Tensors, x: Array) -> Array:
     return t.linear("down_proj", _silu(t.linear("gate_proj", x)) * t.linear("up_proj", x))
 
 
-def _squared(t: _Tensors, x: Array) -> Array:
-    return t.linear("down_proj", np.maximum(t.linear("up_proj", x), 0) ** 2)
-
-
 def _rotated(x: Array, dims: int, base: float, pairs: bool = False) -> Array:
     """(heads, tokens, width), of which the first ``dims`` turn; ``pairs``: neighbours together, else halves."""
     angle = np.arange(x.shape[1])[:, None] * base ** (-np.arange(0, dims, 2) / dims)
@@ -123,17 +119,6 @@ def _mimo_v2(t: _Tensors, x: Array) -> Array:
     return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x), "pre_mlp_layernorm")
 
 
-def _nemotron(t: _Tensors, x: Array, pattern: str = "*E") -> Array:
-    for n, kind in enumerate(pattern):
-        mixer, normed = t.under(f"{n}.mixer."), t.normed(f"{n}.norm", x)
-        if kind == "*":
-            q, k, v = (_split(mixer.linear(f"{n}_proj", normed), h) for n, h in (("q", 4), ("k", 2), ("v", 2)))
-            x = x + mixer.linear("o_proj", _attended(q, k, v, _seen(len(x))))
-        else:
-            x = x + _routed(mixer, normed, "gate.e_score_correction_bias", _squared)
-    return x
-
-
 def _exaone(t: _Tensors, x: Array, window: int | None = None) -> Array:
     def attention(x: Array) -> Array:
         own = t.under("self_attn.")
@@ -146,23 +131,16 @@ def _exaone(t: _Tensors, x: Array, window: int | None = None) -> Array:
     return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x))
 
 
-def _latent(t: _Tensors, x: Array, eps: float, scaled: bool = False, seen: Any = None) -> Array:
+def _latent(t: _Tensors, x: Array, eps: float, seen: Any) -> Array:
     """Four heads, 64 that do not turn and 16 that do, values of 64."""
     q = t.linear("q_b_proj", t.normed("q_a_layernorm", t.linear("q_a_proj", x), eps))
     both, rank = t.linear("kv_a_proj_with_mqa", x), len(t("kv_a_layernorm.weight"))
     kv = t.normed("kv_a_layernorm", both[:, :rank], eps)
-    if scaled:
-        q, kv = q * (64 / len(t("q_a_layernorm.weight"))) ** 0.5, kv * (64 / rank) ** 0.5
     turned = _rotated(both[None, :, rank:], 16, 10000.0, pairs=True)
     q, kv = _split(q, 4), _split(t.linear("kv_b_proj", kv), 4)
     q = np.concatenate([q[..., :64], _rotated(q[..., 64:], 16, 10000.0, pairs=True)], axis=-1)
     k = np.concatenate([kv[..., :64], np.repeat(turned, 4, axis=0)], axis=-1)
-    return t.linear("o_proj", _attended(q, k, kv[..., 64:], _seen(len(x)) if seen is None else seen))
-
-
-def _longcat(t: _Tensors, x: Array) -> Array:
-    mlp = t.under("transformer_layer.mlp.")
-    return _layer(x, t, lambda x: _latent(t.under("self_attn."), x, EPS, scaled=True), lambda x: _gated(mlp, x))
+    return t.linear("o_proj", _attended(q, k, kv[..., 64:], seen))
 
 
 def _bailing(t: _Tensors, x: Array, dense: bool = False) -> Array:
@@ -195,7 +173,7 @@ def _sparse(t: _Tensors, x: Array, pairs: bool) -> Array:
         return seen & _seen(len(x))
 
     def attention(x: Array) -> Array:
-        return _latent(t.under("self_attn."), x, 1e-6, seen=chosen(x))
+        return _latent(t.under("self_attn."), x, 1e-6, chosen(x))
 
     return _layer(x, t, attention, lambda x: _routed(t.under("mlp."), x, "gate.e_score_correction_bias", _gated))
 
@@ -206,11 +184,7 @@ _HEADS: dict[str, tuple[str, str, tuple[str, str, str], str, Any]] = {
         "model.mtp_layers.0.", "", ("token_layernorm", "hidden_layernorm", "input_proj"), "final_layernorm", _mimo
     ),
     "mimo_v2_flash": ("model.mtp.layers.0.", "", _DEEPSEEK, "final_layernorm", _mimo_v2),
-    "nemotron_h": ("mtp.layers.", "", ("0.enorm", "0.hnorm", "0.eh_proj"), "1.final_layernorm", _nemotron),
     "exaone_moe": ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"), "norm", _exaone),
-    "longcat_flash": (
-        "model.mtp.", "layers.0.", ("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj"), "norm", _longcat
-    ),
     "bailing_moe": (f"model.layers.{layers_of('bailing_moe')}.", "", _DEEPSEEK, "final_layernorm", _bailing),
     **{
         kind: (
@@ -232,7 +206,6 @@ def states_of(
         swapped: in the wrong order. ``how``: of the layer.
     """
     at, inside, (embedding_norm, hidden_norm, project), norm, layer = _HEADS[model_type]
-    norm = norm.replace("1.", f"{len(how['pattern']) - 1}.") if "pattern" in how else norm
     t = _Tensors(tensors, at)
     both = [t.normed(embedding_norm, embedded), t.normed(hidden_norm, states)]
     if (model_type == "mimo") != swapped:

@@ -20,7 +20,7 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
-from outcore.checkpoint.demo_model import demo_model
+from outcore.checkpoint.find_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
@@ -114,7 +114,7 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
     """As ``loaded``, on a machine that takes 0.1 ms for a layer and 0.02 for each token."""
     size = prepare(folder).profile.size
     times = {kind: {1: 1.2e-4, 512: 1.034e-2} for kind in (size.rest_kind, *(layer.kind for layer in size.layers))}
-    known = Calibration(kinds=times, measured=True), None
+    known = Calibration(kinds=times, measured=True)
     with patch("outcore.decode.preparation.load_calibration", lambda *_: known):
         return loaded(link, folder, **options)
 
@@ -122,22 +122,22 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
     """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
-    prompting = ModelRunner.prompting
+    prompt = ModelRunner.prompt
 
-    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> Any:
+    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> mx.array:
         used.append(step)
-        return prompting(self, ids, step, *more)
+        return prompt(self, ids, step, *more)
 
     own = {"context": 600, "prompt": 500, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.transport.forecast is not None
-        ModelRunner.prompting = noted  # type: ignore[method-assign, assignment]
+        ModelRunner.prompt = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
-            ModelRunner.prompting = prompting  # type: ignore[method-assign]
+            ModelRunner.prompt = prompt  # type: ignore[method-assign]
         return used[0], session.transport.forecast.ttft_s
 
 

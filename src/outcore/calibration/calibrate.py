@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ..disk import disk_calls
 from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
 from ..disk.layout import Extent
 from ..engine.model_profile import ModelProfile
@@ -104,7 +105,7 @@ def _ranges(profile: ModelProfile | None, folder: Path, progress: Progress, note
     """Ranges to read: the model's files, or a scratch file where they are small."""
     files = tuple(profile.lazy.checkpoint.files) if profile is not None else ()
     own, times = own_files(files)
-    if own.nbytes >= ENOUGH_BYTES:
+    if own.nbytes >= ENOUGH_BYTES and not disk_calls.system().cache_first:
         yield own
         return
     progress("writing a scratch file", 0, 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..disk import disk_calls
-from ..disk.cold_ranges import UnreadRanges, forget, forget_before
+from ..disk.cold_ranges import UnreadRanges, forget
 from ..disk.metrics import Metrics
 from ..disk.reader import CHUNK, THREADS, FileReader
 from ..disk.ring import Slot
@@ -80,7 +80,7 @@ class Bench:
         none left."""
         pieces = self.unread.take(max(nbytes, 2 * setting.in_flight), self.piece)
         extents = [e for piece in pieces for e in piece]
-        forget_before(setting.direct, extents)
+        forget(extents)
         with contextlib.closing(self._reader(setting)) as reader:
             began = self.clock()
             # Threads take them up in order, so that a slot is written to again after what was read into it before.
@@ -114,7 +114,7 @@ class Bench:
                 self.unread.take(MIB, self.piece)  # passed over: the next read is not next to this one
                 if not pieces:
                     break
-                forget_before(self.small.direct, pieces[0])
+                forget(pieces[0])
                 began = self.clock()
                 reader.submit("latency", pieces[0], self.slots[0].payload).wait()
                 times.append(self.clock() - began)

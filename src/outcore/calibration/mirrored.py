@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..checkpoint.mirror import about
-from ..disk.replica import Replica
+from ..disk.mirrored_reader import Replica
 from ..engine.model_profile import ModelProfile
 from ..sizes import format_size
 

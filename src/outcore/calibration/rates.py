@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..modules.split_exponents import EXPONENTS, SplitDecoder, stored_shape
+from ..modules.split_exponents import EXPONENTS, SplitDecoder
 
 PAST_CACHES = 128 << 20
 """Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last
@@ -57,4 +57,4 @@ def decode_gbps() -> float:
     nbytes = PAST_CACHES // PARTS
     shape = nbytes // 2 // 4096, 4096
     decoder = SplitDecoder.of(shape, np.zeros(EXPONENTS // 4 + shape[0] + 1, np.uint32))
-    return _gbps(stored_shape(shape), mx.uint8, decoder.decode, nbytes)
+    return _gbps(decoder.stored_shape, mx.uint8, decoder.decode, nbytes)

@@ -20,12 +20,12 @@ from typing import Any
 
 import xxhash
 
-from ..disk.replica import state_of
+from ..disk.open_file import state_of
 from ..errors import CheckpointError, HeaderError, MissingFileError
 from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 from ..sizes import format_size
-from ..text import quoted
-from .identity import identity
+from ..text import one_line, quoted
+from .identity import Stamped, identity
 
 # What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.
 ITEM_BYTES = {
@@ -109,17 +109,6 @@ class Checkpoint:
                 raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of its header, read without MLX and without their bytes.
-
-    Raises:
-        MissingFileError: no such file, or a link to nothing.
-        HeaderError: the header, or the length of the file, is not what the format asks for.
-        CheckpointError: the file cannot be read.
-    """
-    return _read_header(path)[0]
-
-
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Check a local model folder and find every tensor in the weight files that `mlx_lm.load` would load.
 
@@ -139,23 +128,25 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     index = _read_index(folder / _INDEX)
     if index is not None:
         missing = {name for name in index.values() if not (folder / name).exists()}
-        _require_all(folder, missing, f"that {_INDEX} names (delete that index if it is a left-over)")
-        stray = sorted(set(index.values()) - {file.name for file in files})
-        if stray:
-            raise CheckpointError(f"{folder / _INDEX}: names {_list(stray)}, but mlx-lm only loads {_WEIGHTS}; rename")
+        of = f"that {_INDEX} names (delete that index if it is a left-over)"
     else:
-        _require_all(folder, _unnumbered(files), "of its numbered shards")
+        missing, of = _unnumbered(files), "of its numbered shards"
+    if missing:
+        many, names = f"{len(missing)} file{'s' * (len(missing) > 1)}", _list(sorted(missing))
+        raise MissingFileError(f"{folder}: looks half-downloaded: {many} not there {of}: {names}; {_AGAIN}")
+    if stray := sorted(set((index or {}).values()) - {file.name for file in files}):
+        raise CheckpointError(f"{folder / _INDEX}: names {_list(stray)}, but mlx-lm only loads {_WEIGHTS}; rename")
     if not files:
         others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
         what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
         raise MissingFileError(f"{folder}: no {_WEIGHTS} here; {what}")
     tensors: dict[str, TensorInfo] = {}
-    stamps: list[tuple[Path, bytes, list[tuple[int, int]]]] = []
+    stamps: list[Stamped] = []
     # Looked at first: what changes while headers are read is noticed.
     were = tuple(state_of(file) for file in files)
     for file in files:
-        found, stamp = _read_header(file)
-        stamps.append((file, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()]))
+        found, stamp = _stamped_header(file)
+        stamps.append(stamp)
         for twin in tensors.keys() & found.keys():
             raise CheckpointError(
                 f"{file}: tensor {quoted(twin)} is also in {tensors[twin].file.name};"
@@ -173,33 +164,29 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
     """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
-    import any of them; empty where it has none.
+    import any of them, from linked folders too; empty where it has none.
 
     Raises:
         CheckpointError: one cannot be read.
     """
     if config.get("model_file") is None:
         return b""
-    digest = xxhash.xxh3_128()
-    for path in sorted(_code_files(folder)):
-        if path.is_dir() or not path.exists():  # or a link to nothing
+    digest, found, seen = xxhash.xxh3_128(), list[Path](), set[str]()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:  # a link to what was looked through
+            folders.clear()
             continue
+        seen.add(real)
+        folders.sort()
+        found += [path for name in files if name.endswith(".py") and (path := Path(here, name)).exists()]
+    for path in sorted(found):
         try:
             code = read_small(path, CONFIG_BYTES)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
     return digest.hexdigest().encode()
-
-
-def _code_files(folder: Path) -> Iterable[Path]:
-    """Those that end like Python's; linked folders are looked through once, as Python imports from them too."""
-    seen = {os.path.realpath(folder)}
-    for here, folders, files in os.walk(folder, followlinks=True):
-        real = {name: os.path.realpath(Path(here, name)) for name in sorted(folders)}
-        folders[:] = [name for name, place in real.items() if place not in seen]
-        seen.update(real.values())
-        yield from (Path(here, name) for name in files if name.endswith(".py"))
 
 
 def identity_of_adapter(folder: Path) -> str:
@@ -209,8 +196,7 @@ def identity_of_adapter(folder: Path) -> str:
         MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
     """
     config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
-    found, stamp = _read_header(folder / ADAPTER)
-    return identity(config, [(folder / ADAPTER, stamp, [(t.offset, t.nbytes) for t in found.values()])])
+    return identity(config, [_stamped_header(folder / ADAPTER)[1]])
 
 
 def require_config(folder: Path) -> None:
@@ -224,7 +210,18 @@ def require_config(folder: Path) -> None:
     )
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorInfo], bytes]:
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, in the order of its header, read without MLX and without their bytes.
+
+    Raises:
+        MissingFileError: no such file, or a link to nothing.
+        HeaderError: the header, or the length of the file, is not what the format asks for.
+        CheckpointError: the file cannot be read.
+    """
+    return _stamped_header(path)[0]
+
+
+def _stamped_header(path: Path) -> tuple[dict[str, TensorInfo], Stamped]:
     """The tensors, and what the file contributes to the checkpoint's identity."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # before opening: a FIFO would block
@@ -243,7 +240,8 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], bytes]:
     if len(raw) != length:
         raise HeaderError(f"{path}: got {len(raw)} of {length} header bytes; the file shrank while it was read")
     stamp = json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode() + prefix + raw
-    return _parse_header(path, raw, status.st_size), stamp
+    found = _parse_header(path, raw, status.st_size)
+    return found, (path, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()])
 
 
 def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:
@@ -273,7 +271,7 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_twins)
     except (ValueError, RecursionError) as error:
-        raise HeaderError(f"{path}: the header is not JSON ({said(error)}); {_AGAIN}") from error
+        raise HeaderError(f"{path}: the header is not JSON ({one_line(error)}); {_AGAIN}") from error
     metadata = header.pop("__metadata__", None)
     if metadata is None:  # mx.save_safetensors writes null where it was given none
         metadata = {}
@@ -351,7 +349,7 @@ def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, di
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({said(error)}); {_AGAIN}") from error
+        raise CheckpointError(f"{path}: not JSON ({one_line(error)}); {_AGAIN}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds no JSON object; {_AGAIN}")
     return raw, found
@@ -362,14 +360,6 @@ def _unnumbered(files: Iterable[Path]) -> set[str]:
     names = {file.name for file in files}
     series = {(m[1], m[3]) for m in map(_SHARD.fullmatch, names) if m}
     return {f"{stem}-{n:05}-of-{last}.safetensors" for stem, last in series for n in range(1, int(last) + 1)} - names
-
-
-def _require_all(folder: Path, missing: set[str], of: str) -> None:
-    if missing:
-        raise MissingFileError(
-            f"{folder}: looks half-downloaded: {len(missing)} file{'s' * (len(missing) > 1)} not there"
-            f" {of}: {_list(sorted(missing))}; {_AGAIN}"
-        )
 
 
 def not_a_folder(path: Path) -> str:
@@ -384,8 +374,3 @@ def not_a_folder(path: Path) -> str:
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(quoted(name) if not name.isprintable() else name for name in names[:5]) + more
-
-
-def said(error: BaseException) -> str:
-    """What an error says, on one line."""
-    return " ".join((str(error) or type(error).__name__).split())[:200]

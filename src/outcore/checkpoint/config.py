@@ -60,17 +60,25 @@ def read_config(folder: Path, tensors: int) -> dict[str, Any]:
     return config
 
 
+def files_beside(folder: Path) -> list[Path]:
+    """What mlx-lm and transformers open by itself in a model folder, beside weights.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        return sorted(path for path in folder.iterdir() if _READ.fullmatch(path.name))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
+
+
 def check_files(folder: Path) -> None:
     """Refuse a folder in which something that mlx-lm or transformers opens is no file, or larger than such files are.
 
     Raises:
         CheckpointError: names the file.
     """
-    try:
-        paths = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
-    for path in paths:
+    for path in files_beside(folder):
         most = INDEX_BYTES if path.name.endswith(".index.json") else _MOST_BYTES.get(path.name, TOKENIZER_BYTES)
         try:
             if not stat.S_ISDIR(path.stat().st_mode):

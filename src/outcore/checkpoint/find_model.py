@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager
+from importlib import resources
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingFileError, UsageError
-from ..text import quoted
-from .checkpoint import GGUF, not_a_folder, require_config, said
+from ..text import one_line, quoted
+from .checkpoint import GGUF, not_a_folder, require_config
 
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
-
-_OLLAMA = re.compile(r"(?:[\w.-]+/){0,2}[\w.-]+:[\w.-]+")  # llama3.2:3b; no name on the Hub has a colon
+DEMO_PACKAGE = "outcore_demo_model"
 
 
 def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
@@ -45,27 +46,18 @@ def local_model(path_or_repo: str) -> Path | None:
             return path
         found = path.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, a folder behind closed permissions, ~nobody
-        raise MissingFileError(f"{quoted(path_or_repo)}: cannot be opened ({said(error)}); check it") from error
+        raise MissingFileError(f"{quoted(path_or_repo)}: cannot be opened ({one_line(error)}); check it") from error
     if found:
         raise CheckpointError(not_a_folder(path))
-    if (hint := _other_name(path_or_repo)) is not None:
-        raise MissingFileError(f"{quoted(path_or_repo)}: {hint}")
+    if web := _HUB_URL.match(path_or_repo):
+        raise MissingFileError(f"{quoted(path_or_repo)}: a web address; give the model's name: {web[1]}")
+    if ":" in path_or_repo:
+        raise MissingFileError(f"{quoted(path_or_repo)}: no name on the Hub has a colon; give a folder, or owner/name")
+    if path_or_repo.lower().endswith((".gguf", "-gguf")):
+        raise MissingFileError(f"{quoted(path_or_repo)}: {GGUF}")
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
     if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
         raise MissingFileError(f"{quoted(path_or_repo)}: no such folder; check the path, or name a Hub model")
-    return None
-
-
-def _other_name(name: str) -> str | None:
-    """What to give instead of a name that other programs, or a browser, would know; None: it is none of those."""
-    if web := _HUB_URL.match(name):
-        return f"a web address; give the model's name: {web[1]}"
-    if re.match(r"[a-z]+://", name, re.IGNORECASE):
-        return "a web address; give a folder, or a model of the Hugging Face Hub such as owner/name"
-    if _OLLAMA.fullmatch(name):
-        return "a name of Ollama's; get the model's MLX version from the Hugging Face Hub, such as mlx-community/..."
-    if name.lower().endswith(".gguf") or name.lower().endswith("-gguf"):
-        return GGUF
     return None
 
 
@@ -86,24 +78,24 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
     # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.
     known: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
     known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
+    away = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached;"
+    offline = f"{away} unset HF_HUB_OFFLINE, or give a folder"
+    told: dict[type[Exception], str] = {
+        hub.GatedRepoError: f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
+        hub.RepositoryNotFoundError: "is neither a folder here nor a model on the Hugging Face Hub; check the name or "
+        "`hf auth login`",
+        hub.RevisionNotFoundError: f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision",
+        hub.HFValidationError: "is neither a folder here nor a name that the Hugging Face Hub could have; check it",
+        hub.OfflineModeIsEnabled: offline,
+        hub.LocalEntryNotFoundError: offline
+        if HF_HUB_OFFLINE
+        else f"{away} check the network and HF_ENDPOINT, or give a folder",
+    }
     try:
         return by_mlx_lm(repo, revision, patterns)
     except known as error:
-        if isinstance(error, hub.GatedRepoError):
-            what = f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
-        elif isinstance(error, hub.RepositoryNotFoundError):
-            what = "is neither a folder here nor a model on the Hugging Face Hub; check the name or `hf auth login`"
-        elif isinstance(error, hub.RevisionNotFoundError):
-            what = f"has no revision {quoted(str(revision))} on the Hugging Face Hub; check --revision"
-        elif isinstance(error, hub.HFValidationError):
-            what = "is neither a folder here nor a name that the Hugging Face Hub could have; check it"
-        elif isinstance(error, hub.LocalEntryNotFoundError | hub.OfflineModeIsEnabled):
-            offline = HF_HUB_OFFLINE or isinstance(error, hub.OfflineModeIsEnabled)
-            what = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached; "
-            what += "unset HF_HUB_OFFLINE" if offline else "check the network and HF_ENDPOINT"
-            what += ", or give a folder"
-        else:
-            what = f"could not be downloaded ({said(error)}); try again, what has arrived is kept"
+        what = next((text for kind, text in told.items() if isinstance(error, kind)), None)
+        what = what or f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"
         raise MissingFileError(f"{quoted(repo)}: {what}") from error
 
 
@@ -112,3 +104,20 @@ def name_of(folder: Path) -> str:
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+
+
+def demo_model() -> AbstractContextManager[Path]:
+    """The demo model's folder, which is there for as long as the block runs. It is a package of its own, so that
+    Outcore's stays small.
+
+    Raises:
+        MissingFileError: the package is not installed.
+    """
+    try:
+        folder = resources.files(DEMO_PACKAGE)
+    except ModuleNotFoundError as e:
+        raise MissingFileError(
+            "the demo model is a package of its own, which is not installed: pip install outcore-demo-model; in a "
+            "checkout pip install ./demo-model"
+        ) from e
+    return resources.as_file(folder)

@@ -23,8 +23,11 @@ VERSION = b"outcore identity 2\n"
 Place = tuple[int, int]
 """A tensor's offset and its bytes."""
 
+Stamped = tuple[Path, bytes, Sequence[Place]]
+"""A file, its name, size, time and header, and the places of its tensors."""
 
-def identity(config: bytes, files: Sequence[tuple[Path, bytes, Sequence[Place]]]) -> str:
+
+def identity(config: bytes, files: Sequence[Stamped]) -> str:
     """32 hex digits over a model's configuration and, of each file, what is known of it and a block of each tensor.
 
     So another model is told apart if any one of its tensors differs as a whole, as after training; a few bytes that
@@ -34,33 +37,27 @@ def identity(config: bytes, files: Sequence[tuple[Path, bytes, Sequence[Place]]]
 
     Args:
         config: bytes of config.json, and what tells the model's own code apart: they decide what the weights mean.
-        files: path, name with size and time and header, and the places of the tensors, for each file.
 
     Raises:
         CheckpointError: a file cannot be read, or became shorter.
     """
     digest = xxhash.xxh3_128(VERSION)
-    _add(digest, config)
+
+    def add(data: bytes) -> None:
+        digest.update(len(data).to_bytes(8, "little") + data)
+
+    add(config)
     every = max(1, -(-sum(len(places) for _, _, places in files) // MOST_BLOCKS))
     for path, stamp, places in files:
-        _add(digest, stamp)
-        for data in read_blocks(path, sorted(_blocks(sorted(places), every))):
-            _add(digest, data)
+        add(stamp)
+        found = sorted((offset, nbytes) for offset, nbytes in places if nbytes)
+        blocks = {block_of(offset, nbytes) for offset, nbytes in found[::every]}
+        if found:  # the first and the last of all, too
+            (first, size), (last, nbytes) = found[0], found[-1]
+            blocks |= {(first, min(size, BLOCK)), (max(last, last + nbytes - BLOCK), min(nbytes, BLOCK))}
+        for data in read_blocks(path, sorted(blocks)):
+            add(data)
     return digest.hexdigest()
-
-
-def _add(digest: xxhash.xxh3_128, data: bytes) -> None:
-    digest.update(len(data).to_bytes(8, "little") + data)
-
-
-def _blocks(places: Sequence[Place], every: int) -> set[Place]:
-    """A block of every n-th tensor, and the first and the last of all."""
-    places = [(offset, nbytes) for offset, nbytes in places if nbytes]
-    if not places:
-        return set()
-    first, (last, nbytes) = places[0], places[-1]
-    found = {block_of(offset, nbytes) for offset, nbytes in places[::every]}
-    return found | {(first[0], min(first[1], BLOCK)), (max(last, last + nbytes - BLOCK), min(nbytes, BLOCK))}
 
 
 def block_of(offset: int, nbytes: int) -> Place:

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..machine.random_state import random_state, random_state_kept
 from ..modules.mlx_lm_compat import classes_of
 from ..modules.module_tree import named_parameters
+from ..text import one_line
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
 
@@ -51,11 +52,11 @@ class LazyModel:
     Attributes:
         origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
         loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
-        arguments: of ``open_lazily``.
-        again: opens the same model once more, with layers as they are on disk, whose codes are not cut.
-        high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
-        planes: where on disk these bits lie by themselves, by the paths of the weights whose they are.
+        arguments: of ``open_lazily``. ``again``: opens the same model once more, with layers as they are on disk.
+        coding: how its tensors are stored (``manifest``).
         decoders: of tensors that are stored in another form than they are used in, by their names.
+        high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
+        planes: where on disk these bits lie by themselves, keyed by weight path.
         random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
             their first weights.
     """
@@ -67,9 +68,10 @@ class LazyModel:
     loaded: frozenset[str]
     arguments: dict[str, Any] = field(repr=False)
     again: Callable[[], LazyModel] = field(repr=False)
+    coding: str = "plain"
+    decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
     high: int = 0
     planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
-    decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
     random_after: int = field(default=0, repr=False)
 
 
@@ -80,20 +82,18 @@ def open_lazily(
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
     weights: dict[str, mx.array] | None = None,
-    places: dict[str, TensorInfo] | None = None,
 ) -> LazyModel:
     """Build the model with mlx-lm from lazy arrays. The caller's random state stays as it is.
 
     Args:
-        weights, places: a packed copy's lazy arrays, which are taken out, and where each lies, instead of the folder's
-            own.
+        weights: lazy arrays of the checkpoint's tensors, which are taken out; None: mlx-lm loads the folder's own.
 
     Raises:
         UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
         CheckpointError: mlx-lm could not make the model from these files.
     """
     with random_state_kept():
-        lazy = _open(checkpoint, model_config, trust_remote_code, adapter_path, weights, places)
+        lazy = _open(checkpoint, model_config, trust_remote_code, adapter_path, weights)
         return replace(lazy, random_after=random_state())
 
 
@@ -103,19 +103,18 @@ def _open(
     trust_remote_code: bool,
     adapter_path: str | None,
     weights: dict[str, mx.array] | None,
-    places: dict[str, TensorInfo] | None,
 ) -> LazyModel:
-    loaded: dict[int, tuple[str, mx.array]] = {}
-    classes: list[type[nn.Module]] = []
-
     if model_config is not None and model_config.get("model_file") is not None:
         raise UnsupportedModelError("model_config: model_file is taken from the model's own config.json; put it there")
-    own_code = _own_code(checkpoint.folder, read_config(checkpoint.folder, len(checkpoint.tensors)))
+    folder = checkpoint.folder
+    own_code = _own_code(folder, read_config(folder, len(checkpoint.tensors)))
     if own_code is not None and not trust_remote_code:
         raise UnsupportedModelError(
-            f"{checkpoint.folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code "
-            "if you trust the model"
+            f"{folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code if you trust "
+            "the model"
         )
+    loaded: dict[int, tuple[str, mx.array]] = {}
+    classes: list[type[nn.Module]] = []
 
     def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         if own_code is not None:
@@ -125,14 +124,14 @@ def _open(
             try:
                 model_class, args_class = classes_of(config)
             except ValueError as e:
-                raise UnsupportedModelError(f"{checkpoint.folder}: {_one_line(e)}") from e
+                raise UnsupportedModelError(f"{folder}: {_one_line(e)}") from e
         classes.append(model_class)
         return _recording(model_class, loaded, weights), args_class
 
     model, config = _wrap(
-        checkpoint.folder,
+        folder,
         lambda: mlx_lm.utils.load_model(
-            LiteralFolder(checkpoint.folder),
+            LiteralFolder(folder),
             lazy=True,
             # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
             strict=weights is None,
@@ -143,11 +142,8 @@ def _open(
         ),
     )
     model.__class__ = classes[0]
-    parameters = dict(named_parameters(model))
-    tensors = checkpoint.tensors if places is None else places
-    origins = {
-        path: tensors[loaded[id(a)][0]] for path, a in parameters.items() if _unchanged(a, loaded.get(id(a)), tensors)
-    }
+    parameters = named_parameters(model)
+    names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
     loaded.clear()
     if weights is not None:
         # The class that recorded them lives until garbage is collected; cut into planes, they would be there twice.
@@ -156,12 +152,14 @@ def _open(
         _check_adapter(Path(adapter_path))
         model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
         model.eval()
-        origins = _follow(model, parameters, origins)
+    # Where adapters wrap a module, its parameters have moved to longer paths.
+    found = {path: names[id(a)] for path, a in named_parameters(model) if id(a) in names}
+    origins = {path: checkpoint.tensors[name] for path, name in found.items() if name is not None}
     arguments: dict[str, Any] = {
         "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
     }  # fmt: skip
     again = partial(open_lazily, checkpoint, **arguments)
-    return LazyModel(model, config, checkpoint, origins, frozenset(_paths_of(model, parameters)), arguments, again)
+    return LazyModel(model, config, checkpoint, origins, frozenset(found), arguments, again)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -225,23 +223,14 @@ def _recording(
     return type(model_class.__name__, (model_class,), members)
 
 
-def _unchanged(array: mx.array, entry: tuple[str, mx.array] | None, tensors: dict[str, TensorInfo]) -> bool:
+def _name_on_disk(array: mx.array, entry: tuple[str, mx.array] | None, tensors: Mapping[str, TensorInfo]) -> str | None:
+    """The tensor that a parameter is, unchanged; None: ``sanitize`` made it."""
     if entry is None or entry[0] not in tensors:
-        return False
+        return None
     info = tensors[entry[0]]
     # The same object could have been assigned to in place; its shape and dtype are the least it must have kept.
-    return entry[1] is array and info.shape == tuple(array.shape) and DTYPES[info.dtype] == array.dtype
-
-
-def _paths_of(model: nn.Module, parameters: dict[str, mx.array]) -> list[str]:
-    known = {id(a) for a in parameters.values()}
-    return [path for path, a in named_parameters(model) if id(a) in known]
-
-
-def _follow(model: nn.Module, parameters: dict[str, mx.array], origins: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Where adapters wrap a module, its parameters have moved to longer paths."""
-    by_id = {id(parameters[path]): info for path, info in origins.items()}
-    return {path: by_id[id(a)] for path, a in named_parameters(model) if id(a) in by_id}
+    same = entry[1] is array and info.shape == tuple(array.shape) and DTYPES[info.dtype] == array.dtype
+    return info.name if same else None
 
 
 def _wrap(where: Path, load: Callable[[], Any]) -> Any:
@@ -254,10 +243,8 @@ def _wrap(where: Path, load: Callable[[], Any]) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, ValueError | RuntimeError | OSError | ImportError):
-        text = f"{type(error).__name__} {text}"
-    return text if len(text) <= 300 else text[:297] + "..."
+    known = isinstance(error, ValueError | RuntimeError | OSError | ImportError)
+    return one_line(error) if known else f"{type(error).__name__} {one_line(error)}"
 
 
 LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_bigcode": "n_positions"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,16 +14,13 @@ from ..machine.small_files import INDEX_BYTES, parse_json, read_small
 MANIFEST = "manifest.json"
 PARTIAL_MANIFEST = "manifest.partial.json"
 FORMAT = "outcore-store"
-SCHEMA = 2
-PLAIN_SCHEMA = 1
-"""Of copies none of whose tensors has a coding: earlier versions of Outcore read them too."""
+SCHEMA, PLAIN_SCHEMA = 2, 1
+"""Of copies with codings, and without: earlier versions of Outcore read those too."""
 PLAIN, COMPACT = "plain", "compact"
 PLANES: Final = "planes"
 """With how many bits are high, such as ``planes:2``, how a copy is coded (``stored_planes``)."""
 CODING = re.compile(r"plain|compact|planes:[1-7]")
 SPLIT: Final = "split16"
-_DROPPED = "steps4"
-"""The coding of 4-bit weights' scales that earlier versions of Outcore wrote."""
 OVERLAY: Final = "overlay"
 FULL: Final = "full"
 DRAFT: Final = "draft"
@@ -104,26 +101,14 @@ class Manifest(_Checked):
     codings: dict[_Text, Coded] = Field(default_factory=dict)
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether the folder has a manifest of ours. That it fits, and that the files are whole, is not checked."""
-    return _is_ours(folder / MANIFEST)
-
-
-def is_being_packed(folder: Path) -> bool:
-    """Whether the folder has what a pack that was cut off, or still runs, leaves."""
-    return _is_ours(folder / PARTIAL_MANIFEST)
-
-
-def _is_ours(path: Path) -> bool:
+def is_packed(folder: Path, manifest: str = MANIFEST) -> bool:
+    """Whether the folder has a manifest of ours, or a partial one, as a pack that was cut off, or still runs, leaves.
+    That it fits, and that the files are whole, is not checked."""
     try:
-        found = _read_json(path)
+        found = parse_json(read_small(folder / manifest, INDEX_BYTES), twins=False)
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def _read_json(path: Path) -> Any:
-    return parse_json(read_small(path, INDEX_BYTES), twins=False)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -133,7 +118,7 @@ def read_manifest(path: Path) -> Manifest:
         StoreError: it is not there, not ours, of another schema, or garbled.
     """
     try:
-        found = _read_json(path)
+        found = parse_json(read_small(path, INDEX_BYTES), twins=False)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from error
     except ValueError as error:
@@ -143,8 +128,6 @@ def read_manifest(path: Path) -> Manifest:
     if type(found.get("schema")) is not int or not PLAIN_SCHEMA <= found["schema"] <= SCHEMA:
         known = f"{PLAIN_SCHEMA} to {SCHEMA}"
         raise StoreError(f"{path}: schema {str(found.get('schema'))[:20]!a}, this Outcore reads {known}; {AGAIN}")
-    if _DROPPED in str(found.get("codings")):
-        raise StoreError(f"{path}: has scales as {_DROPPED}, a coding that Outcore reads no longer; {AGAIN}")
     try:
         manifest = Manifest.model_validate(found)
     except ValidationError as error:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from ..disk.layout import Extent
+from ..disk.mirrored_reader import Replica
+from ..disk.open_file import state_of
 from ..disk.reader import FileReader
-from ..disk.replica import Replica, state_of
 from ..errors import StoreError
 from ..machine.cache_folder import cache_dir, make_cache
 from ..text import counted
@@ -42,27 +43,36 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
     Raises:
         StoreError: there is no copy, or one that is no copy of the model as it is now; names it and says why.
     """
+    own = checkpoint.folder.absolute()
     try:
         named = named.expanduser()
     except RuntimeError as error:  # "~" and no user of that name
         raise StoreError(f"{named}: {error}") from error
-    if not named.is_dir():
-        raise StoreError(
-            f"{named}: no such folder to mirror {checkpoint.folder}: copy that there (cp -rL), or mount it"
-        )
+    places = [named, named / own.name]
+    if own.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
+        places += [named / own.parent.parent.name / "snapshots" / own.name, named / own.parent.parent.name]
     files = [file.name for file in checkpoint.files]
-    there = next((f for f in _places(named, checkpoint) if any(os.path.lexists(f / name) for name in files)), None)
+    there = next((f for f in places if any(os.path.lexists(f / name) for name in files)), None)
     if there is None:
-        names = f"{files[0]}{' …' * (len(files) > 1)}"
         raise StoreError(
-            f"{named}: no copy of {checkpoint.folder}, whose {names} would lie in it or in "
-            f"{named / checkpoint.folder.name}: copy that folder there (cp -rL)"
+            f"{named}: {'no copy of' if named.is_dir() else 'no such folder to mirror'} {checkpoint.folder}, whose "
+            f"{files[0]}{' …' * (len(files) > 1)} would lie in it or in {named / own.name}: copy that folder there "
+            "(cp -rL), or mount it"
         )
     # Looked at first: what changes while it is compared is noticed when it is opened.
     copies = {file: there / file.name for file in checkpoint.files if os.path.lexists(there / file.name)}
     states = {copy: state_of(copy) for copy in copies.values()}
     for file, copy in copies.items():
-        if (why := _difference(file, copy)) is not None:
+        try:
+            size, wanted = copy.stat().st_size, file.stat().st_size
+            why = f"{size} bytes, where {file} has {wanted}: {COPY}" if size != wanted else None
+            if copy.samefile(file):
+                why = "the model's own file: a mirror is a copy on another disk"
+            elif not copy.is_file():
+                why = f"not a regular file: {COPY}"
+        except OSError as error:
+            why = f"cannot be read ({error.strerror}): {COPY}"
+        if why is not None:
             raise StoreError(f"{copy}: {why}")
     return Replica(there, copies, states)
 
@@ -124,37 +134,6 @@ def about(mirror: Replica, checkpoint: Checkpoint) -> tuple[str, ...]:
     notes, own = [], checkpoint.folder
     if missing := len(checkpoint.files) - len(mirror.copies or {}):
         notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own} alone")
-    if same_disk(mirror):
+    if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in (mirror.copies or {}).items()):
         notes.append(f"{mirror.folder}: on the same disk as {own}, so nothing is read faster")
     return tuple(notes)
-
-
-def same_disk(mirror: Replica) -> bool:
-    """Whether it lies on a file system that the model's own files lie on."""
-    copies = mirror.copies or {}
-    disks = [(state_of(file)[:1], state_of(copy)[:1]) for file, copy in copies.items()]
-    return any(own == other for own, other in disks)
-
-
-def _places(named: Path, checkpoint: Checkpoint) -> Sequence[Path]:
-    folder = checkpoint.folder.absolute()
-    found = [named, named / folder.name]
-    if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
-        found.append(named / folder.parent.parent.name / "snapshots" / folder.name)
-        found.append(named / folder.parent.parent.name)
-    return found
-
-
-def _difference(file: Path, copy: Path) -> str | None:
-    """Why one file is no copy of the other, which has the same bytes; None: it may be one."""
-    try:
-        if not copy.exists():
-            return f"a link to {copy.readlink()}, which is not there: {COPY}"
-        if not copy.is_file():
-            return f"not a regular file: {COPY}"
-        if copy.samefile(file):
-            return "the model's own file: a mirror is a copy on another disk"
-        size, own = copy.stat().st_size, file.stat().st_size
-        return f"{size} bytes, where {file} has {own}: {COPY}" if size != own else None
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..modules.layers import Layer, Parameter, find_layers
+from ..modules.layers import Layer, find_layers
 from ..modules.module_tree import named_modules
 from ..modules.nested_linear import NestedLinear, nest
 from .checkpoint import TensorInfo
@@ -35,35 +35,32 @@ def _can_be_cut(module: nn.Module, high: int) -> bool:
     return whole and module.scales.dtype != mx.float16
 
 
+def _to_cut(lazy: LazyModel, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
+    """The modules of all layers, by their paths in the model; without an adapter's."""
+    found = [(f"{layer.path}.{path}", m) for layer in find_layers(lazy.model) for path, m in cut_modules(layer, high)]
+    return [(path, m) for path, m in found if f"{path}.weight" in lazy.loaded]
+
+
 def can_be_nested(lazy: LazyModel, high: int) -> bool:
     """Whether the model, which is left as it is, has layers that ``with_nested_layers`` would change."""
-    return any(
-        f"{layer.path}.{path}.weight" in lazy.loaded
-        for layer in find_layers(lazy.model)
-        for path, _ in cut_modules(layer, high)
-    )
+    return bool(_to_cut(lazy, high))
 
 
 def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel | None:
     """The model, which is changed, with layers of which only low bits are read; None if it has none such."""
     loaded, origins, planes = set(lazy.loaded), dict(lazy.origins), dict[str, TensorInfo]()
-    count = 0
-    for layer in find_layers(lazy.model):
-        for path, module in cut_modules(layer, high):
-            path = f"{layer.path}.{path}"
-            if f"{path}.weight" not in loaded:  # an adapter's
-                continue
-            bits = module.bits
-            nest(module, high)
-            loaded -= {f"{path}.weight", f"{path}.scales"}
-            loaded.add(f"{path}.low")
-            there = origins.pop(f"{path}.weight", None)
-            origins.pop(f"{path}.scales", None)
-            apart = lazy.decoders.get(there.name) if there is not None else None
-            if there is not None and isinstance(apart, Planes) and (apart.bits, apart.high) == (bits, high):
-                origins[f"{path}.low"], planes[f"{path}.weight"] = apart.places(there)
-            count += 1
-    return replace(lazy, origins=origins, loaded=frozenset(loaded), high=high, planes=planes) if count else None
+    modules = _to_cut(lazy, high)
+    for path, module in modules:
+        bits = module.bits
+        nest(module, high)
+        loaded -= {f"{path}.weight", f"{path}.scales"}
+        loaded.add(f"{path}.low")
+        there = origins.pop(f"{path}.weight", None)
+        origins.pop(f"{path}.scales", None)
+        apart = lazy.decoders.get(there.name) if there is not None else None
+        if there is not None and isinstance(apart, Planes) and (apart.bits, apart.high) == (bits, high):
+            origins[f"{path}.low"], planes[f"{path}.weight"] = apart.places(there)
+    return replace(lazy, origins=origins, loaded=frozenset(loaded), high=high, planes=planes) if modules else None
 
 
 def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
@@ -78,28 +75,3 @@ def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
     for path, module in nested_modules(model):
         module.share(drafting[path])
         module.settle()
-
-
-def settle(parameters: Iterable[Parameter]) -> None:
-    """These are in memory now and stay there."""
-    for p in parameters:
-        if isinstance(p.module, NestedLinear):
-            p.module.settle()
-
-
-def unsettle(parameters: Iterable[Parameter]) -> None:
-    """These are about to be streamed."""
-    for p in parameters:
-        if isinstance(p.module, NestedLinear):
-            p.module.unsettle()
-
-
-@dataclass(frozen=True)
-class JoinedCodes:
-    """A decoder (``decoders``) of a nested layer's low bits."""
-
-    module: NestedLinear
-    nbytes: int = 0
-
-    def decode(self, stored: mx.array) -> mx.array:
-        return self.module.joined_once(stored)

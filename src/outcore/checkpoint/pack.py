@@ -6,35 +6,22 @@ at a time, in the thread that calls. A file gets its name only when all its byte
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import mlx_lm
-import mlx_lm.utils
-from mlx.utils import tree_flatten
+from typing import Literal
 
 from ..errors import StoreError
 from ..machine.cache_use import keep, kept, remove_empty
 from ..modules.layers import Layer, find_layers
+from ..modules.module_tree import named_parameters
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from .codings import Coding, choose, choose_planes, digest_of, with_codings
+from .codings import Coding, as_used, choose, digest_of, with_codings
+from .config import CONFIG, files_beside
 from .lazy_model import LazyModel, open_lazily
-from .manifest import (
-    COMPACT,
-    DRAFT,
-    FULL,
-    MANIFEST,
-    OVERLAY,
-    PARTIAL_MANIFEST,
-    PLAIN,
-    PLANES,
-    Manifest,
-    is_packed,
-)
-from .pack_writer import OTHER, PackWriter, Progress, remove_abandoned, write_small
-from .packed_bytes import PackedFile, Pieces, Plain, Spec, file_of, packed_tensors, same_bytes
+from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PLAIN, PLANES, Manifest, is_packed
+from .pack_writer import OTHER, PackWriter, Progress, write_small
+from .packed_bytes import PackedFile, Pieces, Plain, Spec, packed_file, same_bytes
 from .packed_store import (
     NON_LAYER,
     Overlay,
@@ -49,12 +36,6 @@ from .packed_store import (
 )
 
 __all__ = ["Progress", "pack_model", "pack_overlay"]
-
-
-# What mlx-lm downloads of a model, but for weights; and sentencepiece models under names of their own.
-_COPIED = [pattern for pattern in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if not pattern.endswith("safetensors")]
-_COPIED += ["*.model"]
-_NOT_COPIED = ["config.json", "*.safetensors.index.json", MANIFEST, PARTIAL_MANIFEST, ".*"]
 
 
 def pack_overlay(
@@ -75,15 +56,9 @@ def pack_overlay(
     folder, files = planned or overlay(lazy)
     paths = {layer.path for layer in layers}
     wanted = [file for file in files if file.unit in paths]
-    if not wanted:
-        return
-    keep(folder, lazy.model)
-    if len(whole_files(folder, MANIFEST, wanted, source_of(lazy.checkpoint))) < len(wanted):
-        manifest = Manifest(kind=OVERLAY, source=source_of(lazy.checkpoint), files={})
-        pack = PackWriter(folder, lazy.checkpoint, manifest, files, wanted, progress)
-        pack.run(lambda: dict(_pieces(open_again(lazy))))
-    else:
-        remove_abandoned(folder, whole=len(wanted) == len(files))
+    if wanted:
+        keep(folder, lazy.model)
+        _write(OVERLAY, folder, lazy.checkpoint, files, wanted, lambda: dict(_pieces(open_again(lazy))), progress)
 
 
 def pack_draft(
@@ -93,17 +68,23 @@ def pack_draft(
     open_pieces: Callable[[], Pieces],
     progress: Progress | None = None,
 ) -> None:
-    """Write a drafting copy of a model, unless it is there and whole.
+    """Write a drafting copy of a model, unless it is there and whole. Raises as ``pack_overlay``."""
+    _write(DRAFT, folder, checkpoint, files, files, open_pieces, progress)
 
-    Raises:
-        StoreSpaceError: the disk is too full; what is finished is kept.
-        StoreError: the copy cannot be written, or the model on disk has changed meanwhile.
-    """
-    if len(whole_files(folder, MANIFEST, files, source_of(checkpoint))) < len(files):
-        manifest = Manifest(kind=DRAFT, source=source_of(checkpoint), files={})
-        PackWriter(folder, checkpoint, manifest, files, files, progress).run(open_pieces)
-    else:
-        remove_abandoned(folder, whole=True)
+
+def _write(
+    kind: Literal["overlay", "draft"],
+    folder: Path,
+    checkpoint: Checkpoint,
+    files: Sequence[PackedFile],
+    wanted: Sequence[PackedFile],
+    open_pieces: Callable[[], Pieces],
+    progress: Progress | None,
+) -> None:
+    source = source_of(checkpoint)
+    if len(whole_files(folder, MANIFEST, wanted, source)) < len(wanted):
+        manifest = Manifest(kind=kind, source=source, files={})
+        PackWriter(folder, checkpoint, manifest, files, wanted, progress).run(open_pieces)
 
 
 def pack_model(
@@ -131,15 +112,15 @@ def pack_model(
     if is_packed(folder):
         raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
     checkpoint = open_checkpoint(folder)
-    if output is None:
-        output = full_copy(checkpoint, coding)
-        try:
-            with kept(output):
-                return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
-        except BaseException:
-            remove_empty(output)
-            raise
-    return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    if output is not None:
+        return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    output = full_copy(checkpoint, coding)
+    try:
+        with kept(output):
+            return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    except BaseException:
+        remove_empty(output)
+        raise
 
 
 def _packed(
@@ -156,44 +137,36 @@ def _packed(
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
         raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
-    copied = _files_beside_weights(folder)
+    written = (CONFIG, ".index.json", MANIFEST)
+    copied = [path for path in files_beside(folder) if path.is_file() and not path.name.endswith(written)]
+    codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
+    files = _full_files(lazy, codings)
+    coded = {path: found.coded for path, found in codings.items()}
+    manifest = Manifest(kind=FULL, source=source_of(checkpoint), files={}, coding=coding, codings=coded)
+    extra = sum(path.stat().st_size for path in copied)
+    pack = PackWriter(output, checkpoint, manifest, files, files, progress, force, extra)
 
     def finish() -> None:
         for path in copied:
             write_small(output / path.name, path.read_bytes())
-        write_small(output / "config.json", json.dumps(lazy.config, indent=4).encode())
+        write_small(output / CONFIG, json.dumps(lazy.config, indent=4).encode())
         try:
-            _check_round_trip(output, pack, codings, trust_remote_code)
+            _check_round_trip(pack, trust_remote_code)
         except StoreError:
             pack.discard()
             raise
 
-    codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
-    if coding.startswith(PLANES) and not codings:
-        why = (
-            f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
-            if lazy.config.get("quantization")
-            else "since the model is not quantized"
-        )
-        what = f"no layer's codes can be cut as --coding {coding} says"
-        raise StoreError(f"{folder}: {what}, {why}; choose another coding")
-    files = _full_files(lazy, codings)
-    manifest = Manifest(
-        kind=FULL,
-        source=source_of(checkpoint),
-        files={},
-        coding=coding,
-        codings={path: found.coded for path, found in codings.items()},
-    )
-    extra = sum(path.stat().st_size for path in copied)
-    pack = PackWriter(output, checkpoint, manifest, files, files, progress, force, extra)
     if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
         return open_packed(output)
     return _whole_copy(output, checkpoint, coding) or open_packed(output)
 
 
 def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
-    """What can be stored in another form, by looking at all of the layers."""
+    """What can be stored in another form, by looking at all of the layers.
+
+    Raises:
+        StoreError: no codes can be cut into planes.
+    """
     again = open_again(lazy)
     layers = find_layers(again.model)
     done = iter(range(len(layers)))
@@ -202,71 +175,68 @@ def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[st
         if progress is not None:
             progress(f"looking at {path}", next(done), len(layers))
 
-    if coding == COMPACT:
-        return choose(layers, _pieces(again), told)
-    return choose_planes(layers, int(coding.removeprefix(f"{PLANES}:")), _pieces(again), told)
+    found = choose(layers, coding, _pieces(again), told)
+    if coding.startswith(PLANES) and not found:
+        why = f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
+        if not lazy.config.get("quantization"):
+            why = "since the model is not quantized"
+        what = f"no layer's codes can be cut as --coding {coding} says, {why}"
+        raise StoreError(f"{lazy.checkpoint.folder}: {what}; choose another coding")
+    return found
 
 
 def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
     if not is_packed(output):
         return None
     store = open_packed(output)
-    if store.kind != FULL or not store.source.same(source_of(checkpoint)):
+    found = store.manifest
+    if found.kind != FULL or not found.source.same(source_of(checkpoint)):
         raise StoreError(f"{output}: {OTHER}")
-    if store.coding != coding:
-        raise StoreError(f"{output}: packed with --coding {store.coding}; give another folder, or --force")
-    remove_abandoned(output, whole=True)
+    if found.coding != coding:
+        raise StoreError(f"{output}: packed with --coding {found.coding}; give another folder, or --force")
     return store
 
 
 def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
     """Each layer's parameters of two and more dimensions, then everything else."""
-    arrays = dict(tree_flatten(lazy.model.parameters()))
-    plain: dict[str, Spec] = {path: (path, array.dtype, tuple(array.shape)) for path, array in arrays.items()}
-    files, rest = [], dict(plain)
+    rest: dict[str, Spec] = {path: (path, a.dtype, tuple(a.shape)) for path, a in named_parameters(lazy.model)}
+    files = []
     for i, layer in enumerate(find_layers(lazy.model)):
         specs: list[Spec] = []
         for path in [f"{layer.path}.{p.path}" for p in layer.parameters]:
-            specs += codings[path].specs if path in codings else [plain[path]]
-            del rest[path]
-        files.append(file_of(f"layer_{i:04}.safetensors", layer.path, specs))
+            plain = rest.pop(path)
+            specs += codings[path].specs if path in codings else [plain]
+        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
     # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
-    beside = [spec for coding in codings.values() for spec in coding.specs_beside]
-    return [*files, file_of(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside])]
-
-
-def _files_beside_weights(folder: Path) -> list[Path]:
-    def matches(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-    found = [path for path in folder.iterdir() if matches(path.name, _COPIED) and not matches(path.name, _NOT_COPIED)]
-    return sorted(path for path in found if path.is_file())
+    beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})
+    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside.tensors])]
 
 
 def _pieces(lazy: LazyModel) -> dict[str, Plain]:
     # Of the arrays only those without a place on disk are kept. The others would stay in memory once an array that
     # was made of them has been evaluated.
-    return {path: lazy.origins.get(path, array) for path, array in tree_flatten(lazy.model.parameters())}
+    return {path: lazy.origins.get(path, array) for path, array in named_parameters(lazy.model)}
 
 
-def _check_round_trip(output: Path, pack: PackWriter, codings: Mapping[str, Coding], trust_remote_code: bool) -> None:
+def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
     """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself; and
     one that this device decodes to other bits.
 
     Raises:
         StoreError: names the first parameter that would differ.
     """
-    tensors = {info.name: info for file in pack.files for info in packed_tensors(output / file.name, file.tensors)}
+    output, codings = pack.folder, pack.manifest.codings
+    tensors = {info.name: info for file in pack.files for info in file.places(output)}
     files = tuple(sorted(output / file.name for file in pack.files))
-    store = PackedStore.of(output, pack.manifest, tensors, files)
+    store = PackedStore(output, pack.manifest, files, *as_used(output, tensors, codings))
     again = open_full(store, trust_remote_code=trust_remote_code)
     pieces = _pieces(again)
-    arrays = {path: a for path, a in tree_flatten(again.model.parameters()) if path in codings}
+    arrays = {path: a for path, a in named_parameters(again.model) if path in codings}
     del again
     for path in list(pieces):
         piece, info = pieces.pop(path), store.tensors[path]
         if path in codings and isinstance(piece, TensorInfo):
-            if digest_of(path, arrays.pop(path)) != codings[path].coded.checksum:
+            if digest_of(path, arrays.pop(path)) != codings[path].checksum:
                 raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")
             continue
         if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):

@@ -33,11 +33,10 @@ from .manifest import (
     SCHEMA,
     Manifest,
     Record,
-    is_being_packed,
     is_packed,
     read_manifest,
 )
-from .packed_bytes import PackedFile, Pieces, file_content, packed_tensors
+from .packed_bytes import PackedFile, Pieces, file_content
 from .packed_store import whole_files
 
 Progress = Callable[[str, int, int], None]
@@ -84,9 +83,7 @@ class PackWriter:
                 if not todo and is_packed(self.folder) and not self.force:
                     return False
                 self._require_space(todo)
-                # First, so that the folder is known as ours whatever is removed or written next.
-                self._write_manifest(records)
-                self._clear(records)
+                self._begin(records)
                 self.done = sum(file.nbytes for file in self.wanted if file.name in records)
                 pieces = open_pieces() if todo else {}
                 gc.collect()  # the second model is gone, but modules may be in cycles
@@ -108,9 +105,12 @@ class PackWriter:
 
     def discard(self) -> None:
         """Remove the files written so far; the folder stays ours."""
-        self._write_manifest({})
         (self.folder / MANIFEST).unlink(missing_ok=True)
-        self._clear({})
+        self._begin({})
+
+    @property
+    def _in_cache(self) -> bool:
+        return self.folder.parent == cache_dir()
 
     def _make_folder(self) -> None:
         if self.folder.is_symlink() or self.folder.exists():
@@ -123,31 +123,26 @@ class PackWriter:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700 if self._in_cache else 0o777, exist_ok=True)
 
-    @property
-    def _in_cache(self) -> bool:
-        return self.folder.parent == cache_dir()
-
-    @property
-    def _ours(self) -> bool:
-        """Whether the folder was nobody's choice, so that whatever is in it is ours: in the cache, or a draft's."""
-        return self._in_cache or self.manifest.kind != FULL
-
     def _claim(self) -> None:
-        """Refuse a folder that holds anything but what packing, ended at any moment, leaves."""
+        """Refuse a folder that holds anything but what packing, ended at any moment, leaves. What is in the cache, or a
+        draft's, was nobody's choice: whatever is in it is ours."""
+        ours = self._in_cache or self.manifest.kind != FULL
         if self._in_cache:
             require_own(self.folder)
-        elif self._ours and self.folder.is_symlink():
+        elif ours and self.folder.is_symlink():
             raise StoreError(f"{self.folder}: a link; a packed copy that came with it is not to be trusted, pack again")
         if not self.folder.is_dir():
             raise StoreError(f"{self.folder}: a file; give a new or empty folder for the packed copy")
-        if self._ours or is_packed(self.folder) or is_being_packed(self.folder):
-            return
-        if {p.name for p in self.folder.iterdir()} - _BEGUN:
+        begun = ours or is_packed(self.folder) or is_packed(self.folder, PARTIAL_MANIFEST)
+        if not begun and {p.name for p in self.folder.iterdir()} - _BEGUN:
             raise StoreError(f"{self.folder}: holds other files; give a new or empty folder for the packed copy")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fd = _open_lock(self.folder)
+        # Not filelock's own ``FileLock``: it would make missing folders, and where a file system has no locks take a
+        # file's being there for one, which a kill leaves behind for good.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self.folder / _LOCK, flags, 0o666)
         try:
             if not lock_descriptor(fd, blocking=False):
                 self._tell("waiting for another process")
@@ -171,7 +166,7 @@ class PackWriter:
                 # Planes that were cut elsewhere have the same names and shapes.
                 alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
                 records |= whole_files(self.folder, name, alike, mine.source)
-            elif name == MANIFEST and not self._ours:
+            elif name == MANIFEST and mine.kind == FULL and not self._in_cache:
                 raise StoreError(f"{self.folder}: {OTHER}")
         return records
 
@@ -193,94 +188,55 @@ class PackWriter:
             self.discard()
             raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
 
-    def _clear(self, records: dict[str, Record]) -> None:
-        """Remove what no manifest will vouch for: before all the manifest, if nothing of the copy is to stay."""
-        if self.force:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
+    def _begin(self, records: dict[str, Record]) -> None:
+        """Remove what no manifest will vouch for, in an order in which the folder is known as ours at any moment."""
+        if self.force and (self.folder / MANIFEST).exists():
+            (self.folder / MANIFEST).rename(self.folder / PARTIAL_MANIFEST)
+        self._write_manifest(records)
         for path in self.folder.iterdir():
             ours = FILE_NAME.fullmatch(path.name) and path.name not in records
             if ours or path.name.endswith(_TEMPORARY):
                 path.unlink()
 
     def _write_file(self, file: PackedFile, pieces: Pieces) -> Record:
-        path = self.folder / file.name
-        temporary = self.folder / (file.name + _TEMPORARY)
+        path, what, calls = self.folder / file.name, f"packing {file.unit}", disk_calls.system()
+        temporary = path.with_name(path.name + _TEMPORARY)
         digest = xxhash.xxh3_128()
-        what = f"packing {file.unit}"
         self._tell(what)
         try:
             with temporary.open("wb", buffering=0) as out:
-                disk_calls.system().around_cache(out.fileno())  # a copy larger than memory would push all else out
+                calls.around_cache(out.fileno())  # a copy larger than memory would push all else out
                 for data in file_content(file, pieces):
                     digest.update(data)
                     self.done += len(data)
                     while data:
-                        data = data[disk_calls.system().write(out.fileno(), data) :]
+                        data = data[calls.write(out.fileno(), data) :]
                     self._tell(what)
                 os.fsync(out.fileno())
             status = temporary.stat()
             temporary.rename(path)
-        except OSError as error:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
-            raise _cannot_write(path, error) from error
-        except BaseException:
-            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise _cannot_write(path, error) from error
             raise
         clear_cache()
         return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
 
     def _write_manifest(self, records: dict[str, Record]) -> None:
         mine = self.manifest.model_copy(update={"files": dict(sorted(records.items()))})
-        units = [
-            {
-                "path": file.unit,
-                "file": file.name,
-                "tensors": len(file.tensors),
-                "bytes": sum(info.nbytes for info in packed_tensors(Path(file.name), file.tensors)),
-            }
-            for file in self.files
-            if file.name in records
-        ]
         # The oldest that tells all of it.
         schema = PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
         document = {"format": FORMAT, "schema": schema, **mine.model_dump(by_alias=True, exclude_defaults=True)}
-        write_small(self.folder / PARTIAL_MANIFEST, json.dumps({**document, "units": units}, indent=1).encode())
+        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(document, indent=1).encode())
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
 
 
-def _open_lock(folder: Path) -> int:
-    # Not filelock's own ``FileLock``: it would make missing folders, and where a file system has no locks take a file's
-    # being there for one, which a kill leaves behind for good.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
-    return os.open(folder / _LOCK, flags, 0o666)
-
-
-def remove_abandoned(folder: Path, *, whole: bool) -> None:
-    """Remove what a killed process left in a copy that needs no writing any more; not while another one writes.
-
-    Args:
-        whole: the copy has all that it will ever have, so no manifest of an unfinished one is wanted beside its own.
-    """
-    try:
-        names = [p.name for p in folder.iterdir()]
-        left = [name for name in names if name.endswith(_TEMPORARY) or (whole and name == PARTIAL_MANIFEST)]
-        if not left:
-            return
-        fd = _open_lock(folder)
-        try:
-            if lock_descriptor(fd, blocking=False):  # else another process is at it
-                for name in left:
-                    (folder / name).unlink(missing_ok=True)
-        finally:
-            os.close(fd)
-    except OSError:  # the folder is not ours to write to: it is as good as it was
-        return
-
-
 def write_small(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
     temporary = path.with_name(path.name + _TEMPORARY)
     try:
         with temporary.open("wb") as out:

@@ -4,8 +4,9 @@ lie there, else computed by MLX."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +35,42 @@ class PackedFile:
 
     Attributes:
         unit: path of the layer whose parameters it holds, or ``non_layer``.
-        nbytes: size of the file.
+        tensors: what is in it, in order; ``offsets``: where each begins, at a multiple of 4096 bytes.
+        head: its first bytes. ``nbytes``: its size.
     """
 
     name: str
     unit: str
     tensors: tuple[Spec, ...]
+    offsets: tuple[int, ...]
+    head: bytes = field(repr=False)
     nbytes: int
 
+    def places(self, folder: Path) -> list[TensorInfo]:
+        """Where each tensor will lie, in this folder."""
+        return [
+            TensorInfo(name, folder / self.name, _DTYPE_NAMES[dtype], shape, offset, dtype.size * prod(shape))
+            for (name, dtype, shape), offset in zip(self.tensors, self.offsets, strict=True)
+        ]
 
-def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
-    """A packed file's first bytes, each tensor's offset, and the file's size: a function of its arguments alone.
+
+def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence[Spec]) -> PackedFile:
+    """The file that would hold these tensors, in their order: a function of its arguments alone.
 
     Raises:
         StoreError: two tensors of one name, or one named as padding is.
     """
+    if isinstance(tensors, Mapping):
+        tensors = [(path, array.dtype, tuple(array.shape)) for path, array in tensors.items()]
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     starts: list[int] = []
     end = 0
-    for name, dtype, shape in tensors:
-        if name in header or name.startswith(PAD):
-            raise StoreError(f"tensor {name!r}: a name that a packed file cannot have; this model cannot be packed")
-        begin, end = end, end + _nbytes(dtype, shape)
+    for tensor, dtype, shape in tensors:
+        if tensor in header or tensor.startswith(PAD):
+            raise StoreError(f"tensor {tensor!r}: a name that a packed file cannot have; this model cannot be packed")
+        begin, end = end, end + dtype.size * prod(shape)
         starts.append(begin)
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[tensor] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         # The format allows no holes. Padding at the end too: then direct reads end where the file does.
         if pad := round_up(end, BLOCK) - end:
             header[f"{PAD}{len(starts) - 1}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
@@ -65,38 +78,7 @@ def packed_header(tensors: Sequence[Spec]) -> tuple[bytes, list[int], int]:
     text = json.dumps(header, separators=(",", ":")).encode()
     data = round_up(8 + len(text), BLOCK)
     head = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
-    return head, [data + start for start in starts], data + end
-
-
-def packed_tensors(path: Path, tensors: Sequence[Spec]) -> list[TensorInfo]:
-    """Where each tensor will lie in the packed file ``path``; every offset is a multiple of 4096 bytes.
-
-    Raises:
-        StoreError: see ``packed_header``.
-    """
-    offsets = packed_header(tensors)[1]
-    return [
-        TensorInfo(name, path, _DTYPE_NAMES[dtype], tuple(shape), offset, _nbytes(dtype, shape))
-        for (name, dtype, shape), offset in zip(tensors, offsets, strict=True)
-    ]
-
-
-def _nbytes(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
-    nbytes = int(dtype.size)
-    for n in shape:
-        nbytes *= n
-    return nbytes
-
-
-def packed_file(name: str, unit: str, arrays: dict[str, mx.array]) -> PackedFile:
-    """The file that would hold these arrays, in their order."""
-    return file_of(name, unit, ((path, array.dtype, tuple(array.shape)) for path, array in arrays.items()))
-
-
-def file_of(name: str, unit: str, specs: Iterable[Spec]) -> PackedFile:
-    """The file that would hold these tensors, in their order."""
-    tensors = tuple(specs)
-    return PackedFile(name, unit, tensors, packed_header(tensors)[2])
+    return PackedFile(name, unit, tuple(tensors), tuple(data + start for start in starts), head, data + end)
 
 
 Plain = TensorInfo | mx.array
@@ -119,10 +101,9 @@ Pieces = dict[str, Piece]
 
 def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
     """All bytes of a packed file in order. What has been read of ``pieces`` is taken out, so that it can be freed."""
-    head, _, size = packed_header(file.tensors)
-    yield memoryview(head)
-    end = len(head)
-    for info, (_, dtype, _) in zip(packed_tensors(Path(file.name), file.tensors), file.tensors, strict=True):
+    yield memoryview(file.head)
+    end = len(file.head)
+    for info, (_, dtype, _) in zip(file.places(Path()), file.tensors, strict=True):
         if info.offset > end:
             yield memoryview(bytes(info.offset - end))
         piece = pieces.pop(info.name, None)
@@ -132,8 +113,8 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
         yield from piece_bytes(info.name, piece)
         del piece
         end = info.offset + info.nbytes
-    if size > end:
-        yield memoryview(bytes(size - end))
+    if file.nbytes > end:
+        yield memoryview(bytes(file.nbytes - end))
 
 
 def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:

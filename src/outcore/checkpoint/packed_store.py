@@ -30,21 +30,9 @@ from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .codings import as_used
 from .lazy_model import Decoder, LazyModel, open_lazily
-from .manifest import (
-    AGAIN,
-    FULL,
-    MANIFEST,
-    OVERLAY,
-    PLAIN,
-    Coded,
-    Manifest,
-    PackedFrom,
-    Record,
-    is_packed,
-    read_manifest,
-)
+from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PLAIN, Manifest, PackedFrom, Record, is_packed, read_manifest
 from .nested import with_nested_layers
-from .packed_bytes import CHUNK, PAD, PackedFile, packed_file, packed_tensors
+from .packed_bytes import CHUNK, PAD, PackedFile, packed_file
 
 NON_LAYER = "non_layer"
 
@@ -54,34 +42,17 @@ class PackedStore:
     """A packed copy whose files are those that were packed.
 
     Attributes:
-        kind: ``overlay``, ``full`` or ``draft``.
-        tensors: parameter path → its place. Padding is left out.
+        manifest: what it says of itself.
         files: the weight files, sorted by name.
-        source: the model that was packed.
-        coding: ``plain``; ``compact``, ``planes:BITS``: tensors are stored in another form where ``codings`` has them.
-        decoders: what decodes those.
+        tensors: parameter path → its place. Padding is left out.
+        decoders: of tensors that are stored in another form.
     """
 
     folder: Path
-    kind: str
-    tensors: dict[str, TensorInfo]
+    manifest: Manifest
     files: tuple[Path, ...]
-    source: PackedFrom
-    coding: str
-    codings: Mapping[str, Coded]
+    tensors: dict[str, TensorInfo]
     decoders: Mapping[str, Decoder]
-
-    @classmethod
-    def of(
-        cls, folder: Path, manifest: Manifest, tensors: Mapping[str, TensorInfo], files: tuple[Path, ...]
-    ) -> PackedStore:
-        """A copy that says so of itself, of the tensors that its files have.
-
-        Raises:
-            StoreError: they are not what it says.
-        """
-        m, (used, decoders) = manifest, as_used(folder, tensors, manifest.codings)
-        return cls(folder, m.kind, used, files, m.source, m.coding, m.codings, decoders)
 
 
 def open_packed(folder: Path) -> PackedStore:
@@ -101,7 +72,7 @@ def open_packed(folder: Path) -> PackedStore:
                 raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
             tensors[tensor] = info
     files = tuple(folder / name for name in sorted(manifest.files))
-    return PackedStore.of(folder, manifest, tensors, files)
+    return PackedStore(folder, manifest, files, *as_used(folder, tensors, manifest.codings))
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
@@ -151,34 +122,34 @@ def open_model(
         "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
     }  # fmt: skip
     if is_packed(folder):
-        with kept(folder, make=False):
-            lazy = open_full(open_packed(folder), **arguments)
-            keep(folder, lazy.model)
-            return lazy
-    checkpoint = open_checkpoint(folder)
-    return _open_copy(PLAIN, checkpoint, arguments) or open_lazily(checkpoint, **arguments)
+        return _open_kept(folder, arguments)
+    return open_copy(folder, PLAIN, **arguments) or open_lazily(open_checkpoint(folder), **arguments)
 
 
 def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
     """Open a model lazily from the copy in the cache that has this coding, such as ``compact``; None: there is none."""
-    return None if is_packed(folder) else _open_copy(coding, open_checkpoint(folder), arguments)
-
-
-def _open_copy(coding: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> LazyModel | None:
+    if is_packed(folder):
+        return None
+    checkpoint = open_checkpoint(folder)
     copy = full_copy(checkpoint, coding, arguments.get("model_config"))
     if not is_packed(copy):
         return None
     try:
-        with kept(copy, make=False):
-            store = open_packed(copy)
-            if store.kind != FULL or store.source.identity != checkpoint.identity():
-                raise StoreError(f"{copy}: packed from another model; {AGAIN}")
-            lazy = open_full(store, **arguments)
-            keep(copy, lazy.model)
-            return lazy
+        return _open_kept(copy, arguments, checkpoint.identity())
     except StoreError as error:
         logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
         return None
+
+
+def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None = None) -> LazyModel:
+    """A copy's model, in use as long as that lives; of the model with this identity, if one is given."""
+    with kept(folder, make=False):
+        store = open_packed(folder)
+        if identity not in (None, store.manifest.source.identity):
+            raise StoreError(f"{folder}: packed from another model; {AGAIN}")
+        lazy = open_full(store, **arguments)
+        keep(folder, lazy.model)
+        return lazy
 
 
 def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
@@ -188,39 +159,29 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
         StoreError: it is an overlay, or it lacks a parameter of the model (named).
         UnsupportedModelError: a model type that mlx-lm does not know.
     """
-    if store.kind != FULL:
-        raise StoreError(f"{store.folder}: only a part of {store.source.folder!a}; give the model's own folder")
+    manifest, folder = store.manifest, store.folder
+    if manifest.kind != FULL:
+        raise StoreError(f"{folder}: only a part of {manifest.source.folder!a}; give the model's own folder")
     weights: dict[str, mx.array] = {}
     for file in store.files:
         found: Any = mx.load(str(file))
         weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
-    _decode(weights, store)
-    checkpoint = Checkpoint(store.folder, store.files, store.tensors, store.source.identity)
+    for path, coded in manifest.codings.items():
+        weights.pop(coded.beside(path), None)
+        weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
+    checkpoint = Checkpoint(folder, store.files, store.tensors, manifest.source.identity)
     try:
-        lazy = open_lazily(checkpoint, **arguments, weights=weights, places=store.tensors)
-        again = partial(_open_copy_again, store.folder, arguments)
-        return replace(lazy, decoders=store.decoders, again=again)
+        lazy = open_lazily(checkpoint, **arguments, weights=weights)
     except UnsupportedModelError:
         raise
     except CheckpointError as error:
         raise StoreError(f"{error}; {AGAIN}") from error
+    coding = manifest.coding if store.decoders else PLAIN
+    return replace(lazy, decoders=store.decoders, coding=coding, again=partial(_open_again, folder, arguments))
 
 
-def _open_copy_again(folder: Path, arguments: dict[str, Any]) -> LazyModel:
+def _open_again(folder: Path, arguments: Mapping[str, Any]) -> LazyModel:
     return open_full(open_packed(folder), **arguments)
-
-
-def _decode(weights: dict[str, mx.array], store: PackedStore) -> None:
-    """Put tensors as they are used in the place of those that are stored."""
-    for path, coded in store.codings.items():
-        weights.pop(coded.beside(path), None)
-        weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
-
-
-def coding_of(lazy: LazyModel) -> str:
-    """How its tensors are stored: those of another coding cannot be compared."""
-    folder = lazy.checkpoint.folder
-    return read_manifest(folder / MANIFEST).coding if lazy.decoders and is_packed(folder) else PLAIN
 
 
 def open_again(lazy: LazyModel) -> LazyModel:
@@ -287,7 +248,7 @@ def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = N
         Full parameter path → place; without parameters that did not come from the checkpoint (an adapter's).
     """
     folder, files = planned or overlay(lazy)
-    found = {info.name: info for file in files for info in packed_tensors(folder / file.name, file.tensors)}
+    found = {info.name: info for file in files for info in file.places(folder)}
     found.update(lazy.origins)
     paths = [f"{layer.path}.{p.path}" for layer in layers for p in layer.parameters]
     return {path: found[path] for path in paths if path in found}
@@ -317,6 +278,6 @@ def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source
             tensors = check_file(folder / file.name, records[file.name])
         except StoreError:
             continue
-        if tensors == {info.name: info for info in packed_tensors(folder / file.name, file.tensors)}:
+        if tensors == {info.name: info for info in file.places(folder)}:
             whole[file.name] = records[file.name]
     return whole

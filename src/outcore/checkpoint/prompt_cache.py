@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
-from ..machine.small_files import INDEX_BYTES
-from ..modules.cache_form import COUNTS
+from ..modules.cache_form import impossible
 from ..modules.call_values import flat
 from ..modules.mlx_lm_compat import BaseCache
 from .checkpoint import read_header
 from .manifest import first_fault
-
-_MOST = 2**31 - 1
-"""Tokens: an MLX shape is int32."""
 
 
 class TokenizerSettings(BaseModel):
@@ -59,7 +55,11 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         cache, about = load_prompt_cache(str(path), return_metadata=True)
         said = _About.model_validate(about or {})
         settings = TokenizerSettings.model_validate_json(said.tokenizer_config)
-        _check(cache)
+        for c in flat(cache):
+            if not isinstance(c, BaseCache) or (why := impossible(c)) is not None:
+                raise ValueError(f"a {type(c).__name__} {why if isinstance(c, BaseCache) else 'is no cache'}")
+        if not cache:
+            raise ValueError("it holds nothing")
     except CheckpointError as e:
         raise UsageError(f"--prompt-cache-file {e}") from e
     except ValidationError as e:
@@ -93,36 +93,7 @@ def _check_numbers(file: Path) -> None:
                 raise ValueError(f"it names part {part[:20]}, and has {len(names)}")
 
 
-def _check(caches: Sequence[Any]) -> None:
-    if not caches:
-        raise ValueError("it holds nothing")
-    for c in flat(caches):
-        if not isinstance(c, BaseCache):
-            raise TypeError(f"{type(c).__name__} is no cache")
-        for name in (*COUNTS, "chunk_size", "bits", "group_size"):
-            value = getattr(c, name, 0)
-            if type(value) is not int or not 0 <= value <= _MOST:
-                raise ValueError(f"{name} is {str(value)[:40]}")
-        if isinstance(c, KVCache | QuantizedKVCache):
-            keys = c.keys[0] if isinstance(c.keys, list | tuple) else c.keys
-            if not isinstance(keys, mx.array) or keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] < c.offset:
-                raise ValueError(f"keys do not hold the {c.offset} tokens that they should")
-
-
 _SUFFIX = ".safetensors"
-
-
-def _is_prompt_cache(path: Path) -> bool:
-    """Whether a file is one that this or mlx-lm saved, by what it says of itself."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            said = json.loads(file.read(length)) if length <= INDEX_BYTES else {}
-    except (OSError, ValueError, RecursionError):
-        return False
-    about = said.get("__metadata__") if isinstance(said, dict) else None
-    # The list of classes of the caches (mlx_lm.models.cache.save_prompt_cache).
-    return isinstance(about, dict) and any(str(key).split(".")[0] == "2" for key in about)
 
 
 class PromptCacheFile:
@@ -150,13 +121,11 @@ class PromptCacheFile:
     def __enter__(self) -> PromptCacheFile:
         try:
             if self._target.exists():
-                if not self._target.is_file():
-                    raise UsageError(f"--prompt-cache-file {self.path}: is there, and is no file; give another name")
-                if not _is_prompt_cache(self._target):
-                    raise UsageError(
-                        f"--prompt-cache-file {self.path}: is there, and no prompt cache; give another name"
-                    )
+                open_prompt_cache(self._target, None)
             self._partial.open("xb").close()
+        except UsageError as e:
+            what = "is there, and no prompt cache; give another name"
+            raise UsageError(f"--prompt-cache-file {self.path}: {what}") from e
         except OSError as e:
             raise self._cannot(e) from e
         return self

@@ -1,28 +1,21 @@
 """Quantized weights of a packed copy whose codes lie in two planes, one behind the other: first all low bits, then all
-high bits, in as many bytes as before. Whoever is drafted for by the high bits reads only the first part in each sweep,
+high bits, in as many bytes as before. Whoever is drafted for by the high bits reads only the first part in each pass,
 its draft is the second, and nothing is on disk twice; who needs all bits joins the two (``code_planes``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from ..modules.code_planes import BITS, high_words, joined, low_plane
 from .checkpoint import TensorInfo
 
-Words = NDArray[np.uint32]
-
 CUT_BYTES = 4 << 20
 """Bytes of words that are cut at a time."""
-
-
-def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the bytes that words, uint32 of this shape, are stored as."""
-    return shape[0], shape[1] * 4
 
 
 def could_be_cut(shape: tuple[int, ...], bits: int, high: int) -> bool:
@@ -31,19 +24,9 @@ def could_be_cut(shape: tuple[int, ...], bits: int, high: int) -> bool:
     return known and len(shape) == 2 and min(shape) > 0 and shape[1] % bits == 0 and shape[0] * shape[1] < 1 << 30
 
 
-def encoded(words: Words, bits: int, high: int) -> Iterator[memoryview]:
-    """The bytes of both planes of these words (rows, n * bits / 32)."""
-    step = max(1, CUT_BYTES // (words.shape[1] * 4))
-    for cut in (low_plane, high_words):
-        for begin in range(0, len(words), step):
-            plane = cut(mx.array(words[begin : begin + step]), bits, high)
-            mx.eval(plane)
-            yield np.array(plane, copy=False).reshape(-1).view(np.uint8).data
-
-
 @dataclass(frozen=True)
 class Planes:
-    """A decoder (``decoders``) of one weight's words.
+    """How one weight's words are stored, and its decoder (``Decoder``).
 
     Attributes:
         shape: of the words, uint32. bits: of a code; ``high``: of these, how many are in the second plane.
@@ -55,35 +38,38 @@ class Planes:
     nbytes: int = 0
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the bytes that the words are stored as."""
+        return self.shape[0], self.shape[1] * 4
+
+    def encoded(self, words: Any) -> Iterator[memoryview]:
+        """The bytes of both planes of these words, uint32 in NumPy's memory."""
+        step = max(1, CUT_BYTES // (words.shape[1] * 4))
+        for cut in (low_plane, high_words):
+            for begin in range(0, len(words), step):
+                plane = cut(mx.array(words[begin : begin + step]), self.bits, self.high)
+                mx.eval(plane)
+                yield np.array(plane, copy=False).reshape(-1).view(np.uint8).data
+
+    @property
     def low_bytes(self) -> int:
         """Bytes of the first plane."""
         return self.shape[0] * self.shape[1] * 4 // self.bits * (self.bits - self.high)
 
     def decode(self, stored: mx.array) -> mx.array:
         """The words; ``stored``: uint8, as many bytes. Not evaluated."""
-        rows = self.shape[0]
         flat = stored.reshape(-1)
-        low, high = (
-            part.view(mx.uint32).reshape(rows, -1) for part in (flat[: self.low_bytes], flat[self.low_bytes :])
-        )
+        parts = (flat[self.low_bytes :], flat[: self.low_bytes])
+        high, low = (part.view(mx.uint32).reshape(self.shape[0], -1) for part in parts)
         return joined(high, low, self.bits, self.high)
 
     def places(self, stored: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
         """Where the low and the high plane lie of a tensor that is stored so, each as words of its own."""
-        blocks = self.shape[1] // self.bits
-        low = replace(
-            stored,
-            name=f"{stored.name}.low",
-            dtype="U32",
-            shape=(self.shape[0], blocks * (self.bits - self.high)),
-            nbytes=self.low_bytes,
-            stored=None,
+        (rows, words), low = self.shape, self.low_bytes
+        blocks = words // self.bits
+        lows, highs = (rows, blocks * (self.bits - self.high)), (rows, blocks * self.high)
+        file, begin, left = stored.file, stored.offset + low, stored.nbytes - low
+        return (
+            TensorInfo(f"{stored.name}.low", file, "U32", lows, stored.offset, low),
+            TensorInfo(f"{stored.name}.high", file, "U32", highs, begin, left),
         )
-        high = replace(
-            low,
-            name=f"{stored.name}.high",
-            shape=(self.shape[0], blocks * self.high),
-            offset=stored.offset + self.low_bytes,
-            nbytes=stored.nbytes - self.low_bytes,
-        )
-        return low, high

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import CheckpointError, OutcoreError, PromptError, UsageError
 from ..modules.mlx_lm_compat import inner_tokenizer
 from ..text import half_character, one_line, shortened
-from .config import check_files
+from .config import CONFIG, check_files
 
 
 def load_tokenizer(
@@ -31,7 +31,8 @@ def load_tokenizer(
     """
     check_files(folder)
     try:
-        eos = eos if eos is not None else _configured_eos(folder)
+        if eos is None and (folder / CONFIG).exists():
+            eos = mlx_lm.utils.load_config(folder).get("eos_token_id")
         tokenizer: TokenizerWrapper = mlx_lm.utils.load_tokenizer(folder, dict(config or {}), eos_token_ids=eos)
         tokenizer.get_vocab()
         # transformers would warn of texts that are longer than the model was made for, files of requests among them:
@@ -55,10 +56,6 @@ def load_tokenizer(
             )
         tokenizer.add_eos_token(token)
     return tokenizer
-
-
-def _configured_eos(folder: Path) -> Any:
-    return mlx_lm.utils.load_config(folder).get("eos_token_id") if (folder / "config.json").exists() else None
 
 
 def whole_text(text: str, name: str = "the prompt") -> str:

@@ -130,6 +130,7 @@ class AnswerOutput:
     Attributes:
         ttft: seconds until its first token.
         finish: why it ended.
+        cut: a stop string ended it, which is among its tokens and not in its text.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class AnswerOutput:
         self.tokens: list[int] = []
         self.last: GenerationResponse | None = None
         self.ttft = 0.0
-        self.finish = "memory"
+        self.finish, self.cut = "memory", False
         self._began = time.perf_counter()
 
     def shown(
@@ -153,7 +154,8 @@ class AnswerOutput:
         with closing(responses):  # type: ignore[type-var]
             for response in responses:
                 text, reason = stopper.feed(response.text), response.finish_reason
-                if stopper.found is not None:
+                self.cut = stopper.found is not None
+                if self.cut:
                     reason = "stop"
                 elif reason is not None:
                     text += stopper.finish()
@@ -166,7 +168,7 @@ class AnswerOutput:
                 self.finish = reason or self.finish
                 say(text)
                 yield self.last
-                if stopper.found is not None:
+                if self.cut:
                     return
 
     def record(self) -> dict[str, Any]:

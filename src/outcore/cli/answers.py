@@ -146,7 +146,7 @@ class Chat:
         if answer.tokens:
             print(flush=True)
             conversation.add(prompt, answer.tokens, session.in_cache)
-            if self._stopped(answer):
+            if answer.cut:
                 conversation.end_answer(answer.text)
             self.kept.unsure = False
             self.kept.added(SavedTurn(message=message, answer=answer.text))
@@ -219,14 +219,6 @@ class Chat:
         """Why an answer ends that the model did not end."""
         said = len(self._conversation.text)
         return f"the answer ends here, at {self._limit(said, said)}; {RESET}"
-
-    def _stopped(self, answer: AnswerOutput) -> bool:
-        """Whether a stop string ended it: then it is among its tokens, and not in its text."""
-        if not self._stop or answer.finish != "stop":
-            return False
-        last = len(answer.tokens) - (answer.tokens[-1] in self._tokenizer.eos_token_ids)
-        text = self._tokenizer.decode(answer.tokens[:last])
-        return any(stop in text for stop in self._stop)
 
     def _processors(self) -> dict[str, Any]:
         """Those of the options, which see what was said before too."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from ..checks import choice
 from ..errors import OutcoreError, UsageError
 from ..machine.cache_contents import CONVERSATION, Entry, contents
 from ..machine.cache_folder import cache_dir
@@ -16,12 +17,17 @@ from ..sizes import format_size
 from ..text import counted, shortened
 from .console import console
 from .output import tell
+from .parsers import ACTIONS
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; its exit status, 1 where something could not be removed."""
+    if choice("ACTION", args.action, ACTIONS) == "rm" and not args.names:
+        raise UsageError("rm: give a NAME; outcore cache ls shows what there is")
+    if args.action != "rm" and args.names:
+        raise UsageError(f"{args.action} takes no NAME: {shortened(args.names[0])}")
     found = contents()
     if args.action == "ls":
         _list(args, found)

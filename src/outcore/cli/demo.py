@@ -11,9 +11,8 @@ from statistics import median_low
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
-from rich.table import Table
 
-from ..checkpoint.demo_model import demo_model
+from ..checkpoint.find_model import demo_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
 from ..decode.generate import stream_generate
@@ -25,7 +24,7 @@ from ..machine.allocator import peak_held, reset_peak
 from ..machine.budget import asked_budget
 from ..sizes import format_size
 from .arguments import text_of
-from .console import PlainConsole
+from .console import PlainConsole, listing
 from .engine import engine_record, progress_bar, sweep_progress
 
 WARM_UP = 8
@@ -56,10 +55,11 @@ def run(args: argparse.Namespace) -> None:
             runs["resident"].append(_run(folder, args, max(4 * weights, 100_000_000), None))
     one, other = map(_middle, runs.values())
     same = all(run["tokens"] == one["tokens"] for run in [*runs["streamed"], *runs["resident"]])
-    out.print(_table(one, other, weights, same))
+    tokens = f"yes, all {len(one['tokens'])}" if same else "NO"
+    out.print(listing([("streamed", _said(one)), ("resident", _said(other)), ("same tokens", tokens)]))
     out.print(
-        f"Streamed, a token took {other['tps'] / one['tps']:.2f} times as long; "
-        f"{100 * one['waiting']:.0f} % of the time was waiting for the disk."
+        f"Streamed, a token took {other['tps'] / one['tps']:.2f} times as long; {100 * one['waiting']:.0f} % of the "
+        f"time was waiting for the disk, which gave {one['read_gbps']:.2f} GB/s."
     )
     args.result.record = {"same_tokens": same, "weight_bytes": weights, "streamed": one, "resident": other}
     if not same:
@@ -120,20 +120,9 @@ def _middle(runs: Sequence[Run]) -> Run:
     return middle | {"peak_memory": max(run["peak_memory"] for run in runs), "tps_of_each": speeds}
 
 
-def _table(one: Run, other: Run, weights: int, same: bool) -> Table:
-    table = Table()
-    for column in ("", "streamed", "resident"):
-        table.add_column(column, justify="right" if column else "left")
-    both = (one, other)
-    table.add_row("same tokens", f"yes, all {len(one['tokens'])}" if same else "NO")
-    table.add_row("memory budget", format_size(one["budget"]), "-")
-    table.add_row("memory used at most", *(format_size(r["peak_memory"]) for r in both))
-    table.add_row("weights on disk", *[format_size(weights)] * 2)
-    layers = one["streamed_layers"] + one["resident_layers"]
-    table.add_row("layers in memory", *(f"{r['resident_layers']} of {layers}" for r in both))
-    table.add_row("tokens per second, median", *(f"{r['tps']:.1f}" for r in both))
-    table.add_row("slowest to fastest", *(f"{min(r['tps_of_each']):.1f} to {max(r['tps_of_each']):.1f}" for r in both))
-    table.add_row("time waiting for the disk", f"{100 * one['waiting']:.0f} %", "-")
-    table.add_row("SSD rate while reading", f"{one['read_gbps']:.2f} GB/s", "-")
-    table.add_row("sweeps over the weights", str(one["sweeps"]), "-")
-    return table
+def _said(run: Run) -> str:
+    layers = run["resident_layers"] + run["streamed_layers"]
+    return (
+        f"{run['tps']:.1f} tokens a second ({min(run['tps_of_each']):.1f} to {max(run['tps_of_each']):.1f}); "
+        f"{run['resident_layers']} of {layers} layers in memory, {format_size(run['peak_memory'])} used at most"
+    )

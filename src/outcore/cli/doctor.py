@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
 from ..decode.loader import load_model
 from ..decode.preparation import prepare
-from ..disk.cold_ranges import forget_before, scratch_file
-from ..disk.disk_probe import REWRITES, DiskProbe, probe_disk, unseen_rewrites
+from ..disk.cold_ranges import forget, scratch_file
+from ..disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
 from ..disk.layout import Extent
 from ..disk.reader import FileReader
 from ..disk.ring import Slot
@@ -48,9 +47,6 @@ SCRATCH_BYTES = 512 << 20
 """Of the file that is read where no model's is; written in a second or two."""
 
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
-
-FROM_MEMORY = 0.5
-"""A range that takes less than this share of the time when it is read again did not come from the disk."""
 
 ASKING = 0.25
 """Share of a read's time that asking for it may take: reads run by themselves."""
@@ -77,11 +73,6 @@ class Patient:
 
     file: Path
     model: Path | None = None
-
-    @cached_property
-    def probe(self) -> DiskProbe:
-        """What the disk does."""
-        return probe_disk(self.file)
 
 
 Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
@@ -163,7 +154,7 @@ def _slots(_: Patient) -> Verdict:
 @_check("offsets")
 def _offsets(patient: Patient) -> Verdict:
     """Reads at odd offsets give the file's bytes."""
-    if wrong := patient.probe.wrong:
+    if wrong := sorted({*wrong_reads(patient.file), *wrong_reads(patient.file, "cached")}):
         told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
         return False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}"
@@ -172,15 +163,10 @@ def _offsets(patient: Patient) -> Verdict:
 
 @_check("direct reads")
 def _direct(patient: Patient) -> Verdict:
-    """Direct reads are direct: the same range read again is no faster."""
-    p = patient.probe
-    rates = f"{p.nbytes / p.first_s / 1e9:.2f} GB/s, and {p.nbytes / p.second_s / 1e9:.2f} again"
-    if not p.direct:
-        return None, f"refused here, so weights go through the page cache ({rates})"
-    if p.second_s < FROM_MEMORY * p.first_s:
-        advice = "the page cache, a hypervisor or a controller keeps what was read: speeds will vary"
-        return None, f"faster the second time: {rates}", advice
-    return True, f"around the page cache: {rates}"
+    """Weights are read around the page cache."""
+    with contextlib.closing(FileReader([patient.file], threads=1)) as reader:
+        direct = reader.direct
+    return (True, "around the page cache") if direct else (None, "refused here, so weights go through the page cache")
 
 
 @_check("limits")
@@ -217,11 +203,11 @@ def _overlap(patient: Patient) -> Verdict:
     slot = Slot(round_up(size, BLOCK), device_kind())
     with contextlib.closing(FileReader([patient.file])) as reader:
         for _ in range(OVERLAP_ROUNDS):
-            forget_before(reader.direct, [extent])
+            forget([extent])
             began = time.perf_counter()
             reader.submit("doctor", [extent], slot.payload).wait()
             reading_s = time.perf_counter() - began
-            forget_before(reader.direct, [extent])
+            forget([extent])
             began = time.perf_counter()
             read = reader.submit("doctor", [extent], slot.payload)
             asking_s = time.perf_counter() - began
@@ -232,7 +218,7 @@ def _overlap(patient: Patient) -> Verdict:
             text = f"{reading_s:.3f} s of reading took {asking_s:.3f} s to ask for, and had "
             text += f"{'' if there else 'not '}ended after {now - began - asking_s:.3f} s of computing"
             if there and asking_s < ASKING * reading_s:
-                return True, "reading goes on while the device computes"
+                return True, f"reading goes on while the device computes, at {size / reading_s / 1e9:.2f} GB/s"
     advice = "reads are not hidden behind computing: if others use this machine, run this again when it is quiet"
     return False, text, advice
 

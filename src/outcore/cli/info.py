@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import PLAIN
-from ..checkpoint.packed_store import coding_of, missing_bytes
+from ..checkpoint.packed_store import missing_bytes
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
 from ..plan.draft_cost import AUTO, NONE
@@ -47,7 +47,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "model": str(found.lazy.checkpoint.folder),
         "model_type": found.lazy.config.get("model_type"),
         "quantization": {k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
-        "coding": coding_of(found.lazy),
+        "coding": found.lazy.coding,
         "checkpoint_bytes": found.lazy.checkpoint.nbytes,
         "bytes_by_dtype": dict(dtypes),
         "layers": len(size.layers),

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - began
     nbytes = sum(t.nbytes for t in store.tensors.values())
     how = "in fewer bytes" if coding == COMPACT else "cut in two"
-    coded = f" ({len(store.codings)} {how})" if store.codings else ""
+    coded = f" ({len(store.manifest.codings)} {how})" if store.manifest.codings else ""
     drafts = "" if bits is None else f"; --draft {SELF}:{bits} has its draft there"
     made = f"{len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s{drafts}"
     print(f"{printable(str(store.folder))}: {made}")
@@ -57,6 +57,6 @@ def run(args: argparse.Namespace) -> None:
         "tensors": len(store.tensors),
         "bytes": nbytes,
         "seconds": seconds,
-        "coding": store.coding,
-        "coded_tensors": len(store.codings),
+        "coding": store.manifest.coding,
+        "coded_tensors": len(store.manifest.codings),
     }

@@ -8,7 +8,7 @@ from typing import Any
 from .flags import FLAGS, MODEL, SETTLED, command_parser
 from .parser import ArgumentParser, Flag, flag, grouped, switch
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS, ACTIONS = ("bash", "zsh", "tcsh"), ("ls", "rm", "clear")
 DEMO_PROMPT, DEMO_BUDGET = "def read_lines(path):\n", "15MB"
 
 CHAT_KEYS = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
@@ -206,6 +206,17 @@ _COMMANDS: dict[str, list[str | Flag]] = {
             "first asked for. Default: none.",
         ),
     ],
+    "cache": [
+        "What Outcore made once and keeps: packed copies, self drafts, calibrations, compiled kernels, marks that this "
+        "machine was looked at, and what was computed of prompts. All of it is made again when it is needed; what is "
+        "in use stays.",
+        "ls",
+        flag("action", "Show what there is, largest first; remove some; remove all.", metavar="ls | rm | clear"),
+        flag(
+            "names", "What rm removes: as ls shows it, or a beginning that only one has.", (), nargs="*", metavar="NAME"
+        ),
+        FLAGS["force"].but("--yes", "-y", help="Do not ask before all of it is removed."),
+    ],
     "cache-prompt": [
         "Compute a prompt once, and keep what the model makes of it in a file that outcore generate and "
         "mlx_lm.generate go on from with --prompt-cache-file.",
@@ -255,36 +266,8 @@ _MORE: dict[str, dict[str, Any]] = {
 
 def core_parser(name: str) -> ArgumentParser:
     """The parser of a command of the core."""
-    if name == "cache":
-        return _cache()
     description, example, *flags = _COMMANDS[name]
     prog, more = f"outcore {name}", _MORE.get(name, {})
     parser = command_parser(prog, str(description), f"{prog} {example}", *flags, **more)
     parser.runs_model |= name == "list"
-    return parser
-
-
-def _cache() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="outcore cache",
-        example="outcore cache ls",
-        description="What Outcore made once and keeps: packed copies, self drafts, calibrations, compiled kernels, "
-        "marks that this machine was looked at, and what was computed of prompts. All of it is made again when it is "
-        "needed; what is in use stays.",
-    )
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ls | rm | clear", parser_class=ArgumentParser
-    )
-    names = flag("names", "As ls shows it, or a beginning that only one has.", nargs="+", metavar="NAME")
-    for name, text, own in (
-        ("ls", "Show what there is, largest first.", ()),
-        ("rm", "Remove some of it.", (names,)),
-        ("clear", "Remove all that nobody uses.", (FLAGS["force"].but("--yes", "-y", help="Do not ask."),)),
-    ):
-        action = actions.add_parser(name, help=text, description=text)
-        for each in own:
-            each.add(action)
-        group = action.add_argument_group("output")
-        for output in ("json", "quiet", "log-level"):
-            FLAGS[output].add(group)
     return parser

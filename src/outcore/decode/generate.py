@@ -346,7 +346,7 @@ def generate_step(
     prompt_cache: list[Any] | None = None,
     leave_last: bool = False,
     kv: KvBits | None = None,
-) -> Tokens:
+) -> Iterator[tuple[int, mx.array]]:
     """mlx-lm's function of that name for a model that Outcore has loaded: greedy, not drafted, and by itself; no other
     thread may use the model meanwhile."""
     session: Session = model.outcore
@@ -354,4 +354,6 @@ def generate_step(
     alone = Alone(keeps=keeps, whole=keeps and not leave_last, kv=kv)
     tokens = cast(list[int], prompt.tolist())
     request = Request(0, tokens, max_tokens, cache=prompt_cache, scores=True, alone=alone)
-    return _tokens(model, session, _Begun(request, max_tokens, prefill_step_size or session.plan.prefill_step, 0), ())
+    text = _Begun(request, max_tokens, prefill_step_size or session.plan.prefill_step, 0)
+    for token in _tokens(model, session, text, ()):
+        yield token.token, cast(mx.array, token.scores)

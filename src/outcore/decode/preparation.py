@@ -15,7 +15,7 @@ from ..calibration.mirrored import about_mirrors
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import find_mirror
 from ..checkpoint.packed_store import open_model
-from ..disk.replica import Replica
+from ..disk.mirrored_reader import Replica
 from ..disk.scratch import try_folder
 from ..engine.compact_copy import about_codings, or_compact
 from ..engine.model_profile import ModelProfile

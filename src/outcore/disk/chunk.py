@@ -38,14 +38,6 @@ class Chunk:
     aligned: bool
 
 
-@dataclass
-class Slots:
-    """What a reader has learnt of the memory that it reads into, and how bytes come there from elsewhere."""
-
-    refused: bool = False
-    move: Move = move
-
-
 class ShortRead(Exception):
     """A file ended before a read did."""
 
@@ -70,8 +62,14 @@ class Bounce:
         return self._view[:nbytes]
 
 
-def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, slots: Slots) -> int:
-    """Read one chunk and return the bytes read from the file.
+def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces: bool) -> tuple[int, bool]:
+    """Read one chunk.
+
+    Args:
+        to: brings bytes to the slot from a buffer. ``bounces``: slots' memory is known to refuse reads.
+
+    Returns:
+        Bytes read from the file, and whether the slot's memory refused the read.
 
     Raises:
         OSError, ShortRead: that could not be.
@@ -79,18 +77,17 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, slots: Slots) -> 
     file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     place = chunk.slot[chunk.at : chunk.at + chunk.nbytes]
     if file.direct is None:
-        if slots.move is move:
-            return fill(calls, file.cached, place, start, chunk.nbytes)
-        buffer = bounce.take(chunk.nbytes)
+        buffer = place if to is move else bounce.take(chunk.nbytes)
         done = fill(calls, file.cached, buffer, start, chunk.nbytes)
-        slots.move(place, buffer)
-        return done
+        if to is not move:
+            to(place, buffer)
+        return done, False
     first = start - start % BLOCK
     refused: int | None = None
-    if chunk.aligned and not slots.refused:
+    if chunk.aligned and not bounces:
         blocks = chunk.slot[chunk.at - chunk.at % BLOCK : round_up(chunk.at + chunk.nbytes, BLOCK)]
         try:
-            return fill(calls, file.direct, blocks, first, end - first, step=BLOCK)
+            return fill(calls, file.direct, blocks, first, end - first, step=BLOCK), False
         except OSError as e:
             # A GPU's memory, perhaps: xnu answers EFAULT where it cannot wire it (cluster_io_type, vfs_cluster.c).
             if e.errno in _DISK_ERRORS:
@@ -98,10 +95,9 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, slots: Slots) -> 
             refused = e.errno or 0
     buffer = bounce.take(round_up(end, BLOCK) - first)
     done = fill(calls, file.direct, buffer, first, end - first, step=BLOCK)
-    if refused is not None and refused not in PASSING_ERRORS:
-        slots.refused = True  # the memory's fault: the same read into other memory succeeded
-    slots.move(place, buffer[start - first : end - first])
-    return done
+    to(place, buffer[start - first : end - first])
+    # If it was refused, that is the memory's fault: the same read into other memory succeeded.
+    return done, refused is not None and refused not in PASSING_ERRORS
 
 
 def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:

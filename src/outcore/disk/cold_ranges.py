@@ -29,9 +29,8 @@ from . import disk_calls
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
 """Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""
 
-WRITE_S, SYNC_BYTES = 8.0, 128 << 20
-"""Seconds that a scratch file is written for, twice as many until it has ``LEAST_SCRATCH``; and bytes after which it is
-waited for."""
+WRITE_S, SYNC_BYTES = 12.0, 128 << 20
+"""Seconds that a scratch file is written for at most; and bytes after which the disk is waited for."""
 
 MOST_TIMES = 100
 """Times that files are read which are too small."""
@@ -69,17 +68,16 @@ class UnreadRanges:
         return pieces
 
 
-def own_files(files: Iterable[Path], rng: random.Random | None = None) -> tuple[UnreadRanges, int]:
+def own_files(files: Iterable[Path]) -> tuple[UnreadRanges, int]:
     """All of these files from a random place on, since another run should begin elsewhere; as often as it takes to make
     ``LEAST_SCRATCH`` of them, and how often that is."""
     sizes = {f: f.stat().st_size for f in sorted(set(files))}
-    step = 64 << 20
     whole = [
-        Extent(f, at, min(step, size - at), 0, in_place=True)
+        Extent(f, at, min(STEP, size - at), 0, in_place=True)
         for f, size in sizes.items()
-        for at in range(0, size, step)
+        for at in range(0, size, STEP)
     ]
-    start = (rng or random.Random()).randrange(len(whole)) if whole else 0
+    start = random.randrange(len(whole)) if whole else 0
     times = max(1, min(MOST_TIMES, -(-LEAST_SCRATCH // max(1, sum(sizes.values())))))
     return UnreadRanges([*whole[start:], *whole[:start]] * times), times
 
@@ -98,29 +96,27 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
         CalibrationError: the folder is on another disk or cannot be written, or the disk is too full.
     """
     nbytes = nbytes or SCRATCH_BYTES
+    least = min(nbytes, LEAST_SCRATCH)
     with contextlib.ExitStack() as stack:
         try:
             if disk is not None and disk_of(folder) != disk:
                 raise CalibrationError(f"{folder}: a scratch file there would not be on the disk that is measured")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             free = shutil.disk_usage(folder).free
-            if free < 2 * min(nbytes, LEAST_SCRATCH):
+            if free < 2 * least:
                 raise CalibrationError(
-                    f"{folder}: measuring the disk needs a scratch file of {format_size(min(nbytes, LEAST_SCRATCH))}, "
-                    f"but only {format_size(free)} are free: free some, or give a model of {format_size(ENOUGH_BYTES)} "
-                    "or more on that disk"
+                    f"{folder}: measuring the disk needs a scratch file of {format_size(least)}, but only "
+                    f"{format_size(free)} are free: free some, or give a model of {format_size(ENOUGH_BYTES)} or more "
+                    "on that disk"
                 )
-            # Unnamed from the start where the system has such files, else from before the first byte on.
             number = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=SCRATCH, buffering=0)).fileno()
-            path = next(p for p in (Path(f"/proc/self/fd/{number}"), Path(f"/dev/fd/{number}")) if p.exists())
+            path = Path(f"/dev/fd/{number}")  # which Linux and macOS both have
             _write_random(number, min(nbytes, free // 2))
             forget([Extent(path, 0, path.stat().st_size, 0)])
-        except (OSError, StopIteration) as e:
-            why = (e.strerror if isinstance(e, OSError) else None) or "the system gives no path to an unnamed one"
+        except OSError as e:
             raise CalibrationError(
-                f"{folder}: no scratch file can be written to measure the disk with ({why}): make the folder "
-                f"writable, or give a model of {format_size(ENOUGH_BYTES)} or more on that disk, whose own files will "
-                "do"
+                f"{folder}: no scratch file can be written to measure the disk with ({e.strerror}): make the folder "
+                f"writable, or give a model of {format_size(ENOUGH_BYTES)} or more on that disk"
             ) from e
         yield path
 
@@ -133,15 +129,13 @@ def disk_of(path: Path) -> int:
 
 
 def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Write so many bytes, or fewer where that would take longer than ``WRITE_S``: ``LEAST_SCRATCH``, or what is
-    written in twice that time."""
+    """Write so many bytes, or what is written in ``WRITE_S``."""
     # No two blocks are alike, for a disk that stores equal ones once; yet only the first is drawn, which takes longer.
     block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
     calls = disk_calls.system()
     calls.around_cache(number)
-    began = clock()
-    written = 0
-    while written < nbytes and (not written or clock() - began < WRITE_S * (1 + (written < LEAST_SCRATCH))):
+    ends, written = clock() + WRITE_S, 0
+    while written < nbytes and (not written or clock() < ends):
         block += np.uint64(0x9E3779B97F4A7C15)
         written += calls.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
         if written % SYNC_BYTES < block.nbytes:
@@ -149,19 +143,12 @@ def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.pe
     calls.fsync(number)
 
 
-def forget(extents: Iterable[Extent]) -> bool:
-    """Ask the kernel to drop these ranges from the page cache; whether it took that. Advice only."""
-    calls, taken = disk_calls.system(), True
+def forget(extents: Iterable[Extent]) -> None:
+    """Ask the kernel to drop these ranges from the page cache. Advice only."""
+    calls = disk_calls.system()
     for e in extents:
         fd = calls.open(e.file)
         try:
-            taken &= calls.forget(fd, e.offset, e.nbytes)
+            calls.forget(fd, e.offset, e.nbytes)
         finally:
             calls.close(fd)
-    return taken
-
-
-def forget_before(direct: bool, extents: Iterable[Extent]) -> None:
-    """The same before they are measured, if such reads would bring from the page cache what it holds."""
-    if not direct or disk_calls.system().cache_first:
-        forget(extents)

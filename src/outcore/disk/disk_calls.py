@@ -9,35 +9,25 @@ What is said of macOS was read in xnu's source (11417.101.15, bsd/ and osfmk/) a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..sizes import BLOCK
 
 F_RDAHEAD, F_NOCACHE = 45, 48
 """macOS <sys/fcntl.h>; Python's module has the second there only, and the first nowhere."""
 
-MAP_SHARED, PROT_NONE, MS_INVALIDATE = 1, 0, 2
-"""<sys/mman.h>: the same numbers on macOS and on Linux."""
-
-MINCORE_INCORE = 1
-"""<sys/mman.h> of macOS; Linux's mincore(2) says the same by the same bit."""
-
-_MAP_BYTES = 1 << 34
-"""Bytes that are mapped at a time at most, as fio does (os/mac/posix.c)."""
-
 
 class DiskCalls:
-    """What the reader, the calibration and the writers of files ask of the system.
+    """What the reader, the calibration and the writers of files ask of the system: Linux's, with ``O_DIRECT`` and
+    ``posix_fadvise``.
 
     Attributes:
-        cache_first: direct reads bring what the page cache holds from there, so a measurement must forget it first.
+        cache_first: direct reads bring what the page cache holds from there, so a disk is measured by a new file.
         lanes: reads in flight that a calibration tries beside its usual ones.
     """
 
@@ -55,7 +45,21 @@ class DiskCalls:
     def open_direct(self, path: Path) -> int | None:
         """A descriptor that reads around the page cache where offset, length and address are whole blocks
         (``layout.BLOCK``); None where the file system refuses."""
-        raise NotImplementedError
+        flag = getattr(os, "O_DIRECT", 0)
+        if not flag:
+            return None
+        try:
+            fd = self.open(path, flag)
+        except OSError:
+            return None
+        # Some file systems accept the flag and refuse the read.
+        with mmap.mmap(-1, BLOCK) as probe, memoryview(probe) as view:
+            try:
+                self.preadv(fd, view, 0)
+            except OSError:
+                self.close(fd)
+                return None
+        return fd
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -78,95 +82,22 @@ class DiskCalls:
         os.fsync(fd)
 
     def around_cache(self, fd: int) -> bool:
-        """Ask that nothing read or written by this descriptor stays in the page cache; whether that is known here."""
-        raise NotImplementedError
+        """Ask that nothing read or written by this descriptor stays in the page cache; whether that is known here.
+        (Linux's flag is open(2)'s, and asks for whole blocks of those who write.)"""
+        return False
 
-    def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        """Ask that a range of the file is dropped from the page cache; whether that was taken. Never raises."""
-        raise NotImplementedError
+    def forget(self, fd: int, offset: int, nbytes: int) -> None:
+        """Ask that a range of the file is dropped from the page cache. Advice only."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def expect_random(self, fd: int) -> None:
         """Advise that nothing be read ahead."""
-        raise NotImplementedError
-
-    def held(self, fd: int, offset: int, nbytes: int) -> float | None:
-        """Share of a range that the page cache holds; None where that is not told.
-
-        Args:
-            fd: from ``open_cached``.
-        """
-        # Of a file of somebody else's Linux says that all of it is there: mincore(2).
-        first = offset - offset % mmap.PAGESIZE
-        size = offset + nbytes - first
-        try:
-            address = self.mmap(fd, first, size)
-            try:
-                pages = self.mincore(address, size)
-            finally:
-                self.munmap(address, size)
-        except OSError:
-            return None
-        return sum(page & MINCORE_INCORE for page in pages) / len(pages) if pages else None
-
-    def mmap(self, fd: int, offset: int, nbytes: int) -> int:
-        """The address of a shared mapping that nobody may touch. Python's ``mmap`` tells no address of one that cannot
-        be written to, and makes the disk write its own cache first (``F_FULLFSYNC``)."""
-        call = ctypes.CDLL(None, use_errno=True).mmap
-        call.restype = ctypes.c_void_p
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-        address = call(None, nbytes, PROT_NONE, MAP_SHARED, fd, offset)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise _last_error()
-        return int(address)
-
-    def mincore(self, address: int, nbytes: int) -> bytes:
-        """A byte of each page of a mapping, of which ``MINCORE_INCORE`` says that it is in memory."""
-        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-        _check(ctypes.CDLL(None, use_errno=True).mincore, address, nbytes, pages)
-        return pages.raw
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        _check(ctypes.CDLL(None, use_errno=True).munmap, address, nbytes)
-
-
-class LinuxCalls(DiskCalls):
-    """``O_DIRECT`` and ``posix_fadvise``."""
-
-    def open_direct(self, path: Path) -> int | None:
-        flag = getattr(os, "O_DIRECT", 0)
-        if not flag:
-            return None
-        try:
-            fd = self.open(path, flag)
-        except OSError:
-            return None
-        # Some file systems accept the flag and refuse the read.
-        with mmap.mmap(-1, BLOCK) as probe, memoryview(probe) as view:
-            try:
-                self.preadv(fd, view, 0)
-            except OSError:
-                self.close(fd)
-                return None
-        return fd
-
-    def around_cache(self, fd: int) -> bool:
-        return False  # the flag is open(2)'s, and asks for whole blocks of those who write
-
-    def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        if not hasattr(os, "posix_fadvise"):
-            return False
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-            return True
-        return False
-
-    def expect_random(self, fd: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class DarwinCalls(DiskCalls):
-    """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c), and ``msync``.
+    """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c).
 
     It is direct for whole blocks only. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
     address is off the device's block size through the page cache as a whole (``cluster_read_copy``, which reads
@@ -203,47 +134,18 @@ class DarwinCalls(DiskCalls):
             return False
         return True
 
-    def forget(self, fd: int, offset: int, nbytes: int) -> bool:
-        # As fio does it (os/mac/posix.c, discard_pages). Unwritten pages are written by msync too (vm_map_msync in
-        # vm_map.c), but a disk that is being written to is not measured.
-        first, end = offset - offset % mmap.PAGESIZE, offset + nbytes
-        try:
-            self.fsync(fd)
-            for at in range(first, end, _MAP_BYTES):
-                size = min(_MAP_BYTES, end - at)
-                address = self.mmap(fd, at, size)
-                try:
-                    self.msync(address, size, MS_INVALIDATE)
-                finally:
-                    self.munmap(address, size)
-        except OSError:
-            return False
-        return True
+    def forget(self, fd: int, offset: int, nbytes: int) -> None:
+        """There is no such call: what must be read from the disk is to be written around the cache first."""
 
     def expect_random(self, fd: int) -> None:
         with contextlib.suppress(OSError):
             self.fcntl(fd, F_RDAHEAD, 0)
 
-    # What Linux has under other numbers, or Python's own modules do in another way
-
     def fcntl(self, fd: int, command: int, argument: int) -> None:
         fcntl.fcntl(fd, command, argument)
 
-    def msync(self, address: int, nbytes: int, flags: int) -> None:
-        _check(ctypes.CDLL(None, use_errno=True).msync, address, nbytes, ctypes.c_int(flags))
 
-
-def _check(call: ctypes._NamedFuncPointer, address: int, nbytes: int, *more: Any) -> None:
-    if call(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), *more):
-        raise _last_error()
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
-
-
-_current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else LinuxCalls()
+_current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else DiskCalls()
 
 
 def system() -> DiskCalls:

@@ -1,21 +1,17 @@
-"""What this machine does with the reader's own reads, and whether the device sees what is written into a slot."""
+"""Whether the reader's own reads bring the file's bytes here, and the device sees what is written into a slot."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from ..disk.layout import Extent, Source, place_unit
 from ..machine.device import device_kind
-from ..sizes import BLOCK, round_up
+from ..sizes import BLOCK
 from .cold_ranges import forget
-from .metrics import Metrics
+from .layout import Extent, Source, place_unit
 from .reader import FileReader
 from .ring import Slot
 
@@ -25,82 +21,34 @@ ODD_OFFSETS = (0, 1, 1288, BLOCK - 1, BLOCK, 7936, 16385)
 ALIGNMENTS = (1, 8, 256)
 """Bytes that parameters are aligned to in a slot: a CPU's, the files' own, and a GPU's."""
 
-TIMED_BYTES = 64 << 20
-"""Bytes of the range that is read twice."""
-
 REWRITES = 100
 
 
-@dataclass(frozen=True)
-class DiskProbe:
-    """What was found of one file.
-
-    Attributes:
-        direct: the reader reads it around the page cache.
-        bounces: the system refused to read straight into MLX's memory, so a buffer stands between.
-        forgets: the system took the advice to drop a range from its page cache.
-        nbytes: of the range that was read twice.
-        first_s, second_s: seconds of each time. A second that took a small part of the first came from a cache.
-        wrong: offset, alignment and way (``direct`` or ``cached``) of every read whose bytes were not the file's.
-    """
-
-    direct: bool
-    bounces: bool
-    forgets: bool
-    nbytes: int
-    first_s: float
-    second_s: float
-    wrong: tuple[tuple[int, int, str], ...]
-
-
-def probe_disk(path: Path, io: str = "auto", clock: Callable[[], float] = time.perf_counter) -> DiskProbe:
-    """Open a file as a model's are, read a range of its middle twice, and other bytes at odd offsets.
+def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...]:
+    """Offset, alignment and way (``direct`` or ``cached``) of every read whose bytes were not the file's, of a file
+    that is opened as a model's are and read at odd offsets: milliseconds.
 
     Raises:
         ReadError: it cannot be opened, or the disk failed.
         UsageError: ``io="direct"`` on a file system without direct reads.
     """
-    size = path.stat().st_size
-    nbytes = min(TIMED_BYTES, size)
-    whole = Extent(path, (size - nbytes) // 2 // BLOCK * BLOCK, nbytes, 0, in_place=True)
-    forgets = forget([whole])
-    slot = Slot(round_up(max(nbytes, 1), BLOCK), device_kind())
-    seconds = []
-    with contextlib.closing(FileReader([path], io=io, metrics=Metrics(clock=clock))) as reader:
-        for _ in range(2):
-            began = clock()
-            reader.submit("probe", [whole], slot.payload).wait()
-            seconds.append(clock() - began)
-        wrong, direct = _wrong(path, size, reader), reader.direct
-    if direct:
-        wrong += wrong_reads(path, "cached")
-    return DiskProbe(direct, reader.bounces, forgets, nbytes, seconds[0], seconds[1], wrong)
-
-
-def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...]:
-    """``DiskProbe.wrong`` of a file, read in one way: milliseconds. Raises as ``probe_disk``."""
-    with contextlib.closing(FileReader([path], io=io, threads=1)) as reader:
-        return _wrong(path, path.stat().st_size, reader)
-
-
-def _wrong(path: Path, size: int, reader: FileReader) -> tuple[tuple[int, int, str], ...]:
-    found = []
-    for offset in ODD_OFFSETS:
-        nbytes = min(3 * BLOCK + 17, size - offset)
-        if nbytes <= 0:
-            continue
-        with path.open("rb") as file:
+    size, found = path.stat().st_size, []
+    with contextlib.closing(FileReader([path], io=io, threads=1)) as reader, path.open("rb") as file:
+        for offset in ODD_OFFSETS:
+            nbytes = min(3 * BLOCK + 17, size - offset)
+            if nbytes <= 0:
+                continue
             file.seek(offset)
             expected = file.read(nbytes)
-        forget([Extent(path, offset, nbytes, 0)])
-        for align in ALIGNMENTS:
-            source = Source("x", "U8", (nbytes,), path, offset, nbytes)
-            unit = place_unit("probe", [source], direct=reader.direct, align=align)
-            slot = Slot(unit.slot_bytes)
-            reader.submit("probe", unit.extents, slot.payload).wait()
-            at = unit.fields[0].at
-            if slot.payload[at : at + nbytes] != expected:
-                found.append((offset, align, "direct" if reader.direct else "cached"))
+            forget([Extent(path, offset, nbytes, 0)])
+            for align in ALIGNMENTS:
+                source = Source("x", "U8", (nbytes,), path, offset, nbytes)
+                unit = place_unit("probe", [source], direct=reader.direct, align=align)
+                slot = Slot(unit.slot_bytes)
+                reader.submit("probe", unit.extents, slot.payload).wait()
+                at = unit.fields[0].at
+                if slot.payload[at : at + nbytes] != expected:
+                    found.append((offset, align, "direct" if reader.direct else "cached"))
     return tuple(found)
 
 

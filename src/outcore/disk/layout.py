@@ -126,7 +126,7 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
 def _runs(sources: Iterable[Source]) -> Sequence[list[Source]]:
     runs: list[list[Source]] = []
     end = 0
-    for s in sorted((s for s in sources), key=lambda s: (str(s.file), s.offset)):
+    for s in sorted(sources, key=lambda s: (str(s.file), s.offset)):
         if runs and runs[-1][0].file == s.file and s.offset - end <= GAP:
             runs[-1].append(s)
         else:

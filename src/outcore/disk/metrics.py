@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,17 @@ class Metrics:
     """Counters of one streamed model since it was loaded, or since ``reset``.
 
     Attributes:
-        sweeps: forward passes that went over the streamed units.
-        units: streamed units computed.
-        misses: units that read-ahead had not foreseen and that were read on demand.
-        bytes_read: bytes read from files into slots, block rounding included.
-        read_s: seconds during which at least one read was under way.
-        stall_s: seconds that the loop waited for a read.
-        ranks_s: seconds that the loop waited for what other ranks send.
+        sweeps: forward passes that went over the streamed units. ``units``: streamed units computed; ``misses``: of
+            these, those that read-ahead had not foreseen and that were read on demand.
+        bytes_read: bytes read from files into slots, block rounding included; ``read_s``: seconds during which at least
+            one read was under way.
+        stall_s, ranks_s, rows_s: seconds that the loop waited for a read, for other ranks, for rows of embeddings.
         rows_read: rows of embeddings read one by one; not in ``bytes_read``.
-        rows_s: seconds that the loop waited for them.
         experts_used: routed experts that calls were computed with out of pools; ``experts_read``: of these, those that
-            were not there and were read.
-        experts_foreseen: read before they were asked for, and not in ``experts_read``; ``experts_wasted``: of these,
-            those that were not asked for then.
-        prompt_found: tokens of prompts that the prefix cache had, and were not computed.
-        tokens: of answers.
-        drafted, accepted: tokens that were drafted, and of them those that became part of the text.
+            were not there and were read. ``experts_foreseen``: read before they were asked for, and not in
+            ``experts_read``; ``experts_wasted``: of these, those that were not asked for then.
+        prompt_found: tokens of prompts that the prefix cache had. ``tokens``: of answers. ``drafted``, ``accepted``:
+            tokens that were drafted, and of them those that became part of the text.
         timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
@@ -102,8 +97,7 @@ class Metrics:
     def reset(self) -> None:
         """Count from zero again; a read under way counts from now on."""
         with self._lock:
-            self.sweeps = self.units = self.misses = self.bytes_read = self.rows_read = 0
-            self.tokens = self.drafted = self.accepted = self.prompt_found = 0
-            self.experts_used = self.experts_read = self.experts_foreseen = self.experts_wasted = 0
-            self.read_s = self.stall_s = self.ranks_s = self.rows_s = 0.0
+            for counter in fields(self):
+                if counter.default == 0 and not counter.name.startswith("_"):
+                    setattr(self, counter.name, counter.default)
             self._since = self.clock()

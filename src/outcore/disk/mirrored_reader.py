@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ..disk.layout import Extent, SlotCopy
@@ -19,10 +20,10 @@ from ..errors import ReadError
 from ..sizes import BLOCK
 from . import disk_calls
 from .chunk import Move
+from .disk_calls import DiskCalls
 from .metrics import Metrics
-from .open_file import OpenFile
+from .open_file import OpenFile, open_file, state_of
 from .reader import CHUNK, THREADS, FileReader, Read, pieces
-from .replica import Replicas
 
 LEAST_CHUNK, PARTS = 256 << 10, 16
 """Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""
@@ -38,6 +39,106 @@ MEMORY_S = 0.5
 
 TRY_S, TRIES = 0.25, 30
 """One that is too slow is tried again after so many seconds, and so many times what its last part took."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """A folder to read from.
+
+    Attributes:
+        folder: as people call it.
+        copies: files of the model → its copies of them; None: it is the model's own folder.
+        states: what tells each copy from what it was when it was compared (``state_of``).
+        lost: why it is not read any more; None: it is.
+        nbytes: bytes that were read from it.
+    """
+
+    folder: Path
+    copies: Mapping[Path, Path] | None = None
+    states: Mapping[Path, tuple[int, ...]] | None = None
+    lost: str | None = None
+    nbytes: int = 0
+
+    def changed(self, copy: Path) -> bool:
+        """Whether one of its copies is not the file any more that was compared."""
+        return self.states is not None and state_of(copy) != self.states.get(copy)
+
+
+class Replicas:
+    """A model's own folder and its mirrors, for as long as the model lives: who was lost stays lost.
+
+    Attributes:
+        all: the own folder first.
+        note: is told, in any thread, when one is lost.
+    """
+
+    def __init__(self, folder: Path, mirrors: Sequence[Replica] = (), note: Callable[[str], None] = lambda _: None):
+        self.all = (Replica(folder), *mirrors)
+        self.note = note
+        self._lock = threading.Lock()
+
+    @property
+    def mirrors(self) -> tuple[Replica, ...]:
+        """All but the model's own folder."""
+        return self.all[1:]
+
+    def open(self, file: Path, io: str, calls: DiskCalls) -> dict[int, OpenFile]:
+        """Open a file of the model in each folder that has it; by the folders' numbers. Who has it no more, or not
+        as it was compared, is lost.
+
+        Raises:
+            ReadError, UsageError: as ``open_file``, where nobody has it.
+        """
+        found: dict[int, OpenFile] = {}
+        failed: dict[int, ReadError] = {}
+        for n, replica in enumerate(self.all):
+            copy = file if replica.copies is None else replica.copies.get(file)
+            if copy is None or (n and replica.lost is not None):
+                continue
+            try:
+                opened = open_file(copy, io, calls)
+                if replica.changed(copy):
+                    opened.close()
+                    raise ReadError(f"{copy}: was written to")
+                found[n] = opened
+            except ReadError as e:
+                failed[n] = e
+        for n, error in failed.items():
+            if not found:
+                raise error
+            self.lose(n, str(error))
+        return found
+
+    def check(self, holders: Mapping[int, OpenFile]) -> None:
+        """Look at one file in each folder. Who has it no more as it was is lost, where another has it: what was read
+        from it was looked at then.
+
+        Raises:
+            ReadError, OSError: it was written to, and nobody else has it.
+        """
+        for n, file in holders.items():
+            try:
+                file.check()
+            except (ReadError, OSError) as e:
+                if all(self.all[m].lost is not None for m in holders if m != n):
+                    raise
+                file.read = False
+                self.lose(n, str(e))
+
+    def lose(self, n: int, why: str) -> None:
+        """Do not read from one any more where others have the same; the last one that is left stays."""
+        replica = self.all[n]
+        with self._lock:
+            left = [str(r.folder) for r in self.all if r.lost is None and r is not replica]
+            if replica.lost is not None or not left:
+                return
+            replica.lost = why
+        self.note(f"{replica.folder} is no longer read: {why}; what it had is read from {', '.join(left)}")
+
+    def count(self, n: int, nbytes: int) -> None:
+        """Count what was read from one."""
+        with self._lock:
+            self.all[n].nbytes += nbytes
 
 
 class FolderPace:
@@ -88,48 +189,6 @@ def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int, now
     return min(who, key=lambda n: (paces[n].done_in(nbytes, now), n))
 
 
-class _Whole(Read):
-    """What is read of a unit, in parts by several readers."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.parts: list[Read] = []
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        for part in list(self.parts):
-            part.cancelled = True
-
-    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
-        last = super().finish(error, nbytes)
-        if last:
-            self.parts.clear()  # they hold the memory that was read into
-        return last
-
-
-class _Part(Read):
-    """Reading a part of a unit in one folder; ``told`` when that has ended, before anybody who waits for the unit.
-
-    Attributes:
-        extent: names the model's own file; None: what is in memory already. ``tried``: folders that could not read it.
-    """
-
-    def __init__(
-        self, whole: _Whole, extent: Extent | None, target: memoryview, tried: frozenset[int], told: Callable[..., None]
-    ) -> None:
-        super().__init__(whole.name)
-        self.whole, self.extent, self.target, self.tried = whole, extent, target, tried
-        self.cancelled = whole.cancelled
-        self.folder, self.asked = 0, 0.0
-        self._told = told
-
-    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
-        last = super().finish(error, nbytes)
-        if last:
-            self._told(self)
-        return last
-
-
 class MirroredReader:
     """A ``FileReader`` for each folder.
 
@@ -155,7 +214,7 @@ class MirroredReader:
     ) -> None:
         self._replicas, self._chunk, self._clock = replicas, chunk, clock
         self._paces = [FolderPace() for _ in replicas.all]
-        self._under_way: set[_Part] = set()
+        self._under_way: dict[Read, tuple[int, Path]] = {}
         self._lock = threading.RLock()
         self._closed = False
         self._holders: dict[Path, dict[int, OpenFile]] = {}
@@ -170,7 +229,7 @@ class MirroredReader:
         except BaseException:
             self.close()
             for unread in [file for opened in self._holders.values() for file in opened.values()]:
-                unread.close(calls)
+                unread.close()
             raise
 
     @property
@@ -189,58 +248,52 @@ class MirroredReader:
             reader.move = move
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        whole = _Whole(name)
+        whole = Read(name)
         part = max(LEAST_CHUNK, sum(e.nbytes for e in extents) // PARTS)
         most = min(self._chunk, part - part % BLOCK)
         if copies:
             whole.add()
-            self._readers[0].begin(_Part(whole, None, target, frozenset(), self._pass_on), (), target, copies)
+            self._readers[0].submit(name, (), target, copies, Read(name, whole, partial(_pass_on, whole)))
         for extent in extents:
             for offset, nbytes in pieces(extent, most):
                 whole.add()
                 piece = replace(extent, offset=offset, nbytes=nbytes, at=extent.at + offset - extent.offset)
-                if not self._ask(whole, piece, target):
+                if not self._ask(whole, piece, target, frozenset()):
                     whole.finish(ReadError(f"{name}: the reader was closed"))
         whole.finish()
         return whole
 
-    def _ask(self, whole: _Whole, extent: Extent, target: memoryview, tried: frozenset[int] = frozenset()) -> bool:
-        """Have somebody read a part; False: nobody is left."""
+    def _ask(self, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int]) -> bool:
+        """Have a folder read a part that those that were ``tried`` could not; False: none is left."""
         with self._lock:
             holders = self._holders[extent.file]
             left = [n for n in holders if n not in tried]
             alive = [n for n in left if self._replicas.all[n].lost is None] or left
             if self._closed or not alive:
                 return False
-            part = _Part(whole, extent, target, tried, self._ended)
-            part.asked = self._clock()
-            part.folder = n = quickest(self._paces, alive, extent.nbytes, part.asked)
-            self._paces[n].asked(extent.nbytes, part.asked)
-            whole.parts.append(part)
-            self._under_way.add(part)
-            self._readers[n].begin(part, [replace(extent, file=holders[n].path)], target)
+            now = self._clock()
+            n = quickest(self._paces, alive, extent.nbytes, now)
+            part = Read(whole.name, whole, lambda part: self._ended(part, whole, extent, target, tried | {n}, n, now))
+            self._paces[n].asked(extent.nbytes, now)
+            self._under_way[part] = n, extent.file
+            self._readers[n].submit(whole.name, [replace(extent, file=holders[n].path)], target, (), part)
             return True
 
-    def _ended(self, part: _Part) -> None:
-        extent, n = part.extent, part.folder
-        assert extent is not None
+    def _ended(
+        self, part: Read, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int], n: int, asked: float
+    ) -> None:
         with self._lock:
             now = self._clock()
-            self._under_way.discard(part)
-            self._paces[n].ended(extent.nbytes, part.error is None, now - part.asked, now)
+            del self._under_way[part]
+            self._paces[n].ended(extent.nbytes, part.error is None, now - asked, now)
         self._replicas.count(n, part.nbytes)
-        if part.error is not None and not part.whole.cancelled:
+        if part.error is not None and not whole.cancelled:
             # Before others are asked: whoever waits for the unit finds the note there.
             if not part.passing and self._elsewhere(extent.file, n):
                 self._lose(n, str(part.error))
-            if self._ask(part.whole, extent, part.target, part.tried | {n}):
+            if self._ask(whole, extent, target, tried):
                 return
-        self._pass_on(part)
-
-    @staticmethod
-    def _pass_on(part: _Part) -> None:
-        part.whole.began = part.whole.began or part.began
-        part.whole.finish(part.error, part.nbytes)
+        _pass_on(whole, part)
 
     def _elsewhere(self, file: Path, n: int) -> bool:
         """Whether another folder that is not lost has a file."""
@@ -249,9 +302,9 @@ class MirroredReader:
     def _lose(self, n: int, why: str) -> None:
         self._replicas.lose(n, why)
         with self._lock:
-            for part in self._under_way:
-                if part.folder == n and part.extent is not None and self._elsewhere(part.extent.file, n):
-                    part.cancelled = True  # and asked of another, as what fails
+            for part, (folder, file) in self._under_way.items():
+                if folder == n and self._elsewhere(file, n):
+                    part.cancel()  # and asked of another, as what fails
 
     def check(self) -> None:
         """As in ``Reader``, where no other folder has the file."""
@@ -263,3 +316,8 @@ class MirroredReader:
             self._closed = True
         for reader in self._readers:
             reader.close()
+
+
+def _pass_on(whole: Read, part: Read) -> None:
+    whole.began = whole.began or part.began
+    whole.finish(part.error, part.nbytes)

@@ -18,35 +18,57 @@ AHEAD = 512 << 10
 """Bytes that the system may read ahead."""
 
 
-@dataclass
-class Stamp:
-    """What tells that an open file was written to: its size and its times.
+@dataclass(eq=False)
+class OpenFile:
+    """A file that is open: by descriptors that read through the page cache, and around it.
 
-    Who copies a file with its times sets the one of its content back, but never the one of its status (``st_ctime``).
-    That one moves without a write too, with the file's names, its mode or its owner. Then some blocks are looked at.
-
-    Args:
-        fd: an open descriptor, which stays the caller's. ``calls``: what it was opened with.
+    Attributes:
+        calls: what it was opened with.
+        watched: nobody may write to it. Else it is a file of our own.
+        read: since it was last looked at, something was read from it.
     """
 
     path: Path
-    fd: int
     calls: DiskCalls
+    cached: int
+    direct: int | None
+    watched: bool = True
+    read: bool = False
     _was: os.stat_result = field(init=False, repr=False)
     _blocks: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._was = os.fstat(self.fd)
-        self._blocks = self._sampled()
+        self._was = os.fstat(self.cached)
+        self._blocks = self._sampled() if self.watched else 0
 
     def check(self) -> None:
-        """Look at it.
+        """Look at the file, if something was read from it since the last look.
 
         Raises:
-            ReadError: it was written to.
+            ReadError, OSError: it was written to since it was opened, or cannot be looked at.
         """
-        now, was = os.fstat(self.fd), self._was
-        if now.st_ctime_ns == was.st_ctime_ns and now.st_mtime_ns == was.st_mtime_ns and now.st_size == was.st_size:
+        if not self.read:
+            return
+        self.read = False  # before it is looked at: what is read meanwhile is looked at the next time
+        try:
+            self.look()
+        except (ReadError, OSError):
+            self.read = True
+            raise
+
+    def look(self) -> None:
+        """See that nobody wrote to it, by its size and its times.
+
+        Who copies a file with its times sets the one of its content back, but never the one of its status
+        (``st_ctime``). That one moves without a write too, with the file's names, its mode or its owner. Then some
+        blocks are looked at.
+
+        Raises:
+            ReadError: somebody did.
+        """
+        now, was = os.fstat(self.cached), self._was
+        times = now.st_ctime_ns == was.st_ctime_ns and now.st_mtime_ns == was.st_mtime_ns
+        if not self.watched or (times and now.st_size == was.st_size):
             return
         content = (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns)
         if content or _status(now) == _status(was) or self._sampled() != self._blocks:
@@ -60,52 +82,21 @@ class Stamp:
         digest, size = xxhash.xxh3_64(), self._was.st_size
         for n in range(BLOCKS):
             at = n * max(0, size - BLOCK) // (BLOCKS - 1)
-            digest.update(self.calls.pread(self.fd, BLOCK, at))
+            digest.update(self.calls.pread(self.cached, BLOCK, at))
             # With what was read ahead of it: who reads around the page cache wants nothing there.
-            self.calls.forget(self.fd, at - at % AHEAD, 2 * AHEAD)
+            self.calls.forget(self.cached, at - at % AHEAD, 2 * AHEAD)
         return digest.intdigest()
 
-
-def _status(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
-
-
-@dataclass(eq=False)
-class OpenFile:
-    """A file that is open: by descriptors that read through the page cache, and around it.
-
-    Attributes:
-        stamp: tells whether it was written to since; None: it may be.
-        read: since it was last looked at, something was read from it.
-    """
-
-    path: Path
-    stamp: Stamp | None
-    cached: int
-    direct: int | None
-    read: bool = False
-
-    def check(self) -> None:
-        """Look at the file, if something was read from it since the last look.
-
-        Raises:
-            ReadError, OSError: it was written to since it was opened, or cannot be looked at.
-        """
-        if self.stamp is None or not self.read:
-            return
-        self.read = False  # before it is looked at: what is read meanwhile is looked at the next time
-        try:
-            self.stamp.check()
-        except (ReadError, OSError):
-            self.read = True
-            raise
-
-    def close(self, calls: DiskCalls) -> None:
+    def close(self) -> None:
         """Close its descriptors. Safe to call twice."""
         opened, self.cached, self.direct = (self.cached, self.direct), -1, None
         for fd in opened:
             if fd is not None and fd >= 0:
-                calls.close(fd)
+                self.calls.close(fd)
+
+
+def _status(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_nlink, found.st_mode, found.st_uid, found.st_gid
 
 
 def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
@@ -120,12 +111,23 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
     except OSError as e:
         raise ReadError(f"{path}: cannot be opened: {e.strerror}") from e
     try:
-        stamp = Stamp(path, fd, calls)
+        opened = OpenFile(path, calls, fd, None)
     except OSError as e:
         calls.close(fd)
         raise ReadError(f"{path}: cannot be read: {e.strerror}") from e
-    direct = calls.open_direct(path) if io != "cached" else None
-    if direct is None and io == "direct":
-        calls.close(fd)
+    if io == "random":
+        calls.expect_random(fd)
+    opened.direct = calls.open_direct(path) if io in ("auto", "direct") else None
+    if opened.direct is None and io == "direct":
+        opened.close()
         raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
-    return OpenFile(path, stamp, fd, direct)
+    return opened
+
+
+def state_of(file: Path) -> tuple[int, ...]:
+    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

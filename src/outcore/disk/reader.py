@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..disk.layout import Extent, SlotCopy
 from ..errors import ReadError, UsageError
 from ..machine import interrupts
-from ..machine.device_memory import address_of
+from ..machine.device_memory import address_of, move
 from ..sizes import BLOCK
 from . import disk_calls
-from .chunk import PASSING_ERRORS, Bounce, Chunk, Move, ShortRead, Slots, read_chunk
+from .chunk import PASSING_ERRORS, Bounce, Chunk, Move, ShortRead, read_chunk
 from .metrics import Metrics
 from .open_file import OpenFile, open_file
 
@@ -27,18 +27,23 @@ THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
 class Read:
     """Reads under way for one unit. ``wait`` returns when all bytes are in place, or raises what went wrong.
 
+    Args:
+        part_of: the read that this is a part of, which cancels it too.
+        then: called with this read when it has ended, before anybody who waits for it goes on.
+
     Attributes:
         nbytes: bytes that files gave so far, block rounding included.
         passing: what went wrong says nothing about the file or its disk.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, part_of: Read | None = None, then: Callable[[Any], None] | None = None) -> None:
         self.name = name
         self.error: ReadError | None = None
         self.passing = False
-        self.cancelled = False
         self.nbytes = 0
         self.began = 0.0  # when the first chunk was taken up; 0 before
+        self._part_of, self._then = part_of, then
+        self._cancelled = False
         self._left = 1  # one is held by the submitter until every chunk is queued
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -55,6 +60,8 @@ class Read:
             self._left -= 1
             last = self._left == 0
         if last:
+            if self._then is not None:
+                self._then(self)
             self._done.set()
         return last
 
@@ -68,9 +75,14 @@ class Read:
         """Whether it has ended badly."""
         return self.error is not None and self.ready
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether chunks that have not begun are skipped."""
+        return self._cancelled or (self._part_of is not None and self._part_of.cancelled)
+
     def cancel(self) -> None:
         """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
-        self.cancelled = True
+        self._cancelled = True
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for so long at most; whether it has ended, well or badly."""
@@ -117,10 +129,14 @@ class FileReader:
     Args:
         files: every file that extents will name; those that are open already are the reader's to close.
         io: ``direct`` bypasses the page cache and fails where the file system refuses; ``cached`` reads through
-            it; ``auto`` is direct where it works, else cached.
+            it; ``random`` does so and asks for nothing ahead; ``auto`` is direct where it works, else cached.
         threads: reads in flight at once.
         chunk: bytes of one read, a multiple of 4096.
         looks: look at a file after each chunk that was read from it, and not only in ``check``.
+
+    Attributes:
+        move: as in ``Reader``; what is read in place is not moved.
+        bounces: the system refused to read into slots, so all goes through buffers of the threads' own.
 
     Raises:
         ReadError: a file cannot be opened.
@@ -140,9 +156,10 @@ class FileReader:
         if chunk <= 0 or chunk % BLOCK:
             raise UsageError(f"a chunk of {chunk} bytes is not a positive multiple of {BLOCK}")
         self.metrics = metrics or Metrics()
+        self.move: Move = move
+        self.bounces = False
         self._chunk, self._looks = chunk, looks
         self._calls = disk_calls.system()
-        self._slots = Slots()
         self._queue: queue.SimpleQueue[tuple[Read, Chunk | SlotCopy, memoryview] | None] = queue.SimpleQueue()
         self._files: dict[Path, OpenFile] = {f.path: f for f in files if isinstance(f, OpenFile)}
         self._threads: list[threading.Thread] = []
@@ -165,29 +182,20 @@ class FileReader:
         """Whether every file is read around the page cache."""
         return all(f.direct is not None for f in self._files.values())
 
-    @property
-    def move(self) -> Move:
-        """As in ``Reader``. Only what is not read in place is moved."""
-        return self._slots.move
-
-    @move.setter
-    def move(self, move: Move) -> None:
-        self._slots.move = move
-
-    @property
-    def bounces(self) -> bool:
-        """Whether the system refused to read into slots, so that all goes through buffers of the threads' own."""
-        return self._slots.refused
-
-    def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        return self.begin(Read(name), extents, target, copies)
-
-    def begin(self, read: Read, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        """As ``submit``, and ``read`` is told what becomes of it."""
-        room, address = len(target), address_of(target)
+    def submit(
+        self,
+        name: str,
+        extents: Sequence[Extent],
+        target: memoryview,
+        copies: Sequence[SlotCopy] = (),
+        read: Read | None = None,
+    ) -> Read:
+        """As in ``Reader``; ``read`` is told what becomes of it."""
+        read = Read(name) if read is None else read
+        room, address = len(target), address_of(target) if extents else 0
         ends = [e.at + e.nbytes for e in extents] + [c.at + len(c.source) for c in copies]
         if ends and max(ends) > room:
-            raise ValueError(f"{read.name} does not fit in a buffer of {room} bytes")
+            raise ValueError(f"{name} does not fit in a buffer of {room} bytes")
         for extent in extents:
             file = self._files[extent.file]
             # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
@@ -217,7 +225,7 @@ class FileReader:
         for t in self._threads:
             t.join()
         for f in self._files.values():
-            f.close(self._calls)
+            f.close()
         self._files.clear()
 
     def _serve(self) -> None:
@@ -231,7 +239,7 @@ class FileReader:
                 # Also where the read was cancelled: it takes no disk.
                 failed: ReadError | None = None
                 try:
-                    self._slots.move(target[what.at : what.at + len(what.source)], what.source)
+                    self.move(target[what.at : what.at + len(what.source)], what.source)
                 except OSError as e:
                     failed = ReadError(f"{read.name}: what is in memory could not be copied: {e}")
                 read.finish(failed)
@@ -246,10 +254,11 @@ class FileReader:
         read.began = read.began or self.metrics.clock()
         done, why, error = 0, "", None
         try:
-            done = read_chunk(chunk, bounce, self._calls, self._slots)
+            done, refused = read_chunk(chunk, bounce, self._calls, self.move, self.bounces)
+            self.bounces |= refused
             file.read = True
-            if self._looks and file.stamp is not None:
-                file.stamp.check()
+            if self._looks:
+                file.look()
         except ShortRead as e:
             why = f"the file ended {e.missing} bytes early; it changed since the model was loaded"
         except ReadError as e:

@@ -41,10 +41,8 @@ class Slot:
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
         size, step = slot_bytes(nbytes), slot_alignment(nbytes)
         if size > (most := most_slot_bytes()):
-            raise BudgetError(
-                f"a slot of {format_size(size)} cannot be made: this device's hold {format_size(most)} at most; "
-                "keep what it is for in memory"
-            )
+            what = f"a slot of {format_size(size)} cannot be made: this device's hold {format_size(most)} at most"
+            raise BudgetError(f"{what}; keep what it is for in memory")
         self.array = mx.zeros((size,), dtype=mx.uint8)
         mx.eval(self.array)
         # Documented by MLX: the array's own buffer, without a copy.
@@ -148,10 +146,8 @@ class Ring:
         self._check_open()
         if not order:
             raise ValueError("a ring without units has nothing to do; close it")
-        keep = 0
-        while keep < len(self._ahead) and self._ahead[keep].unit == order[keep % len(order)]:
-            keep += 1
-        self._drop(keep)
+        fits = [lease.unit == order[n % len(order)] for n, lease in enumerate(self._ahead)]
+        self._drop(fits.index(False) if False in fits else len(fits))
         self._order, self._at = list(order), 0
         self._seen, self._before = [], []
         self._read_ahead()
@@ -246,12 +242,11 @@ class Ring:
     def _begin(self, unit: int, ahead: int) -> Lease:
         turn = self._turn + ahead
         slot = turn % len(self.slots)
-        u, payload = self.units[unit], self.slots[slot].payload
-        partly = None if self.partly is None else self.partly(unit)
-        if partly is None:
-            return Lease(turn, unit, slot, self.reader.submit(u.name, u.extents, payload))
-        read = self.reader.submit(u.name, partly.extents, payload, partly.copies)
-        partly.begun(read)
+        u, partly = self.units[unit], None if self.partly is None else self.partly(unit)
+        extents, copies = (u.extents, ()) if partly is None else (partly.extents, partly.copies)
+        read = self.reader.submit(u.name, extents, self.slots[slot].payload, copies)
+        if partly is not None:
+            partly.begun(read)
         return Lease(turn, unit, slot, read)
 
     def _read_ahead(self) -> None:
@@ -296,12 +291,10 @@ class Ring:
 
     def close(self) -> None:
         """Cancel the reads, end the reader and free the slots. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        for lease in self._ahead:
-            lease.read.cancel()
-        self.reader.close()
-        self._ahead.clear()
-        self._held.clear()
-        self.slots.clear()
+        if not self._closed:
+            self._closed = True
+            for lease in self._ahead:
+                lease.read.cancel()
+            self.reader.close()
+            for each in (self._ahead, self._held, self.slots):
+                each.clear()

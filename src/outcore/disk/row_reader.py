@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..errors import ReadError
-from . import disk_calls
-from .chunk import ShortRead, fill
+from .layout import Extent
 from .metrics import Metrics
-from .open_file import OpenFile
-from .replica import Replicas
+from .reader import FileReader
 
 ROW_THREADS = 8
 """Rows read at once, where a prompt asks for many."""
@@ -23,27 +20,17 @@ class RowReader:
     """Reads single rows of tensors, wherever they lie, through the page cache: rows that come often stay in it.
 
     Args:
-        replicas: folders that have some of these files as well, where rows are read that the first cannot read: so few
-            bytes take no longer from one disk than from several.
+        make: what makes the reader.
 
     Raises:
         ReadError: a file cannot be opened.
     """
 
-    def __init__(self, files: Sequence[Path], metrics: Metrics | None = None, replicas: Replicas | None = None) -> None:
+    def __init__(
+        self, files: Sequence[Path], metrics: Metrics | None = None, make: Callable[..., Any] = FileReader
+    ) -> None:
         self.metrics = metrics or Metrics()
-        self._calls = disk_calls.system()
-        self._replicas = replicas or Replicas(Path())
-        self._holders: dict[Path, dict[int, OpenFile]] = {}
-        self._pool = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="outcore-rows")
-        try:
-            for path in dict.fromkeys(files):
-                self._holders[path] = self._replicas.open(path, "cached", self._calls)
-                for opened in self._holders[path].values():
-                    self._calls.expect_random(opened.cached)
-        except BaseException:
-            self.close()
-            raise
+        self._reader: FileReader = make(files, io="random", threads=ROW_THREADS)
 
     def read(
         self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str
@@ -54,50 +41,19 @@ class RowReader:
             ReadError: the file is too short, or the disk failed.
         """
         out = np.empty((len(rows), nbytes), dtype=np.uint8)
-
-        def read(part: slice) -> None:
-            for i in range(part.start, part.stop):
-                self._read(path, offset + rows[i] * nbytes, out[i].data, f"row {rows[i]} of {name}")
-
         began = self.metrics.clock()
-        step = max(16, -(-len(rows) // ROW_THREADS))
-        parts = [slice(a, min(a + step, len(rows))) for a in range(0, len(rows), step)]
-        if len(parts) == 1:
-            read(parts[0])
-        else:
-            list(self._pool.map(read, parts))
+        extents = [Extent(path, offset + row * nbytes, nbytes, i * nbytes) for i, row in enumerate(rows)]
+        read = self._reader.submit(f"rows of {name}", extents, out.reshape(-1).data)
+        read.ended()
+        read.wait()
         self.metrics.rows_read += len(rows)
         self.metrics.rows_s += self.metrics.clock() - began
         return out
 
-    def _read(self, path: Path, offset: int, target: memoryview, what: str) -> None:
-        holders = self._holders[path]
-        left = sorted(holders, key=lambda n: self._replicas.all[n].lost is not None)  # lost ones last
-        while left:
-            n = left.pop(0)
-            file = holders[n]
-            try:
-                fill(self._calls, file.cached, target, offset, len(target))
-                file.read = True
-                if len(holders) > 1 and file.stamp is not None:
-                    file.stamp.check()
-                return
-            except (OSError, ShortRead, ReadError) as e:
-                why = e.strerror if isinstance(e, OSError) else "the file ended early; it changed"
-                failed = e if isinstance(e, ReadError) else ReadError(f"{file.path}: reading {what} failed: {why}")
-                if not left:
-                    raise failed from e
-                self._replicas.lose(n, str(failed))
-
     def check(self) -> None:
         """Raise ``ReadError`` if a file that rows were read from was written to since it was opened."""
-        for holders in self._holders.values():
-            self._replicas.check(holders)
+        self._reader.check()
 
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
-        self._pool.shutdown()
-        for holders in self._holders.values():
-            for file in holders.values():
-                file.close(self._calls)
-        self._holders.clear()
+        self._reader.close()

@@ -14,12 +14,12 @@ import secrets
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ClosedError, StoreError
 from ..sizes import BLOCK, format_size, round_up
 from . import disk_calls
+from .chunk import ShortRead, fill
 from .open_file import OpenFile
 
 PUNCH_HOLE = 3
@@ -38,16 +38,6 @@ class Region:
         self.offset, self.nbytes = offset, nbytes
 
 
-class _Stretch(weakref.ref[Region]):
-    """What is left of a region."""
-
-    __slots__ = ("nbytes", "offset")
-
-    def __init__(self, region: Region, gone: Callable[[weakref.ref[Region]], object]) -> None:
-        super().__init__(region, gone)  # type: ignore[call-arg]  # typeshed knows its __new__ alone
-        self.offset, self.nbytes = region.offset, region.nbytes
-
-
 def try_folder(folder: Path) -> None:
     """Whether keys and values can be kept in a folder, found out by doing it; nothing is left there.
 
@@ -55,7 +45,7 @@ def try_folder(folder: Path) -> None:
         StoreError: they cannot; says why.
     """
     scratch = Scratch(folder)
-    scratch.close(unread=True)
+    scratch.close()
     if scratch.made:
         with contextlib.suppress(OSError):
             scratch.folder.rmdir()
@@ -69,7 +59,7 @@ class Scratch:
         io: as in ``FileReader``.
 
     Attributes:
-        file: to read from; whoever reads closes it.
+        file: to read from.
         made: the folder was not there.
 
     Raises:
@@ -83,7 +73,7 @@ class Scratch:
         self._calls = disk_calls.system()
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._held: set[_Stretch] = set()
+        self._held: dict[weakref.ref[Region], tuple[int, int]] = {}  # their offsets and bytes
         # Appended to by the interpreter, with no line of Python in which a Ctrl-C could get lost.
         self._gone: deque[weakref.ref[Region]] = deque()
         try:
@@ -92,18 +82,16 @@ class Scratch:
             path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            why = e.strerror
-            if e.errno == errno.EEXIST:
-                why = "it is no folder"
-            elif e.errno == errno.ENOENT and not folder.parent.is_dir():
-                why = f"there is no folder {folder.parent} to make it in; make that, or name another"
+            why = "it is no folder" if e.errno == errno.EEXIST else e.strerror
+            if not folder.parent.is_dir():
+                why = f"there is no folder {folder.parent} to make it in; make that"
             raise StoreError(
                 f"{folder}: keys and values cannot be kept there: {why}; name another folder (OUTCORE_CACHE, or kv_dir)"
             ) from e
         try:
             cached = self._calls.open_cached(path)
             direct = self._calls.open_direct(path) if io != "cached" else None
-            self.file = OpenFile(path, None, cached, direct)
+            self.file = OpenFile(path, self._calls, cached, direct, watched=False)
         except OSError as e:
             os.close(self._fd)
             raise StoreError(f"{path}: cannot be read again: {e.strerror}") from e
@@ -138,22 +126,20 @@ class Scratch:
                 raise self._failed(e, nbytes) from e
             self._end = end
         region = Region(offset, nbytes)
-        self._held.add(_Stretch(region, self._gone.append))
+        self._held[weakref.ref(region, self._gone.append)] = offset, nbytes
         return region
 
     def tidy(self) -> None:
         """Give back what nobody refers to any more."""
         while self._gone and not self._closed:
-            stretch = self._gone.popleft()
-            assert isinstance(stretch, _Stretch)
-            self._held.discard(stretch)
-            self._free.setdefault(stretch.nbytes, []).append(stretch.offset)
+            offset, nbytes = self._held.pop(self._gone.popleft())
+            self._free.setdefault(nbytes, []).append(offset)
             if sys.platform == "linux":
                 # What it takes is given back sooner or later, where the file system cannot.
                 with contextlib.suppress(AttributeError):
                     call = ctypes.CDLL(None).fallocate
                     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-                    call(self._fd, PUNCH_HOLE, stretch.offset, stretch.nbytes)
+                    call(self._fd, PUNCH_HOLE, offset, nbytes)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data``.
@@ -176,25 +162,19 @@ class Scratch:
         Raises:
             StoreError: the disk failed.
         """
-        done = 0
         self._check_open()
         try:
-            while done < len(target):
-                n = os.preadv(self._fd, [target[done:]], offset + done)
-                if n <= 0:
-                    raise OSError(errno.EIO, "it ended early")
-                done += n
-        except OSError as e:
-            raise StoreError(f"{self.folder}: keys and values could not be read: {e.strerror}") from e
+            fill(self._calls, self._fd, target, offset, len(target))
+        except (OSError, ShortRead) as e:
+            why = e.strerror if isinstance(e, OSError) else "it ended early"
+            raise StoreError(f"{self.folder}: keys and values could not be read: {why}") from e
 
-    def close(self, *, unread: bool = False) -> None:
-        """Give the file up; safe to call twice. ``unread``: no reader was made that closes what it reads from."""
-        if self._closed:
-            return
-        self._closed = True
-        os.close(self._fd)
-        if unread:
-            self.file.close(self._calls)
+    def close(self) -> None:
+        """Give the file up, when nobody reads from it any more; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+            self.file.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.manifest import COMPACT, PLANES
-from ..checkpoint.packed_store import coding_of, open_copy
+from ..checkpoint.packed_store import open_copy
+from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..plan.machine_profile import Calibration
@@ -16,7 +17,6 @@ from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
 from ..sizes import format_size
-from .model_profile import ModelProfile
 
 PAYS = 0.97
 """Of the predicted time with the original, what a copy takes at most: predictions are not better than that."""
@@ -62,7 +62,7 @@ def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
     layers = [profile.size.layers[i] for i in plan.streamed]
     if not any(layer.decoded for layer in layers):
         return ()
-    if (coding := coding_of(profile.lazy)).startswith(PLANES):
+    if (coding := profile.lazy.coding).startswith(PLANES):
         bits = coding.removeprefix(f"{PLANES}:")
         said = f"this copy's codes are cut to draft with self:{bits} (outcore pack --coding {coding})"
         return (f"{said}; without that draft they are put together in each sweep, where the original's are as used",)

@@ -2,85 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-KEEPER = "_outcore_keeper"
-"""The attribute of such a cache. What it refers to has no ``__dict__``: who looks for a cache's arrays passes it by."""
+from .cache_rollback import KEEPER, Keeper
 
-
-class Keeper(Protocol):
-    """Who keeps a cache's keys and values."""
-
-    def mark(self, cache: Any) -> Callable[[], None]:
-        """What takes the cache back to what it is now, between sweeps."""
-
-    def bring_back(self, cache: Any) -> None:
-        """All of it into memory, and nobody keeps it any more.
-
-        Raises:
-            StoreError: the disk failed.
-        """
-
-    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
-        """The cache as a quantized one, which it becomes when it is needed."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays that the cache would have in memory."""
-
-
-def keeper_of(cache: Any) -> Keeper | None:
-    """Who keeps this cache's keys and values; None: it does."""
-    keeper: Keeper | None = getattr(cache, "__dict__", {}).get(KEEPER)
-    return keeper
+KEPT = ("keys", "values")
+"""The attributes of a cache that are kept elsewhere."""
 
 
 class Away:
     """Mixed in before a cache's own class while its keys and values are elsewhere. Its offset alone takes it back.
 
-    Whoever looks at it otherwise finds what it would hold in memory, read for who asks.
+    Whoever looks at keys or values finds what it would hold in memory, read for who asks; whoever assigns to them, or
+    adds tokens outside of a streamed layer, has them in memory from then on.
     """
 
     offset: int
+    outcore_away = True
+    """Asked for by ``cache_rollback``."""
 
-    @property
-    def keys(self) -> Any:
-        """All of them."""
-        return self._whole().keys
+    def __getattr__(self, name: str) -> Any:
+        if name not in KEPT:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._whole(), name)
 
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._keeper.bring_back(self)
-        self.keys = value
-
-    @property
-    def values(self) -> Any:
-        """All of them."""
-        return self._whole().values
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._keeper.bring_back(self)
-        self.values = value
-
-    @property
-    def state(self) -> Any:
-        """All of it."""
-        return self._whole().state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        as_plain(self)
-        self.__dict__.pop(KEEPER, None)
-        self.__dict__.update(keys=None, values=None)
-        self.state = value
-
-    def keys_and_values(self) -> Any:
-        """All of it."""
-        return self._whole().keys_and_values()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in KEPT:
+            self._keeper.bring_back(self)
+        object.__setattr__(self, name, value)
 
     def __deepcopy__(self, _: Any) -> Any:
         """In memory."""
@@ -92,9 +43,8 @@ class Away:
         return _made, (type(whole), whole.__dict__)
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
-        """In memory from now on: the layer is not streamed."""
         self._keeper.bring_back(self)
-        cache: Any = self
+        cache: Any = self  # of its own class now
         return cache.update_and_fetch(keys, values)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
@@ -112,14 +62,12 @@ class Away:
 
     @property
     def _keeper(self) -> Keeper:
-        keeper = keeper_of(self)
-        assert keeper is not None
+        keeper: Keeper = self.__dict__[KEEPER]
         return keeper
 
     def _whole(self) -> Any:
         """The same in memory; this one stays as it is."""
-        made: Any = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        made = _made(type(self), self.__dict__)
         self._keeper.bring_back(made)
         return made
 
@@ -145,7 +93,7 @@ PLAIN = tuple(_AWAY)
 
 def as_away(cache: Any) -> None:
     """A cache of one of ``PLAIN`` holds nothing itself any more."""
-    for name in ("keys", "values"):
+    for name in KEPT:
         cache.__dict__.pop(name, None)
     cache.__class__ = _AWAY.get(type(cache), type(cache))
 

@@ -1,4 +1,4 @@
-"""Taking caches back to where they were, for every kind of cache, without a second sweep.
+"""Taking caches back to where they were, for every kind of cache, without a second pass.
 
 A key-value cache is taken back by its offset: what lies behind it is overwritten by the next tokens. Of any other
 (recurrent states, rotating windows, whatever a model brings) references to its arrays are kept: mlx-lm assigns new ones
@@ -8,16 +8,48 @@ or writes to them, and MLX copies what somebody else still refers to.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from .away import Away
 from .call_values import flat
 from .hooks import arrays_in, handle
 
-Restore = Callable[[], None]
+KEEPER = "_outcore_keeper"
+"""The attribute of such a cache. What it refers to has no ``__dict__``: who looks for a cache's arrays passes it by."""
+
+
+class Keeper(Protocol):
+    """Who keeps a cache's keys and values elsewhere: the seam to KV offload (``away``)."""
+
+    def mark(self, cache: Any) -> Callable[[], None]:
+        """What takes the cache back to what it is now, between passes."""
+
+    def bring_back(self, cache: Any) -> None:
+        """All of it into memory, and nobody keeps it any more.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+
+    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
+        """The cache as a quantized one, which it becomes when it is needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the cache would have in memory."""
+
+
+def keeper_of(cache: Any) -> Keeper | None:
+    """Who keeps this cache's keys and values; None: it does."""
+    keeper: Keeper | None = getattr(cache, "__dict__", {}).get(KEEPER)
+    return keeper
+
+
+def is_away(cache: Any) -> bool:
+    """Whether its keys and values are elsewhere now: asked for, they would be read."""
+    return getattr(type(cache), "outcore_away", False)
 
 
 class Snapshot:
@@ -31,14 +63,13 @@ class Snapshot:
 
     def __init__(self, cache: list[Any], apart: Collection[int] = ()) -> None:
         self._cache = cache
-        self._saved = [(c, _save(c, apart)) for c in cache]
+        self._saved = [_saved(c, apart) for c in cache]
 
     def restore(self) -> None:
         """Take the caches back; may be done once, and not after an earlier snapshot was restored."""
+        caches = [back() for back in self._saved]
         if isinstance(self._cache, list):
-            self._cache[:] = [c for c, _ in self._saved]
-        for _, restore in self._saved:
-            restore()
+            self._cache[:] = caches
 
 
 def snapshot_bytes(cache: Sequence[Any]) -> int:
@@ -50,53 +81,31 @@ def snapshot_bytes(cache: Sequence[Any]) -> int:
 def by_offset(cache: Any) -> bool:
     """Whether this cache is taken back by its offset alone, to any token."""
     # Their exact types: a class made from one of them may move what lies before the offset.
-    return type(cache) in (KVCache, QuantizedKVCache) or isinstance(cache, Away)
+    return type(cache) in (KVCache, QuantizedKVCache) or getattr(type(cache), "outcore_away", False)
 
 
-def _save(cache: Any, apart: Collection[int] = ()) -> Restore:
-    if id(cache) in apart:
-        return _all([])
-    if isinstance(cache, CacheList):
-        return _all([_save(c, apart) for c in cache.caches])
-    names = ("offset",) if by_offset(cache) else tuple(vars(cache))
-    values = {name: _held(getattr(cache, name), apart) for name in names}
-    empty = by_offset(cache) and not isinstance(cache, Away) and cache.keys is None
-
-    def restore() -> None:
-        for name, value in values.items():
-            setattr(cache, name, value())
-        if empty:
-            cache.keys = cache.values = None
-
-    return restore
-
-
-def _all(parts: Sequence[Restore]) -> Restore:
-    def restore() -> None:
-        for part in parts:
-            part()
-
-    return restore
-
-
-def _held(value: Any, apart: Collection[int] = ()) -> Callable[[], Any]:
+def _saved(value: Any, apart: Collection[int]) -> Callable[[], Any]:
     """What gives the value back as it is now, by references of our own: mlx-lm writes into lists, into objects inside
     of caches and, by assignment to a slice, into arrays."""
     if isinstance(value, mx.array):
         array = handle(value)
         return lambda: array
     if isinstance(value, list | tuple):
-        parts = [_held(v, apart) for v in value]
+        parts = [_saved(v, apart) for v in value]
         return lambda: type(value)(part() for part in parts)
     if isinstance(value, dict):
-        entries = {key: _held(v, apart) for key, v in value.items()}
+        entries = {key: _saved(v, apart) for key, v in value.items()}
         return lambda: {key: entry() for key, entry in entries.items()}
-    if hasattr(value, "__dict__") and not callable(value):
-        restore = _save(value, apart)
+    if id(value) in apart or not hasattr(value, "__dict__") or callable(value):
+        return lambda: value
+    names = ["offset"] if by_offset(value) else list(vars(value))
+    if type(value) in (KVCache, QuantizedKVCache) and value.keys is None:
+        names += ["keys", "values"]
+    attributes = {name: _saved(getattr(value, name), apart) for name in names}
 
-        def restored() -> Any:
-            restore()
-            return value
+    def restored() -> Any:
+        for name, attribute in attributes.items():
+            setattr(value, name, attribute())
+        return value
 
-        return restored
-    return lambda: value
+    return restored

@@ -11,7 +11,7 @@ upper four fields, then the upper two of each four, then the upper one of each t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -87,33 +87,40 @@ def _joined(bits: int, high: int, fused: bool) -> Join:
 
 def joining_kernel(bits: int, high: int) -> Join:
     """The same by a kernel of which each thread joins 32 codes: as many words as a code has bits."""
-    metal = mx.metal.is_available()
-    made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
-    index = METAL_INDEX if metal else CUDA_INDEX
-    kernel = made(
-        name=f"outcore_joined_{bits}_{high}",
-        input_names=["high", "low", "count"],
-        output_names=["words"],
-        source=index + joining_source(bits, high),
-    )
+    kernel = gpu_kernel(f"joined_{bits}_{high}", ("high", "low", "count"), joining_source(bits, high))
 
     def join(highs: mx.array, lows: mx.array) -> mx.array:
         count = highs.size // high
-        (words,) = kernel(
-            inputs=[highs, lows, mx.array([count], mx.uint32)],
-            output_shapes=[(*highs.shape[:-1], highs.shape[-1] // high * bits)],
-            output_dtypes=[mx.uint32],
-            grid=(count, 1, 1),
-            threadgroup=(min(count, 256), 1, 1),
-        )
-        return words
+        shape = (*highs.shape[:-1], highs.shape[-1] // high * bits)
+        return kernel([highs, lows, mx.array([count], mx.uint32)], count, shape)
 
     return join
 
 
-CUDA_INDEX = "unsigned int at = cooperative_groups::this_grid().thread_rank();\n"
-METAL_INDEX = "uint at = thread_position_in_grid.x;\n"
-"""Names as in the documentation of ``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel``."""
+def gpu_kernel(
+    name: str, inputs: Sequence[str], source: str
+) -> Callable[[list[mx.array], int, tuple[int, ...]], mx.array]:
+    """A kernel of Metal or CUDA, by what it is given, its threads and the shape of the uint32 that it puts out.
+
+    Args:
+        source: C that both take, of one thread, whose number is ``at``; ``out``: what it writes to.
+    """
+    # Names as in the documentation of ``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel``.
+    metal = mx.metal.is_available()
+    made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
+    index = "thread_position_in_grid.x" if metal else "cooperative_groups::this_grid().thread_rank()"
+    source = f"unsigned int at = {index};\n{source}"
+    kernel = made(name=f"outcore_{name}", input_names=list(inputs), output_names=["out"], source=source)
+
+    def run(arrays: list[mx.array], threads: int, shape: tuple[int, ...]) -> mx.array:
+        block, dtypes = (min(threads, 256), 1, 1), [mx.uint32]
+        (out,) = kernel(
+            inputs=arrays, output_shapes=[shape], output_dtypes=dtypes, grid=(threads, 1, 1), threadgroup=block
+        )
+        result: mx.array = out
+        return result
+
+    return run
 
 
 def joining_source(bits: int, high: int) -> str:
@@ -129,7 +136,7 @@ def joining_source(bits: int, high: int) -> str:
         parts[word].append(f"({value} << {shift})" if shift else value)
         if shift + bits > 32:
             parts[word + 1].append(f"({value} >> {32 - shift})")
-    lines += [f"words[{bits} * at + {i}] = {' | '.join(part)};" for i, part in enumerate(parts)]
+    lines += [f"out[{bits} * at + {i}] = {' | '.join(part)};" for i, part in enumerate(parts)]
     return "\n".join(lines) + "\n"
 
 

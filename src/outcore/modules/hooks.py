@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
-from .layers import Parameter
+from .layers import STREAMED, Parameter
 
 
 def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
@@ -25,6 +25,14 @@ def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
 def absent(arrays: Sequence[mx.array]) -> list[mx.array]:
     """What stands in for weights that are not in memory: no elements, the same dtypes, so any use fails loudly."""
     return [mx.zeros((0,), dtype=a.dtype) for a in arrays]
+
+
+def settle(parameters: Sequence[Parameter], stays: bool) -> None:
+    """Tell modules that put their weights together from what is read (``STREAMED``) that it stays in memory from now
+    on, or is about to be streamed."""
+    for p in parameters:
+        if hasattr(type(p.module), STREAMED):
+            p.module.settle() if stays else p.module.unsettle()
 
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -47,20 +55,14 @@ class _SwappedTable(_Swapped):
 
 
 class _SwappedModel(_Swapped):
-    """The same for a whole model, most of whose weights are not in memory."""
+    """The same for a whole model, most of whose weights are not in memory: its modules would tell their shapes."""
 
     def __repr__(self) -> str:
-        # Its modules would tell the shapes of weights that are not there.
-        return (
-            f"<{type(self).__bases__[1].__name__} of {type(self).__module__}, streamed: {self.__dict__['outcore']!r}>"
-        )
+        kind = type(self)
+        return f"<{kind.__bases__[1].__name__} of {kind.__module__}, streamed: {self.__dict__['outcore']!r}>"
 
     def parameters(self) -> Any:
-        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they."""
         raise UsageError(
             "this model is streamed: most of its weights are on disk and not among its parameters; to save or change "
             "them load it with mlx_lm, or with enough memory for all of it"

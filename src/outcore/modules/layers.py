@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,29 +93,25 @@ def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     return found
 
 
-def _walk(module: nn.Module, path: str, found: dict[int, Layer], seen: set[int]) -> None:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for key, value in module.items():
-        here = f"{path}.{key}" if path else key
-        if isinstance(value, nn.Module):
-            _walk(value, here, found, seen)
-        elif isinstance(value, list | tuple):
-            modules = [(i, m) for i, m in enumerate(value) if isinstance(m, nn.Module)]
-            is_layers = len(modules) > 1 and not any(_is_leaf(m) for _, m in modules)
-            for i, m in modules:
-                if not is_layers:
-                    _walk(m, f"{here}.{i}", found, seen)
-                elif id(m) not in seen:
+def _walk(value: Any, path: str, found: dict[int, Layer], seen: set[int]) -> None:
+    for key, inside in enumerate(value) if isinstance(value, list | tuple) else value.items():
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(inside, nn.Module):
+            if id(inside) not in seen:
+                seen.add(id(inside))
+                _walk(inside, here, found, seen)
+        elif isinstance(inside, list | tuple):
+            modules = [(n, m) for n, m in enumerate(inside) if isinstance(m, nn.Module)]
+            if len(modules) < 2 or any(_is_leaf(m) for _, m in modules):
+                _walk(dict(modules), here, found, seen)
+                continue
+            for n, m in modules:
+                if id(m) not in seen:
                     seen.add(id(m))
-                    parameters = tuple(_parameters(m))
-                    if parameters:
-                        found[id(m)] = Layer(f"{here}.{i}", m, parameters)
-        elif isinstance(value, dict):
-            for k, m in value.items():
-                if isinstance(m, nn.Module):
-                    _walk(m, f"{here}.{k}", found, seen)
+                    if parameters := tuple(_parameters(m)):
+                        found[id(m)] = Layer(f"{here}.{n}", m, parameters)
+        elif isinstance(inside, dict):
+            _walk({k: m for k, m in inside.items() if isinstance(m, nn.Module)}, here, found, seen)
 
 
 STREAMED = "outcore_streamed"
@@ -133,13 +130,11 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _parameters(layer: nn.Module) -> Iterator[Parameter]:
-    seen: set[int] = set()
-    below = named_modules(layer)
-    chosen = any(hasattr(type(m), STREAMED) for _, m in below)
-    for path, module in below:
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
+    below: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in named_modules(layer):
+        below.setdefault(id(module), (path, module))
+    chosen = any(hasattr(type(m), STREAMED) for _, m in below.values())
+    for path, module in below.values():
         for key, value in module.items():
             if chosen and key not in getattr(type(module), STREAMED, ()):
                 continue

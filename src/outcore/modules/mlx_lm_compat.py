@@ -3,9 +3,7 @@ tests/test_mlx_lm_compat.py says which and what for)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import mlx.nn as nn
@@ -13,9 +11,8 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import _BaseCache as BaseCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 
-__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "has_template_code",
-           "inner_tokenizer", "request_tokenizer", "set_chat_template", "set_request_tokenizer", "set_window_index",
-           "window_index"]  # fmt: skip
+__all__ = ["BaseCache", "byte_decoder", "classes_of", "download", "has_template_code", "inner_tokenizer",
+           "set_chat_template", "set_window_index", "window_index"]  # fmt: skip
 
 
 def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -70,15 +67,3 @@ def window_index(cache: RotatingKVCache) -> int:
 def set_window_index(cache: RotatingKVCache, index: int) -> None:
     """Have it write its next token there."""
     cache._idx = index
-
-
-def request_tokenizer(server: ModuleType) -> Callable[..., Any]:
-    """What makes tokens of a request, in ``mlx_lm.server``: ``(generator, tokenizer, request, args)`` to a tuple of
-    which they are the first. An error there is the answer to the request."""
-    found: Callable[..., Any] = server.ResponseGenerator._tokenize
-    return found
-
-
-def set_request_tokenizer(server: ModuleType, function: Callable[..., Any]) -> None:
-    """Have another function do it."""
-    server.ResponseGenerator._tokenize = function

@@ -16,8 +16,17 @@ CUT_BYTES = 1 << 17
 """Of codes that are cut at a time, where memory is short: what that takes meanwhile is 7 to 24 times as much."""
 
 
-class _OfCodes(nn.QuantizedLinear):
-    """A ``QuantizedLinear`` whose words, scales and biases are made for each call."""
+class CoarseLinear(nn.QuantizedLinear):
+    """A draft's layer: the high bits of a model's codes, or all of them where they stay in memory.
+
+    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, and those of
+    the high bits are made of them for each call, so that nothing is in memory twice.
+
+    Attributes:
+        all_bits: of each of the model's codes.
+    """
+
+    all_bits: int
 
     def __call__(self, x: mx.array) -> mx.array:
         rows: Any = self.__dict__.get("_outcore_rows")
@@ -31,23 +40,7 @@ class _OfCodes(nn.QuantizedLinear):
         )
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
-        """What it multiplies with, all of it or some rows; not evaluated."""
-        raise NotImplementedError
-
-    @property
-    def all_bits(self) -> int:
-        """Bits of each of the model's codes."""
-        return int(self.__dict__["_outcore_all"])
-
-
-class CoarseLinear(_OfCodes):
-    """A draft's layer: the high bits of a model's codes, or all of them where they stay in memory.
-
-    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, and those of
-    the high bits are made of them for each call, so that nothing is in memory twice.
-    """
-
-    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        """Words, scales and biases that it multiplies with, all of them or some rows; not evaluated."""
         words, scales, biases = self._own(rows)
         low = self.all_bits - self.bits
         return words, scales, middle(scales, biases, low) if low else biases
@@ -57,16 +50,22 @@ class CoarseLinear(_OfCodes):
         return arrays if rows is None else [a[rows] for a in arrays]
 
 
-class NestedLinear(_OfCodes):
+class NestedLinear(CoarseLinear):
     """The same product as a ``QuantizedLinear`` whose codes are put together for each call, or once where it stays.
 
     Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
     there is one. The rest is ``coarse``, the draft's module. Until it is there, products are of numbers that are none.
     While all of the codes stay in memory (``settle``) they are the draft's weight, which is as good as this one then,
     and ``low`` is empty.
+
+    Attributes:
+        high: bits of each code that are in memory.
+        nbytes: as in ``Decoder``, which it is of its low bits.
     """
 
     outcore_streamed = (LOW,)
+    high: int
+    nbytes = 0
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Words, scales and biases as the ``QuantizedLinear`` has them."""
@@ -79,18 +78,14 @@ class NestedLinear(_OfCodes):
         words, scales, _ = coarse._own(rows)
         if self.settled:
             return words, scales, biases
-        if not self._is_joined(low):
+        # In the place of ``low`` there may be all bits already (``decode``).
+        if low.shape[-1] * 32 != biases.shape[-1] * self.group_size * self.bits:
             low = joined(words, low, self.bits, self.high)
         # A power of two: what the draft multiplied with goes without a trace.
         return low, scales * 2 ** (self.high - self.bits), biases
 
-    def _is_joined(self, low: mx.array) -> bool:
-        """Whether these are all bits of the codes, which they are in the place of ``low`` where a sweep has several
-        passes (``joined_once``)."""
-        return low.shape[-1] * 32 == self["biases"].shape[-1] * self.group_size * self.bits
-
-    def joined_once(self, low: mx.array) -> mx.array:
-        """The codes of which ``low`` are the low bits, for all calls that they are there for; not evaluated."""
+    def decode(self, low: mx.array) -> mx.array:
+        """As in ``Decoder``: the codes of which these are the low bits, for all calls that they are there for."""
         coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
         if coarse is None or self.settled:
             return low
@@ -118,7 +113,7 @@ class NestedLinear(_OfCodes):
         """The draft has the high bits alone again; ``low`` is to be read."""
         if (coarse := self.coarse) is None or not self.settled:
             return
-        arrays = coarse["weight"], coarse["scales"], coarse["biases"]
+        arrays = coarse._own(None)
         step = max(1, CUT_BYTES // (arrays[0].shape[-1] * 4))
         parts: list[tuple[mx.array, mx.array]] = []
         for begin in range(0, arrays[0].shape[0], step):
@@ -131,30 +126,23 @@ class NestedLinear(_OfCodes):
 
     def _extra_repr(self) -> str:
         rows, groups = self["biases"].shape
-        return (
-            f"input_dims={groups * self.group_size}, output_dims={rows}, bits={self.bits}, of them high={self.high}, "
-            f"group_size={self.group_size}"
-        )
+        sizes = f"input_dims={groups * self.group_size}, output_dims={rows}, group_size={self.group_size}"
+        return f"{sizes}, bits={self.bits}, of them high={self.high}"
 
     @property
     def coarse(self) -> CoarseLinear | None:
-        """The draft's module."""
-        found: CoarseLinear | None = self.__dict__["_outcore_coarse"]
+        """The draft's module, whose high bits this one uses. (Kept beside the modules that are its own.)"""
+        found: CoarseLinear | None = self.__dict__.get("_outcore_coarse")
         return found
 
     def share(self, coarse: CoarseLinear) -> None:
-        """Use the high bits of the draft's module. (Not a setter: modules keep those that are assigned.)"""
+        """Use the high bits of the draft's module."""
         self.__dict__["_outcore_coarse"] = coarse
 
     @property
     def joined_bytes(self) -> int:
         """Bytes of the codes that are put together for a call."""
         return int(self["biases"].size * self.group_size * self.bits // 8)
-
-    @property
-    def high(self) -> int:
-        """Bits of each code that are in memory."""
-        return int(self.__dict__["_outcore_high"])
 
 
 def nest(module: nn.QuantizedLinear, high: int) -> None:
@@ -163,13 +151,13 @@ def nest(module: nn.QuantizedLinear, high: int) -> None:
     dict.__delitem__(module, "weight")
     dict.__delitem__(module, "scales")
     module[LOW] = low
-    module.__dict__.update(_outcore_coarse=None, _outcore_high=high, _outcore_all=module.bits)
+    module.__dict__.update(high=high, all_bits=module.bits)
     module.__class__ = NestedLinear
 
 
 def coarsen(module: nn.QuantizedLinear, high: int) -> None:
     """Make a quantized layer a draft's, with the high bits of its codes alone."""
-    module.__dict__["_outcore_all"] = module.bits
+    module.__dict__["all_bits"] = module.bits
     module.weight, module.scales, _ = high_plane(module.weight, module.scales, module.biases, module.bits, high)
     module.bits = high
     module.__class__ = CoarseLinear

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from ..machine.device import on_cpu
-from .code_planes import CUDA_INDEX, METAL_INDEX
+from .code_planes import gpu_kernel
 
 EXPONENTS = 16
 COLUMNS = 8
@@ -43,11 +42,6 @@ def could_be_split(shape: tuple[int, ...]) -> bool:
     """Whether a bfloat16 matrix of this shape has rows that can be stored so."""
     whole = len(shape) == 2 and shape[1] % COLUMNS == 0
     return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
-
-
-def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the bytes that a matrix of this shape is stored as."""
-    return shape[0], shape[1] // 2 * 3
 
 
 def beside_rows(weights: Words) -> Beside | None:
@@ -73,26 +67,10 @@ def beside_rows(weights: Words) -> Beside | None:
     return np.concatenate([table.view("<u4"), starts, *found]).astype(np.uint32)
 
 
-def encoded(weights: Words, beside: Beside) -> NDArray[np.uint8]:
-    """Some rows as they are stored."""
-    code = np.zeros(256, np.uint8)
-    code[beside[: EXPONENTS // 4].view(np.uint8)] = np.arange(EXPONENTS)
-    pairs = np.take(code, _exponents(weights)).view("<u2")
-    columns = weights.shape[1]
-    out = np.empty(stored_shape(weights.shape), np.uint8)
-    out[:, :columns] = (weights >> 8 & 0x80) | (weights & 0x7F)
-    out[:, columns:] = pairs | pairs >> 4
-    return out
-
-
-def blocks_of_rows(rows: int, row_bytes: int) -> Iterator[slice]:
-    """All rows, some at a time."""
-    step = max(1, ROWS_BYTES // max(1, row_bytes))
-    return (slice(begin, min(rows, begin + step)) for begin in range(0, rows, step))
-
-
 def _blocks(weights: Words) -> Iterator[Words]:
-    return (weights[s] for s in blocks_of_rows(weights.shape[0], weights.shape[1] * 2))
+    """All rows, some at a time."""
+    step = max(1, ROWS_BYTES // (weights.shape[1] * 2))
+    return (weights[begin : begin + step] for begin in range(0, len(weights), step))
 
 
 def _exponents(weights: Words) -> NDArray[np.uint8]:
@@ -101,7 +79,7 @@ def _exponents(weights: Words) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class SplitDecoder:
-    """What puts a matrix's weights together; what it holds stays in memory.
+    """How a matrix is stored, and what puts its weights together; what it holds stays in memory.
 
     Attributes:
         shape: of the weights.
@@ -133,6 +111,25 @@ class SplitDecoder:
             mx.array(beside[words:]),
             mx.array(at[: len(at) if on_cpu() else 0]),
         )
+
+    @property
+    def stored(self) -> mx.array:
+        """What stands beside the rows, uint32."""
+        return mx.concatenate([self.table.view(mx.uint32), self.beside])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the bytes that the rows are stored as."""
+        return self.shape[0], self.shape[1] // 2 * 3
+
+    def encoded(self, weights: Words) -> Iterator[memoryview]:
+        """The rows of these weights, given as their 16 bits, as they are stored."""
+        code = np.zeros(256, np.uint8)
+        code[np.array(self.table)] = np.arange(EXPONENTS)
+        for rows in _blocks(weights):
+            pairs = np.take(code, _exponents(rows)).view("<u2")
+            signs = ((rows >> 8 & 0x80) | (rows & 0x7F)).astype(np.uint8)
+            yield np.concatenate([signs, (pairs | pairs >> 4).astype(np.uint8)], axis=1).reshape(-1).data
 
     @property
     def nbytes(self) -> int:
@@ -174,33 +171,16 @@ def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     return function
 
 
-Decode = Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
 @cache
-def splitting_kernel() -> Decode:
+def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """The same by a kernel of which each thread decodes four weights; they come as pairs in words of 32 bits."""
-    metal = mx.metal.is_available()
-    made: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
-    kernel = made(
-        name="outcore_split16",
-        input_names=["words", "halves", "exponents", "beside", "sizes"],
-        output_names=["pairs"],
-        source=(METAL_INDEX if metal else CUDA_INDEX) + SPLITTING_SOURCE,
-    )
+    kernel = gpu_kernel("split16", ("words", "halves", "exponents", "beside", "sizes"), SPLITTING_SOURCE)
 
     def decode(rows: mx.array, table: mx.array, beside: mx.array) -> mx.array:
         fours = rows.shape[1] // 6
         count = rows.shape[0] * fours
-        (pairs,) = kernel(
-            inputs=[rows.view(mx.uint32), rows.view(mx.uint16), table, beside, mx.array([count, fours], mx.uint32)],
-            output_shapes=[(rows.shape[0], 2 * fours)],
-            output_dtypes=[mx.uint32],
-            grid=(count, 1, 1),
-            threadgroup=(min(count, 256), 1, 1),
-        )
-        result: mx.array = pairs
-        return result
+        arrays = [rows.view(mx.uint32), rows.view(mx.uint16), table, beside, mx.array([count, fours], mx.uint32)]
+        return kernel(arrays, count, (rows.shape[0], 2 * fours))
 
     return decode
 
@@ -226,9 +206,9 @@ for (; low < end; low++) {
   else if ((column & 3u) == 2u) e2 = exponent;
   else e3 = exponent;
 }
-pairs[2 * at] = (bytes & 127u) | (e0 << 7) | ((bytes & 128u) << 8)
+out[2 * at] = (bytes & 127u) | (e0 << 7) | ((bytes & 128u) << 8)
   | (((bytes >> 8) & 127u) << 16) | (e1 << 23) | ((bytes & 32768u) << 16);
-pairs[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
+out[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
   | (((bytes >> 24) & 127u) << 16) | (e3 << 23) | (bytes & 2147483648u);
 """
 """The kernel behind the line that says which thread this is: C that CUDA and Metal both take. A thread's reads lie next

@@ -25,9 +25,27 @@ ROW_STEP = 64
 """Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
 
 
-class Parts(dict[int, list[tuple[slice, Any]]]):
-    """Of so many rows slices, and the stream that computes each; None: the one that needs the result, the last."""
+class Rows:
+    """Splits products over streams. One object serves a whole model.
 
+    Attributes:
+        parts: by a product's rows, slices of them, and the stream that computes each; None: the one that needs the
+            result, the last.
+    """
+
+    def __init__(self, streams: int) -> None:
+        self.parts = _Parts([mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)])
+
+    def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
+        """Concatenate ``part(rows a to b)`` along an axis, the last one, each computed on a stream of its own."""
+        found = []
+        for rows_, stream in self.parts[rows]:
+            with mx.stream(stream) if stream is not None else contextlib.nullcontext():
+                found.append(part(rows_))
+        return mx.concatenate(found, axis=axis)
+
+
+class _Parts(dict[int, list[tuple[slice, Any]]]):
     def __init__(self, streams: list[Any]) -> None:
         super().__init__()
         self._streams = streams
@@ -38,25 +56,6 @@ class Parts(dict[int, list[tuple[slice, Any]]]):
         slices = [slice(a, b) for a, b in pairwise(bounds) if b > a]
         found = self[rows] = list(zip(slices, [*self._streams[: len(slices) - 1], None], strict=True))
         return found
-
-
-class Rows:
-    """Splits products over streams. One object serves a whole model.
-
-    Attributes:
-        parts: as ``Parts``, by a product's rows.
-    """
-
-    def __init__(self, streams: int) -> None:
-        self.parts = Parts([mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)])
-
-    def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
-        """Concatenate ``part(rows a to b)`` along an axis, the last one, each computed on a stream of its own."""
-        found = []
-        for rows_, stream in self.parts[rows]:
-            with mx.stream(stream) if stream is not None else contextlib.nullcontext():
-                found.append(part(rows_))
-        return mx.concatenate(found, axis=axis)
 
 
 def _product(module: nn.Module, x: mx.array) -> mx.array:
@@ -78,27 +77,13 @@ def _product(module: nn.Module, x: mx.array) -> mx.array:
     return out if bias is None or scales is None else out + bias
 
 
-class RowsLinear(nn.Linear):
-    __call__ = _product
-
-
-class RowsQuantizedLinear(nn.QuantizedLinear):
-    __call__ = _product
-
-
-class RowsEmbedding(nn.Embedding):
-    as_linear = _product
-
-
-class RowsQuantizedEmbedding(nn.QuantizedEmbedding):
-    as_linear = _product
+def _swapped(kind: type[nn.Module], method: str) -> type[nn.Module]:
+    return type(f"Rows{kind.__name__}", (kind,), {method: _product, "__module__": __name__})
 
 
 SPLIT: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: RowsLinear,
-    nn.QuantizedLinear: RowsQuantizedLinear,
-    nn.Embedding: RowsEmbedding,
-    nn.QuantizedEmbedding: RowsQuantizedEmbedding,
+    **{kind: _swapped(kind, "__call__") for kind in (nn.Linear, nn.QuantizedLinear)},
+    **{kind: _swapped(kind, "as_linear") for kind in (nn.Embedding, nn.QuantizedEmbedding)},
     NestedLinear: NestedLinear,
     CoarseLinear: CoarseLinear,
 }
@@ -112,25 +97,15 @@ def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
     """
     if streams < 2:
         return 0
-    rows = Rows(streams)
-    count = 0
+    rows, count = Rows(streams), 0
     for module in modules(model):
         split = SPLIT.get(type(module))
-        if split is None or _weight(module).shape[0] < 2 * ROW_STEP or _weights(module) < smallest:
+        if split is None:
             continue
-        module.__class__ = split
-        module.__dict__["_outcore_rows"] = rows
-        count += 1
+        weight, bits = module[LOW if isinstance(module, NestedLinear) else "weight"], getattr(module, "bits", 32)
+        packed = bits - module.high if isinstance(module, NestedLinear) else bits
+        if weight.shape[0] >= 2 * ROW_STEP and weight.size * 32 // packed >= smallest:
+            module.__class__ = split
+            module.__dict__["_outcore_rows"] = rows
+            count += 1
     return count
-
-
-def _weight(module: nn.Module) -> mx.array:
-    weight: mx.array = module[LOW if isinstance(module, NestedLinear) else "weight"]
-    return weight
-
-
-def _weights(module: nn.Module) -> int:
-    weight = _weight(module)
-    if isinstance(module, NestedLinear):
-        return int(weight.size * 32 // (module.bits - module.high))
-    return int(weight.size * 32 // module.bits if hasattr(module, "bits") else weight.size)

@@ -15,14 +15,13 @@ from .call_values import caches_in
 from .hooks import Call, absent, put, swap, unswap
 from .layers import Layer, Projection
 from .module_tree import modules
-from .switches import switches_in
 
 Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Some modules keep products of their weights from the first call on; those of a rehearsal must not stay."""
+    """Some modules keep products of their weights from the first call on; those of a traced pass must not stay."""
     before = [(m, dict(m), dict(m.__dict__)) for m in modules(model)]
     try:
         yield
@@ -40,6 +39,7 @@ class StandIns:
     Args:
         layers: so many units are layers, the others tables.
         split: pieces of the layers that have more than one.
+        switches: by layer, modules that are called with numbers of experts.
 
     Attributes:
         order, looked_up, used: as in ``Trace``; of the pass that began last, or of all.
@@ -48,16 +48,19 @@ class StandIns:
     """
 
     def __init__(
-        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Projection]], cast: Casts, foreign: bool
+        self,
+        units: Sequence[Layer],
+        layers: int,
+        split: Mapping[int, Sequence[Projection]],
+        cast: Casts,
+        foreign: bool,
+        switches: Mapping[int, Sequence[nn.Module]],
     ) -> None:
         self.order, self.looked_up, self.used = list[int](), set[int](), dict[int, int]()
         self.begin()
-        self._units, self._layers, self._split = units, layers, split
-        self._weights = [[p.array for p in unit.parameters] for unit in units]
-        computed = [
-            [cast(f"{unit.path}.{p.path}", p.array.dtype) or p.array.dtype for p in unit.parameters] for unit in units
-        ]
-        self._stand_ins = stand_ins(self._weights, computed, foreign)
+        self._units, self._layers, self._split, self._switches = units, layers, split, switches
+        self._swapped: list[nn.Module] = []
+        self._arrays = stand_ins(units, cast, foreign)
 
     def begin(self) -> None:
         """Another pass begins."""
@@ -67,51 +70,49 @@ class StandIns:
         self.hidden, self.beside = 0, dict[int, mx.array]()
 
     def __enter__(self) -> StandIns:
+        """Take the weights away, and lead calls through here."""
+        for i, unit in enumerate(self._units):
+            see = functools.partial(self._see, i, self.order.append)
+            put(unit.parameters, absent([p.array for p in unit.parameters]))
+            if i in self._split:
+                self._swap(unit.module, see)
+                calls = functools.partial(self._piece_called, i)
+                for n, piece in enumerate(self._split[i]):
+                    self._swap(piece.module, functools.partial(calls, n), i, piece.parameters)
+                for module in self._switches.get(i, ()):
+                    self._swap(module, functools.partial(self._routed, i))
+                continue
+            numbers = range(len(unit.parameters))
+            looks_up = i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding)
+            if looks_up:
+                looked_up = functools.partial(self._see, i, self.looked_up.add)
+                self._swap(unit.module, looked_up, i, numbers, self._with_weights(see, i, numbers))
+            else:
+                self._swap(unit.module, see, i, numbers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for unit in self._units:
-            unswap(unit.module)
-        for parts in self._split.values():
-            for piece in parts:
-                unswap(piece.module)
-        for unit in self._units[: self._layers]:
-            for module in switches_in(unit):
-                unswap(module)
+        for module in self._swapped:
+            unswap(module)
 
-    def set(self) -> None:
-        """Take the weights away, and lead calls through here."""
-        for i, unit in enumerate(self._units):
-            put(unit.parameters, absent(self._weights[i]))
-            ordered = self._with_weights(i, range(len(unit.parameters)), functools.partial(self.order.append, i))
-            if i in self._split:
-                swap(unit.module, "Rehearsed", self._noted(i))
-                for n, piece in enumerate(self._split[i]):
-                    swap(piece.module, "Rehearsed", self._piece(i, n, piece))
-                for module in switches_in(unit):
-                    swap(module, "Rehearsed", self._routed(i))
-            elif i >= self._layers and isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding):
-                looked_up = self._with_weights(i, range(len(unit.parameters)), functools.partial(self.looked_up.add, i))
-                swap(unit.module, "Rehearsed", looked_up, ordered)
-            else:
-                swap(unit.module, "Rehearsed", ordered)
+    def _swap(
+        self,
+        module: nn.Module,
+        note: Callable[[Any, Any], None],
+        unit: int = 0,
+        numbers: Sequence[int] = (),
+        product: Call | None = None,
+    ) -> None:
+        """Tell ``note`` of a module's calls, which these parameters of a unit are there for."""
+        swap(module, "Rehearsed", self._with_weights(note, unit, numbers), product)
+        self._swapped.append(module)
 
-    def _piece(self, layer: int, number: int, piece: Projection) -> Call:
-        return self._with_weights(
-            layer, piece.parameters, lambda: self.calls.setdefault(layer, []).append(number), piece=True
-        )
-
-    def _with_weights(
-        self, unit: int, numbers: Sequence[int], note: Callable[[], None], *, piece: bool = False
-    ) -> Call:
+    def _with_weights(self, note: Callable[[Any, Any], None], unit: int, numbers: Sequence[int]) -> Call:
         parameters = [self._units[unit].parameters[n] for n in numbers]
-        arrays = [self._stand_ins[unit][n] for n in numbers]
-        nothing = absent([self._weights[unit][n] for n in numbers])
+        arrays, nothing = [self._arrays[unit][n] for n in numbers], absent([p.array for p in parameters])
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            note()
-            if not piece:
-                self._see(unit, args, kwargs)
+            note(args, kwargs)
             put(parameters, arrays)
             try:
                 return original(*args, **kwargs)
@@ -120,28 +121,19 @@ class StandIns:
 
         return call
 
-    def _noted(self, layer: int) -> Call:
-        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            self.order.append(layer)
-            self._see(layer, args, kwargs)
-            return original(*args, **kwargs)
-
-        return call
-
-    def _see(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, unit: int, called: Callable[[int], None], args: Any, kwargs: Any) -> None:
+        called(unit)
         self.given.setdefault(unit, []).extend(caches_in(args, kwargs))
         if unit < self._layers:
             arrays = _arrays([*args, *kwargs.values()])
             self.hidden = max(self.hidden, *(a.nbytes for a in arrays[:1]), 0)
             self.beside |= {id(a): a for a in arrays[1:]}
 
-    def _routed(self, layer: int) -> Call:
-        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            indices = kwargs["indices"] if "indices" in kwargs else args[1]
-            self.used[layer] = indices.shape[-1]
-            return original(*args, **kwargs)
+    def _piece_called(self, layer: int, piece: int, args: Any, kwargs: Any) -> None:
+        self.calls.setdefault(layer, []).append(piece)
 
-        return call
+    def _routed(self, layer: int, args: Any, kwargs: Any) -> None:
+        self.used[layer] = (kwargs["indices"] if "indices" in kwargs else args[1]).shape[-1]
 
 
 def _arrays(values: Iterable[Any]) -> list[mx.array]:
@@ -150,25 +142,25 @@ def _arrays(values: Iterable[Any]) -> list[mx.array]:
     return [a for part in parts for a in part]
 
 
-def stand_ins(
-    weights: Sequence[Sequence[mx.array]], dtypes: Sequence[Sequence[mx.Dtype]], foreign: bool
-) -> list[list[mx.array]]:
+def stand_ins(units: Sequence[Layer], cast: Casts, foreign: bool) -> list[list[mx.array]]:
+    """For each unit's parameters arrays of their shapes, and of the dtypes that they are computed in, which hold no
+    memory; ``foreign``: of another thread's stream."""
     made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
     stream = _foreign_stream(mx.default_device().type) if foreign else None
-    for arrays, computed in zip(weights, dtypes, strict=True):
-        for a, dtype in zip(arrays, computed, strict=True):
-            if (a.shape, dtype) not in made:
-                zero = mx.zeros((1,) * a.ndim, dtype=dtype, stream=stream)
-                made[a.shape, dtype] = mx.broadcast_to(zero, a.shape, stream=stream)
-    return [
-        [made[a.shape, dtype] for a, dtype in zip(arrays, computed, strict=True)]
-        for arrays, computed in zip(weights, dtypes, strict=True)
-    ]
+
+    def stand_in(path: str, a: mx.array) -> mx.array:
+        dtype = cast(path, a.dtype) or a.dtype
+        if (a.shape, dtype) not in made:
+            zero = mx.zeros((1,) * a.ndim, dtype=dtype, stream=stream)
+            made[a.shape, dtype] = mx.broadcast_to(zero, a.shape, stream=stream)
+        return made[a.shape, dtype]
+
+    return [[stand_in(f"{unit.path}.{p.path}", p.array) for p in unit.parameters] for unit in units]
 
 
 @functools.cache
 def _foreign_stream(device: mx.DeviceType) -> mx.Stream:
-    """Another thread's stream of a device: one for all rehearsals, because MLX never ends the thread behind it."""
+    """Another thread's stream of a device: one for all traces, because MLX never ends the thread behind it."""
     made: list[mx.Stream] = []
     thread = threading.Thread(target=lambda: made.append(mx.default_stream(mx.Device(device))))
     thread.start()

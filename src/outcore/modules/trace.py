@@ -15,8 +15,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ..sizes import Growing, held_bytes
 from .attention import OTHERWISE, Attention, seen
-from .cache_form import CacheForm, forms_of
-from .cache_growth import FEW, PROBES, Growth, cache_bytes, known_growth, probed_growth
+from .cache_form import FEW, PROBES, CacheForm, Growth, cache_bytes, forms_of, known_growth, probed_growth
 from .call_values import flat
 from .hooks import arrays_in
 from .layers import Layer, Projection
@@ -31,23 +30,22 @@ class Trace:
         order: indices of layers in the order in which the model calls them; empty if it could not be built. Products
             with tables follow the layers in number.
         looked_up: indices of tables, counted on from the layers, of which rows are looked up.
-        caches: what each cache holds, lists of them taken apart.
+        caches: what each cache holds, lists of them taken apart; ``forms``: what they look like.
+        known: its caches are of classes that are known.
         state_bytes: bytes of the largest recurrent state.
+        rewritten: recurrences write each token's state into an array of all tokens' states, which is copied each time.
         evaluates: the model evaluates arrays inside its forward pass.
-        outside: why layers cannot be streamed: the model reaches into them from outside; else None.
-        failure: what the model's code raised then.
+        failure: what the model's code raised with weights absent outside of layers' calls, so that layers cannot be
+            streamed; None: nothing.
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
-        forms: what its caches look like.
         own: for each layer that is called once, the numbers in ``caches`` of plain ones that it alone uses.
         used: for each layer with routed experts, how many of them a token uses.
         passed_bytes: per token, of what a layer is given beside caches; and of what later layers are given beside the
             layer's before them.
         scores: arrays of attention scores that are there at once.
-        handed: bytes per token of context of keys and values that are handed on to later layers beside caches.
-        shared: the numbers in ``caches`` of those that several layers are given, or none.
+        versions: bytes per token of context of keys and values that several layers use: of each pass of several they
+            are there as they were then, until the last of the layers has computed it.
         masked: bytes of masks that layers are given, per token of a pass and token of context.
-        rewritten: recurrences write each token's state into an array of all tokens' states, which is copied each time.
-        known: its caches are of classes that are known.
         expanded: bytes per token of context of a layer's keys and values that are made anew in a pass of several tokens
             from what caches hold of them (latents: DeepSeek's and others' attention).
     """
@@ -55,22 +53,20 @@ class Trace:
     order: list[int] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)
     caches: tuple[Growth, ...] = ()
+    forms: tuple[CacheForm, ...] = ()
+    known: bool = True
     state_bytes: int = 0
+    rewritten: bool = False
     evaluates: bool = False
-    outside: str | None = None
     failure: str | None = None
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    forms: tuple[CacheForm, ...] = ()
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
     passed_bytes: int = 0
     scores: int = OTHERWISE
-    handed: int = 0
-    shared: tuple[int, ...] = ()
+    versions: int = 0
     masked: int = 0
     expanded: int = 0
-    rewritten: bool = False
-    known: bool = True
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -85,12 +81,6 @@ class Trace:
         """Bytes per token of one of the caches."""
         growing = self.caches[cache].growing
         return growing[0] if growing is not None else 0
-
-    @property
-    def versions(self) -> int:
-        """Bytes per token of context of keys and values that several layers use: of each pass of a sweep they are there
-        as they were then, until the last of the layers has computed it."""
-        return self.handed + sum(map(self.growing_of, self.shared))
 
     @property
     def fixed_bytes(self) -> int:
@@ -114,6 +104,7 @@ def rehearse(
     tables: Sequence[Layer] = (),
     pieces: Sequence[Sequence[Projection]] = (),
     cast: Casts = lambda *_: None,
+    switches: Mapping[int, Sequence[nn.Module]] = {},
 ) -> Trace:
     """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
 
@@ -129,9 +120,9 @@ def rehearse(
             do with that is rehearsed with whole layers.
         cast: the dtype that a weight is computed in, by its path and the dtype on disk; None: that one. Caches take as
             much as what fills them.
+        switches: by layer, modules that are called with numbers of experts.
     """
-    evaluates = False
-    failure: Exception | None = None
+    evaluates, failure = False, ""
     shared = [id(p.module) for parts in pieces for p in parts]
     attempts: list[tuple[list[int], Sequence[Sequence[Projection]]]] = [([FEW, 1], ()), ([1], ())]
     if pieces and len(set(shared)) == len(shared):
@@ -140,35 +131,40 @@ def rehearse(
     for passes, parts in attempts:
         if evaluates and passes != [1]:
             continue
-        run = _Run(model, layers, tables, cast, foreign=not evaluates)
+        run = _Run(model, layers, tables, cast, switches, foreign=not evaluates)
         try:
-            result, caches, held = run.build(passes, parts)
+            found, caches, held = run.build(passes, parts)
         except Exception as e:  # whatever a model's code raises on weights that are absent
-            failure = e
+            failure = f"{type(e).__name__}: {e}"
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
             continue
-        result.evaluates = evaluates
-        before = held[-2] if len(held) > 1 else held[-1]
-        found = [known_growth(c, n) for c, n in zip(caches, before, strict=True)]
-        result.known = None not in found
-        unknown = [Growth()] * len(found) if result.known else run.probed(held[-1], sum(passes))
-        result.caches = tuple(known or probed for known, probed in zip(found, unknown, strict=True))
-        if result.expanded <= max((each for each, _ in result.growing), default=0):
-            result.expanded = 0
-        return result
-    what = f"{type(failure).__name__}: {failure}"
-    return Trace(outside=f"its forward pass reaches into layers from outside ({what})", failure=what)
+        found.evaluates, several = evaluates, run.shared
+        grown = [known_growth(c, n) for c, n in zip(caches, held[-2:][0], strict=True)]
+        found.known = None not in grown
+        unknown = [Growth()] * len(grown) if found.known else run.probed(held[-1], sum(passes))
+        found.caches = tuple(known or probed for known, probed in zip(grown, unknown, strict=True))
+        found.versions += sum(found.growing_of(n) for n in several)
+        if found.expanded <= max((each for each, _ in found.growing), default=0):
+            found.expanded = 0
+        return found
+    return Trace(failure=failure)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """What is built: the arguments of ``rehearse``; ``foreign``: stand-ins are arrays of another thread's stream."""
+    """What is built: the arguments of ``rehearse``; ``foreign``: stand-ins are arrays of another thread's stream.
+
+    Attributes:
+        shared: the numbers of caches that several layers are given.
+    """
 
     model: nn.Module
     layers: Sequence[Layer]
     tables: Sequence[Layer]
     cast: Casts
+    switches: Mapping[int, Sequence[nn.Module]]
     foreign: bool
+    shared: tuple[int, ...] = ()
 
     def probed(self, held: Sequence[int], tokens: int) -> list[Growth]:
         """How all caches grow by what they hold after longer texts; where those cannot be built, as if each grew from
@@ -187,9 +183,11 @@ class _Run:
         # A layer of one piece is that piece.
         split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
         units = [*self.layers, *self.tables]
-        with StandIns(units, len(self.layers), split, self.cast, self.foreign) as stage, restored(self.model):
-            stage.set()
-            result, cache = Trace(), make_prompt_cache(self.model)
+        with (
+            restored(self.model),
+            StandIns(units, len(self.layers), split, self.cast, self.foreign, self.switches) as stage,
+        ):
+            found, cache = Trace(), make_prompt_cache(self.model)
             held: list[list[int]] = []
             called: list[dict[int, list[int]]] = []
             for tokens in passes:
@@ -198,35 +196,41 @@ class _Run:
                 forms = forms_of(cache, known=True) if called[1:] else ()
                 with seen(tokens) as attention:
                     out = self.model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-                if tokens == FEW and any(isinstance(c, ArraysCache) for c in flat(cache)):
-                    result.rewritten = _writes(out) >= len(flat(cache)) * 2 + FEW - 1
+                caches = flat(cache)
+                recurrent = [c for c in caches if isinstance(c, ArraysCache)]
+                if tokens == FEW and recurrent:
+                    found.rewritten = _writes(out) >= len(caches) * 2 + FEW - 1
                 del out
-                held.append([cache_bytes(c) for c in flat(cache)])
-                if not held[1:]:
-                    _see_first(result, stage, attention, tokens, flat(cache))
-            result.order, result.looked_up, result.used = stage.order, stage.looked_up, stage.used
+                if not held:
+                    _see_first(found, stage, attention, tokens, len(caches) - len(recurrent))
+                held.append([cache_bytes(c) for c in caches])
+            found.order, found.looked_up, found.used = stage.order, stage.looked_up, stage.used
             if called[1:]:
                 total = sum(passes)
                 late = [a for a in stage.beside.values() if a.ndim > 2 and a.shape[-2] == total]
-                result.handed = sum(a.nbytes for a in late) // total
-            result.shared = _shared_caches(stage.given, flat(cache))
-            result.forms = forms_of(cache, forms, known=len(passes) > 1)
+                found.versions = sum(a.nbytes for a in late) // total
+            found.forms = forms_of(cache, forms, known=len(passes) > 1)
             orders = {i: _in_turn(len(split[i]), [c.get(i, []) for c in called]) for i in split}
-            result.pieces = {i: order for i, order in orders.items() if order}
-            result.own = _own_caches(stage.given, result.order, flat(cache))
-            states = [a.nbytes for c in flat(cache) if isinstance(c, ArraysCache) for a in arrays_in(c)]
-            result.state_bytes = max(states, default=0)
-        return result, flat(cache), held
+            found.pieces = {i: order for i, order in orders.items() if order}
+            users = {n: {i for i, g in stage.given.items() if any(c is x for x in g)} for n, c in enumerate(caches)}
+            # Recurrent states apart. A cache that no layer is given: what waits for which of them is not known. Of
+            # iquestloopcoder's it is keys and values, for a second round; of deepseek_v41's, whose class is its own,
+            # arrays that each pass makes anew.
+            several = [n for n in users if len(users[n]) > 1 or (stage.given and not users[n])]
+            self.shared = tuple(n for n in several if not isinstance(caches[n], ArraysCache))
+            found.own = _own_caches(users, found.order, caches)
+            found.state_bytes = max((a.nbytes for c in recurrent for a in arrays_in(c)), default=0)
+        return found, caches, held
 
 
-def _see_first(result: Trace, stage: StandIns, attention: Attention, tokens: int, caches: Sequence[Any]) -> None:
+def _see_first(found: Trace, stage: StandIns, attention: Attention, tokens: int, attending: int) -> None:
     """What the first pass shows: bytes that layers are given, masks, attention's scores."""
     beside = list(stage.beside.values())
-    result.passed_bytes = -(-(stage.hidden + sum(a.nbytes for a in beside)) // tokens)
+    found.passed_bytes = -(-(stage.hidden + sum(a.nbytes for a in beside)) // tokens)
     masks = [a for a in beside if a.shape[-2:] == (tokens, tokens) and (a.ndim == 2 or a.dtype == mx.bool_)]
-    result.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
-    result.expanded = attention.each
-    result.scores = attention.scores(sum(not isinstance(c, ArraysCache) for c in caches))
+    found.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
+    found.expanded = attention.each
+    found.scores = attention.scores(attending)
 
 
 def _writes(out: Any) -> int:
@@ -236,32 +240,16 @@ def _writes(out: Any) -> int:
     return graph.getvalue().count('"SliceUpdate"')
 
 
-def _shared_caches(given: Mapping[int, Sequence[Any]], caches: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of caches that several layers are given, but for recurrent states; or no layer that is called: what
-    waits for which of them is not known then. Of iquestloopcoder's it is keys and values, for a second round; of
-    deepseek_v41's, whose class is its own, arrays that each pass makes anew."""
-    users = [sum(any(c is g for g in used) for used in given.values()) for c in caches]
-    unseen = 0 if given else -1
-    return tuple(
-        n for n, c in enumerate(caches) if (users[n] > 1 or users[n] == unseen) and not isinstance(c, ArraysCache)
-    )
-
-
 def _own_caches(
-    given: Mapping[int, Sequence[Any]], order: Sequence[int], caches: Sequence[Any]
+    users: Mapping[int, set[int]], order: Sequence[int], caches: Sequence[Any]
 ) -> dict[int, tuple[int, ...]]:
     """Of each layer that is called once, the plain caches that no other layer is given."""
-    numbers = {id(c): n for n, c in enumerate(caches)}
-    users: dict[int, set[int]] = {}
-    for layer, used in given.items():
-        for c in used:
-            users.setdefault(id(c), set()).add(layer)
-    found = {}
-    for layer, used in given.items():
-        plain = {id(c): c for c in used if type(c) is KVCache and c.keys is not None}
-        mine = [c for key, c in plain.items() if users[key] == {layer}]
-        if mine and order.count(layer) == 1 and all(id(c) in numbers for c in mine):
-            found[layer] = tuple(numbers[id(c)] for c in mine)
+    found: dict[int, tuple[int, ...]] = {}
+    for n, c in enumerate(caches):
+        if type(c) is KVCache and c.keys is not None and len(users[n]) == 1:
+            (layer,) = users[n]
+            if order.count(layer) == 1:
+                found[layer] = (*found.get(layer, ()), n)
     return found
 
 

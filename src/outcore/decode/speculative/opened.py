@@ -9,8 +9,8 @@ from ...checkpoint.lazy_model import LazyModel
 from ...checkpoint.manifest import PLANES
 from ...checkpoint.nested import can_be_nested, with_nested_layers
 from ...checkpoint.packed_store import open_again, open_copy, open_model
-from ...engine.model_profile import ModelProfile, profile_of
-from ...engine.unsupported import check_experts
+from ...engine.model_profile import ModelProfile
+from ...engine.whole_profile import check_experts, profile_of
 from ...errors import UnsupportedModelError, UsageError
 from ...machine.device import COMPUTE_DTYPES
 from ...options import LoadOptions
