@@ -122,22 +122,22 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
     """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
-    prompt = ModelRunner.prompt
+    prompting = ModelRunner.prompting
 
-    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> mx.array:
+    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> Any:
         used.append(step)
-        return prompt(self, ids, step, *more)
+        return prompting(self, ids, step, *more)
 
     own = {"context": 600, "prompt": 500, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.transport.forecast is not None
-        ModelRunner.prompt = noted  # type: ignore[method-assign, assignment]
+        ModelRunner.prompting = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
-            ModelRunner.prompt = prompt  # type: ignore[method-assign]
+            ModelRunner.prompting = prompting  # type: ignore[method-assign]
         return used[0], session.transport.forecast.ttft_s
 
 
