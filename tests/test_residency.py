@@ -168,7 +168,7 @@ def test_a_budget_that_is_not_there_loads_fewer_layers_which_come_back(
     demo_model: Path, expected: list[int], resident: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [MemoryLimit(1_000_000_000, 64_000_000 + 30_000_000, "made up")]
-    monkeypatch.setattr("outcore.engine.engine.memory_limits", lambda: limits)
+    monkeypatch.setattr("outcore.engine.session.memory_limits", lambda: limits)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     options = {"resident": resident, "cpu_streams": 1, "context": 256, "prompt": 32, "draft": "none"}
