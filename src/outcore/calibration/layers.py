@@ -250,10 +250,10 @@ def _furnish(made: Rig) -> None:
         )
     replaced: set[tuple[int, str]] = set()
     weights: dict[tuple[str, int], dict[str, mx.array]] = {}
-    for layer, z, casts in zip(found.layers, sizes, found.casts, strict=True):
+    for layer, z, parts in zip(found.layers, sizes, found.parts, strict=True):
         counts[z.kind] -= 1
         copy = weights.setdefault((z.kind, counts[z.kind] % copies[z.kind]), {})
-        for p, cast in zip(layer.parameters, casts, strict=True):
+        for p, cast in zip(layer.parameters, parts.casts, strict=True):
             if p.path not in copy:
                 copy[p.path] = _noise(p, p.array.shape, cast)
         put(layer.parameters, [copy[p.path] for p in layer.parameters])
