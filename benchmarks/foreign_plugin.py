@@ -121,7 +121,7 @@ def _stand_in_for_mlx_flash() -> None:
 def _flash_of(text: str) -> Any:
     """Its instructions as our parser reads them, as a configuration."""
     from outcore_compat.lmstudio import FlashConfig
-    from outcore_compat.modelfile.syntax import FLASH, parse
+    from outcore_compat.modelfile.syntax import parse
 
     fields = {
         "flash": ("enabled", lambda word: word == "true"),
@@ -134,7 +134,7 @@ def _flash_of(text: str) -> Any:
     }
     found: dict[str, Any] = {}
     for instruction in parse(text):
-        if instruction.name in FLASH:
+        if instruction.name in fields:
             field, kind = fields[instruction.name]
             found[field] = kind(instruction.value)  # type: ignore[operator]
     return FlashConfig.from_dict(found)

@@ -151,7 +151,7 @@ def test_the_bodies_that_are_changed_below_are_understood(path: str) -> None:
 
 @pytest.mark.parametrize("path", VALID)
 def test_any_json_is_understood_or_refused(path: str) -> None:
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, database=None, derandomize=True)
     @given(st.dictionaries(st.sampled_from(sorted(VALID[path])), VALUES, max_size=6))
     def check(body: dict[str, Any]) -> None:
         answered(path, body)
@@ -163,7 +163,7 @@ def test_any_json_is_understood_or_refused(path: str) -> None:
 def test_a_good_body_with_anything_anywhere_is_understood_or_refused(path: str) -> None:
     count = sum(1 for _ in places(VALID[path]))
 
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
     @given(st.integers(0, count - 1), VALUES)
     def check(number: int, value: Any) -> None:
         answered(path, changed(VALID[path], number, value))
@@ -180,7 +180,7 @@ def test_a_nasty_value_anywhere_is_understood_or_refused(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/api/show", "/api/pull"])
 def test_any_name_is_found_or_refused(path: str) -> None:
-    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, database=None, derandomize=True)
     @given(st.dictionaries(st.sampled_from(["model", "name", "verbose"]), VALUES))
     def check(body: dict[str, Any]) -> None:
         try:

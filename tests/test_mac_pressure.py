@@ -143,7 +143,7 @@ def test_neighbours_that_wire_memory_and_unwire_it_make_no_flapping(period: int)
     def others(at: float) -> None:
         run.mac.wired = int(3.5 * GB) if int(at / period) % 2 else 2 * GB
 
-    run.run(3600, others)
+    run.run(1800, others)
     assert 1 <= len(run.sheds()) <= 10 and max(n for _, n in run.sheds()) <= 6
     assert sum(n for _, n in run.regrows()) <= sum(n for _, n in run.sheds())
     assert run.resident >= 12 and run.mac.swapped == 0
@@ -202,11 +202,11 @@ def test_room_that_is_missing_beside_a_warning_is_made_at_once() -> None:
     assert run.sheds()
 
 
-def test_a_real_model_answers_a_warning_once_and_says_the_same(demo_model: Path) -> None:
-    plain, tokenizer = mlx_lm.load(str(demo_model))
+def test_a_real_model_answers_a_warning_once_and_says_the_same(quick_model: Path) -> None:
+    plain, tokenizer = mlx_lm.load(str(quick_model))
     prompt = "def read_lines(path):\n    "
-    expected = [r.token for r in mlx_lm.stream_generate(plain, tokenizer, prompt, max_tokens=24)]
-    model, tokenizer = outcore.load(str(demo_model), memory="100MB", resident=12, govern=False)
+    expected = [r.token for r in mlx_lm.stream_generate(plain, tokenizer, prompt, max_tokens=12)]
+    model, tokenizer = outcore.load(str(quick_model), memory="100MB", resident=12, govern=False)
     mac, now = roomy(), [0.0]
 
     def clock() -> float:
@@ -216,7 +216,7 @@ def test_a_real_model_answers_a_warning_once_and_says_the_same(demo_model: Path)
     with model.outcore as session:
         session.watch = Watch(session, session.residency, Governor(), mac.reading, clock)
         got = []
-        for n, r in enumerate(outcore.stream_generate(model, tokenizer, prompt, max_tokens=24)):
+        for n, r in enumerate(outcore.stream_generate(model, tokenizer, prompt, max_tokens=12)):
             got.append(r.token)
             mac.told = 2 if n >= 4 else None
         assert got == expected

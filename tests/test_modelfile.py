@@ -172,16 +172,6 @@ def test_folders_lie_beside_the_modelfile_and_names_stay_names(tmp_path: Path) -
             read(f"FROM model\nADAPTER {adapter}")
 
 
-def test_the_instructions_of_mlx_flash() -> None:
-    found = said("FLASH true", "FLASH_RAM_GB 12", "FLASH_THREADS 6", "FLASH_PREFETCH_LAYERS 3", "FLASH_EVICTION none")
-    assert found.get("flash")
-    assert (found.get("memory"), found.get("threads"), found.get("slots"), found.get("io")) == ("12GB", 6, 4, "cached")
-    assert said("FLASH_RAM_GB 0.007").get("memory") == "0.007GB"
-    assert [said(f"FLASH_EVICTION {way}").get("io") for way in ("free", "DONTNEED")] == ["auto", "auto"]
-    assert not said().get("flash")
-    assert [said(f"FLASH {word}").get("flash") for word in ("1", "yes", "On")] == [True] * 3
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -213,14 +203,7 @@ def test_the_instructions_of_mlx_flash() -> None:
         ("PARAMETER seed 1\nPARAMETER seed 2", "line 3: PARAMETER seed: line 2 says that already"),
         ('SYSTEM """\nnever closed\n""\n', 'line 2: what begins with """ is nowhere closed'),
         ('SYSTEM "\nFROM a', 'line 2: what begins with " is nowhere closed'),
-        ("FLASH false", "line 2: FLASH: off: Outcore streams what does not fit"),
-        ("FLASH maybe", "line 2: FLASH: maybe: true or false"),
-        ("FLASH_RAM_GB much", "line 2: FLASH_RAM_GB: much: a number is needed"),
-        ("FLASH_RAM_GB 0", "line 2: FLASH_RAM_GB: 0.0: from"),
-        ("FLASH_THREADS 0", "line 2: FLASH_THREADS: 0: at least 1"),
-        ("FLASH_PREFETCH_LAYERS 0", "line 2: FLASH_PREFETCH_LAYERS: 0: at least 1"),
-        ("FLASH_EVICTION lru", "line 2: FLASH_EVICTION: lru: free, dontneed or none"),
-        ("FLASH_TOP_K 4", "line 2: FLASH_TOP_K: another number of experts"),
+        ("FLASH_RAM_GB 4", "line 2: FLASH_RAM_GB: mlx-flash's; leave it out, and give --memory"),
         ("FLASH_TOPK 4", r"line 2: no instruction FLASH_TOPK \(did you mean flash_top_k"),
         ("FROM\u00a0other", "line 2: no instruction FROM.*other"),
     ],
@@ -297,22 +280,3 @@ def test_whatever_is_written_is_read_or_refused_with_a_line(text: str) -> None:
         assert str(e).startswith(f"line {e.line}: ") and len(str(e)) < 500
     else:
         assert found.lines["model"] == 1
-
-
-FLASH_EXAMPLE = """
-# Required: a model
-FROM /models/some-model
-SYSTEM "You are a helpful, concise assistant."
-FLASH true
-FLASH_RAM_GB 10
-FLASH_THREADS 4
-FLASH_PREFETCH_LAYERS 2
-# FLASH_TOP_K 2
-FLASH_EVICTION free
-"""
-
-
-def test_a_modelfile_of_mlx_flash() -> None:
-    found = parse_modelfile(FLASH_EXAMPLE)
-    assert found.system == "You are a helpful, concise assistant."
-    assert [found.get(name) for name in ("flash", "memory", "threads", "slots", "io")] == [True, "10GB", 4, 3, "auto"]

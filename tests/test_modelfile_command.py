@@ -21,7 +21,6 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from outcore.cli import serve
 from outcore.cli.answering import AnswerOutput
-from outcore.cli.arguments import engine_options
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore.decode.conversation import Conversation
@@ -71,24 +70,20 @@ def settled(command: str, *words: str) -> tuple[argparse.Namespace, dict[str, An
 
 
 def test_what_is_said_becomes_flags_that_were_not_given(file: Callable[..., str]) -> None:
-    path = file("FROM owner/name", "SYSTEM be brief", "DRAFT owner/small", "FLASH_RAM_GB 2", "FLASH_THREADS 6",
-                "FLASH_PREFETCH_LAYERS 3", "FLASH_EVICTION none",
+    path = file("FROM owner/name", "SYSTEM be brief", "DRAFT owner/small",
                 *(f"PARAMETER {p}" for p in ("num_ctx 99", "num_predict 7", "temperature 0.5", "top_k 4", "top_p 0.5",
                   "min_p 0.1", "seed 3", "draft_num_predict 2")))  # fmt: skip
     for command in ("generate", "chat"):
         args, filled = settled(command, "--modelfile", path)
-        assert (args.model, args.system_prompt, args.draft, args.memory) == (
-            "owner/name", "be brief", "owner/small", "2GB",
-        )  # fmt: skip
+        assert (args.model, args.system_prompt, args.draft) == ("owner/name", "be brief", "owner/small")
         assert (args.max_tokens, args.temp, args.top_k, args.top_p, args.min_p, args.seed) == (7, 0.5, 4, 0.5, 0.1, 3)
-        assert (args.num_draft_tokens, args.slots, args.io) == (2, 4, "cached")
-        assert engine_options(args)["threads"] == 6
+        assert args.num_draft_tokens == 2
         assert getattr(args, "context", None) == (99 if command == "chat" else None)
-        assert filled["memory"].source == f"{path}: line 4"
+        assert filled["draft"].source == f"{path}: line 3"
 
 
 def test_flags_go_before_a_modelfile(file: Callable[..., str]) -> None:
-    path = file("FROM owner/name", "SYSTEM be brief", "DRAFT owner/small", "FLASH_RAM_GB 2",
+    path = file("FROM owner/name", "SYSTEM be brief", "DRAFT owner/small",
                 "PARAMETER num_predict 7", "PARAMETER temperature 0.5", "PARAMETER draft_num_predict 2")  # fmt: skip
     words = ["other", "--system-prompt", "", "--draft-model", "mine", "--memory", "1GB", "-m", "100", "--temp", "0.0"]
     args, filled = settled("generate", "--modelfile", path, *words, "--num-draft", "5")
@@ -109,17 +104,15 @@ def test_a_modelfile_goes_before_what_is_settled(
     file: Callable[..., str], run: Run, quick_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTCORE_MODEL", "owner/other")
-    monkeypatch.setenv("OUTCORE_MEMORY", "1KB")
-    path = file(f"FROM {quick_model}", "FLASH_RAM_GB 1", TURN, "PARAMETER num_predict 1")
-    status, record, err = run("generate", "--modelfile", path)
-    assert status == 0, err
-    assert record["budget_bytes"] == 10**9
+    path = file(f"FROM {quick_model}", TURN, "PARAMETER num_predict 1")
+    status, record, err = run("generate", "--modelfile", path, "--memory", "1GB")
+    assert status == 0 and record["generation_tokens"] == 1, err
 
 
 def test_generate_renders_what_the_modelfile_says(file: Callable[..., str], run: Run, short_model: Path) -> None:
     path = file(f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
-                "PARAMETER num_predict 8", "FLASH_RAM_GB 0.02", "FLASH_EVICTION none")  # fmt: skip
-    status, record, err = run("generate", "--modelfile", path, "-p", PROMPT)
+                "PARAMETER num_predict 8")  # fmt: skip
+    status, record, err = run("generate", "--modelfile", path, "-p", PROMPT, "--memory", "20MB")
     assert status == 0, err
     assert (record["budget_bytes"], record["generation_tokens"]) == (20_000_000, 8)
     written = f"# read\nimport os\nimport sys\n{PROMPT}\n"
@@ -177,8 +170,8 @@ def test_chat_goes_on_after_a_stop_string_as_if_the_rest_had_not_been_said(
 def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_model: Path) -> None:
     path = file(f"FROM {short_model}", TURN, "SYSTEM read", "MESSAGE user import os", "MESSAGE assistant import sys",
                 "PARAMETER num_predict 8", "PARAMETER temperature 0.5", "PARAMETER seed 3", "PARAMETER num_ctx 128",
-                "PARAMETER repeat_penalty 1.1", "FLASH_RAM_GB 0.5", 'PARAMETER stop """never said"""')  # fmt: skip
-    args, _ = settled("serve", "--modelfile", path)
+                "PARAMETER repeat_penalty 1.1", 'PARAMETER stop """never said"""')  # fmt: skip
+    args, _ = settled("serve", "--modelfile", path, "--memory", "0.5GB")
     assert (serve.names_of(args), args.context, args.memory) == ([str(short_model)], 128, "0.5GB")
     defaults = serve.defaults_of(args)
     assert defaults.max_tokens == 8
@@ -224,9 +217,8 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
         ("FROM ./model.gguf", "--model is from {path}: line 2"),
         ("FROM llama3.2:3b", "--model is from {path}: line 2"),
         ("FROM {model}\nPARAMETER top_k 9999999", "--top-k is from {path}: line 3"),
-        ("FROM {model}\nFLASH_RAM_GB 0.000001", "from {path}: line 3"),
         ("FROM {model}\nSYSTEM be brief", "{path}: line 3: this model has no chat template"),
-        ("FROM {model}\nFLASH_TOP_K 4", "{path}: line 3: FLASH_TOP_K: another number of experts"),
+        ("FROM {model}\nFLASH_TOP_K 4", "{path}: line 3: FLASH_TOP_K: mlx-flash's"),
         ("FROM {model}\nBAD x", "{path}: line 3: no instruction BAD"),
     ],
 )

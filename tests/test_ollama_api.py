@@ -313,13 +313,6 @@ def test_models_in_memory() -> None:
     }  # fmt: skip
 
 
-def test_a_model_that_stays_for_good_expires_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [CARD, replace(CARD, name="other", expires_at=None)]
-    monkeypatch.setattr(Scripted, "models", lambda self: cards)
-    models = told(running)["models"]
-    assert [(m["name"], m["expires_at"][:4]) for m in models] == [("other:latest", "9999"), ("demo:latest", "2027")]
-
-
 def test_show() -> None:
     found = told(show, {"model": "demo:latest"})
     assert found["details"] == DETAILS and found["capabilities"] == ["completion", "tools", "thinking"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.calibration import calibrate
+from outcore.calibration import calibrate, disk, rates
 from outcore.calibration import layers as calibrate_layers
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
@@ -35,6 +36,12 @@ MODEL = ModelSize(
 def machine(read_gbps: float, layer_s: float) -> Calibration:
     kinds = {"layer": {1: layer_s, 16: 4 * layer_s}, "rest": {1: layer_s}}
     return Calibration(read_gbps=2.0, kinds=kinds, measured=True)
+
+
+@pytest.fixture(autouse=True)
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves of few budgets."""
+    monkeypatch.setattr("outcore.cli.plan.speed_curve", partial(speed_curve, points=5))
 
 
 def plan(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any], str, str]:
@@ -89,11 +96,11 @@ def test_a_plan_says_where_computing_is_the_limit(demo_model: Path, capsys: pyte
     _, record, out, _ = plan(capsys, *asked)
     assert "At every budget computing is the limit, not the disk: with everything in memory" in out
     assert record["computing_limits_from_bytes"] == record["smallest_budget_bytes"]
-    assert len(record["curve"]) > 10 and out.count(" of 16 ") <= 4, "rows that are all as fast say nothing"
+    assert len(record["curve"]) > 5 and out.count(" of 16 ") <= 4, "rows that are all as fast say nothing"
     known(demo_model, layer_s=0.00001)
     _, record, out, _ = plan(capsys, *asked)
     assert "computing is the limit" not in out and record["computing_limits_from_bytes"] is None
-    assert out.count(" of 16 ") > 10
+    assert out.count(" of 16 ") > 5
 
 
 def test_what_is_printed_and_what_the_json_says(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,10 +120,10 @@ def test_what_is_printed_and_what_the_json_says(demo_model: Path, capsys: pytest
 
 
 def test_a_model_is_called_as_the_hub_calls_it_wherever_it_is_read_from(
-    demo_model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    served: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "models--own--m" / "snapshots" / ("0123456789" * 4)
-    shutil.copytree(demo_model, folder)
+    shutil.copytree(served, folder)
     asked = (str(folder), "--memory", "20MB", "--context", "64", "--no-calibrate")
     for packed in (False, True):
         if packed:
@@ -129,6 +136,10 @@ def test_this_machine_is_measured_once(
     served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate_layers, "TOKENS", (1, 4))
+    for module in (calibrate_layers, rates):
+        monkeypatch.setattr(module, "PAST_CACHES", 4 << 20)
+    monkeypatch.setattr(disk, "POINT_S", 0.05)
+    monkeypatch.setattr(disk, "RATE_S", 0.1)
     monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
     monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
     _, record, _, err = plan(capsys, str(served), "--memory", "8MB", "--context", "64")

@@ -63,7 +63,6 @@ class Machine:
     versions: dict[str, str]
     git_commit: str
     git_changed_files: int
-    calibration: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -168,14 +167,14 @@ class BenchRow:
     Attributes:
         mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (the plain way), ``outcore``; loops that come
             later add their own.
-        label: what a table calls it, e.g. ``outcore, 50 % resident``.
+        label: what a table calls it, e.g. ``outcore, 50 % resident``. ``command``: of older results.
         same_tokens: whether the tokens are those of mlx-lm in this document, None where it did not run.
         error: why there are no numbers, e.g. ``killed for memory``.
     """
 
     mode: str
     label: str
-    command: str
+    command: str = ""
     setting: RowSetting = field(default_factory=RowSetting)
     speed: Speed = field(default_factory=Speed)
     reading: Reading = field(default_factory=Reading)

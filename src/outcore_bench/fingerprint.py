@@ -7,18 +7,15 @@ import platform
 import re
 import subprocess
 from collections import Counter
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from mlx.utils import tree_flatten
 
-from outcore.calibration.calibration_file import load_calibration
 from outcore.loading.preparation import Preparation
-from outcore.machine.hardware import cores, cpu_name, filesystem, gpu_name
+from outcore.machine.hardware import cpu_name, filesystem, gpu_name
 from outcore.version import __version__
 
 from .document import Machine, Model
@@ -43,16 +40,7 @@ def machine(folder: Path) -> Machine:
         versions=_versions(),
         git_commit=commit,
         git_changed_files=changed,
-        calibration=_calibration(folder),
     )
-
-
-def _calibration(folder: Path) -> dict[str, Any] | None:
-    """What was measured of this machine and disk, all cores, without the models' layers; None: it was not."""
-    known = load_calibration(folder, cores() if gpu_name() is None else 1)
-    if known is None:
-        return None
-    return {name: value for name, value in asdict(known).items() if name not in ("kinds", "measured")}
 
 
 def describe(name: str, prepared: Preparation) -> Model:

@@ -76,7 +76,7 @@ def matrix() -> ArgumentParser:
     return command_parser(
         "outcore matrix",
         "Measure a model at every combination of budget, way of reading, slots and threads, each in a process of its "
-        "own, and say which is best and where speed falls off. Cut off, it goes on where it stopped.",
+        "own, and say which is best. Cut off, it goes on where it stopped.",
         "outcore matrix mlx-community/Qwen3-8B-4bit --memory 2GB,4GB --slots 2,3",
         "model revision",
         *axes,

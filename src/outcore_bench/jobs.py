@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -124,20 +123,6 @@ class BenchJob:
         """From its JSON object."""
         return BenchJob(**(raw | {"run": RunSettings(**raw["run"])}))
 
-    def command(self, name: str) -> str:
-        """The command that measures this row alone."""
-        argv = ["outcore", "bench", name, "--modes", self.mode]
-        flags = asdict(self.run) | {"batch": self.batch}
-        if self.mode == OUTCORE:
-            argv += ["--memory", self.memory or AUTO] if self.resident is None else ["--resident", str(self.resident)]
-            argv += ["--io", self.io]
-        else:
-            flags |= dict.fromkeys(("cpu_streams", "slots", "threads"))
-        for flag, value in flags.items():
-            if value is not None and value is not False:
-                argv += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return shlex.join(argv)
-
 
 def listed(text: str) -> tuple[str, ...]:
     """What stands between commas, each once."""
@@ -184,26 +169,20 @@ def make_jobs(
 
 
 def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) -> list[BenchJob]:
-    memory, resident = settings.memory, settings.resident
-    if not memory and not resident:
-        memory, resident = (), RESIDENT
-    jobs = []
-    whole = False
+    resident = settings.resident or (RESIDENT if not settings.memory else ())
+    whole = replace(job, resident=layers, label=f"{job.mode}, all resident")
+    jobs = [whole] if fits else []
     for io in settings.io:
         how = f", {io}" if len(settings.io) > 1 else ""
-        for size in memory:
+        for size in settings.memory:
             label = f"{job.mode}, {size if size != AUTO else 'budget of its own choice'}{how}"
             jobs.append(replace(job, io=io, memory=size, label=label))
         for text in resident:
             count, shown = _layers(text, layers)
-            if count == layers:
-                if whole:
-                    continue  # nothing is read, so it is the same however it would be read
-                whole = True
-            label = f"{job.mode}, all resident" if count == layers else f"{job.mode}, {shown} resident{how}"
-            jobs.append(replace(job, io=io, resident=count, label=label))
-    if fits and not whole:
-        jobs.insert(0, replace(job, resident=layers, label=f"{job.mode}, all resident"))
+            if count < layers:
+                jobs.append(replace(job, io=io, resident=count, label=f"{job.mode}, {shown} resident{how}"))
+            elif whole not in jobs:  # nothing is read, so it is the same however it would be read
+                jobs.append(whole)
     return jobs
 
 

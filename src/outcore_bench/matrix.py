@@ -226,9 +226,9 @@ def _before(output: Path, now: Document) -> Document:
 def differences(was: Document, now: Document) -> list[str]:
     """What keeps old runs from standing beside new ones, each such as ``settings.tokens was 8, is 16``.
 
-    Of the machine everything counts but the number of files changed since the commit, and its calibration.
+    Of the machine everything counts but the number of files changed since the commit.
     """
-    apart = ("grid", "git_changed_files", "calibration")
+    apart = ("grid", "git_changed_files")
     old, new = (
         {
             f"{part}.{name}": value

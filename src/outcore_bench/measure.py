@@ -134,7 +134,7 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
     )
     setting = RowSetting(memory=job.memory, io=loop.io, batch=job.batch)
     setting.cache = CACHES.get(loop.io, job.run.cache)
-    row = BenchRow(job.mode, job.label, "", setting, speed)
+    row = BenchRow(job.mode, job.label, setting=setting, speed=speed)
     row.tokens = list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps)))
     if runs[0].reads:
         device, asked = (sum(counts) for counts in zip(*(r.reads for r in runs), strict=True))

@@ -45,14 +45,15 @@ class Loop:
     close: Callable[[], None] = lambda: None
 
 
-def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP) -> Steps:
-    """mlx-lm's own loops: ``generate_step`` for one sequence, ``BatchGenerator`` for several. Greedy, no end token."""
+def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP, one: Callable[..., Any] = resident_step) -> Steps:
+    """mlx-lm's own loops: ``generate_step``, or ``one`` in its place, for one sequence, ``BatchGenerator`` for several.
+    Greedy, no end token."""
 
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         if len(prompts) == 1:
             prompt = mx.array(list(prompts[0]), dtype=mx.int32)
             with wired_limit(model, [generation_stream]):
-                for token, _ in resident_step(prompt, model, max_tokens=tokens, prefill_step_size=prefill_step):
+                for token, *_ in one(prompt, model, max_tokens=tokens, prefill_step_size=prefill_step):
                     yield [int(token)]
             return
         generator = BatchGenerator(
@@ -109,22 +110,8 @@ def _open_outcore(job: BenchJob) -> Loop:
     )
     model: Any = load_model(job.folder, options)[0]
     session: Session = model.outcore
-    if session.streaming is not None and job.batch == 1:
-        steps = _outcore_steps(model, session)
-    else:
-        steps = mlx_lm_steps(model, session.plan.prefill_step)
-    return Loop(model, steps, session.io, session, session.close)
-
-
-def _outcore_steps(model: Any, session: Session) -> Steps:
-    def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
-        prompt = mx.array(list(prompts[0]), dtype=mx.int32)
-        step = session.plan.prefill_step
-        with wired_limit(model, [generation_stream]):
-            for token, *_ in generate_step(prompt, model, max_tokens=tokens, prefill_step_size=step):
-                yield [token]
-
-    return steps
+    one = generate_step if session.streaming is not None else resident_step
+    return Loop(model, mlx_lm_steps(model, session.plan.prefill_step, one), session.io, session, session.close)
 
 
 LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain": _open_plain, OUTCORE: _open_outcore}

@@ -68,7 +68,7 @@ def failed(job: BenchJob, why: str) -> BenchRow:
     """A row that could not be measured."""
     setting = RowSetting(memory=job.memory, batch=job.batch)
     setting.slots, setting.threads, setting.io = job.run.slots, job.run.threads, job.io if job.io != AUTO else None
-    return BenchRow(job.mode, job.label, "", setting, error=why)
+    return BenchRow(job.mode, job.label, setting=setting, error=why)
 
 
 def _child(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -81,9 +81,7 @@ class Runner:
         left, document = list(jobs), self.document
         for i, job in enumerate(left):
             progress(job.label, i, len(left))
-            row = self._measure(job)
-            row.command = job.command(document.model.name)
-            document.rows.append(row)
+            document.rows.append(self._measure(job))
             compare(document)
             on_row(document)
         return document

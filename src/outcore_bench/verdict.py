@@ -1,9 +1,8 @@
-"""What a measured grid says: its best point, if one is better than all others, and where speed falls off. Pure."""
+"""What a measured grid says: its best point, if one is better than all others. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from outcore.checks import parse_size
@@ -13,8 +12,6 @@ from .document import BenchRow
 
 TIE = 0.02
 """Share of the time per token within which points are equally good."""
-FALL = 0.10
-"""Share of the speed whose loss counts as falling off."""
 
 
 class GridPoint(NamedTuple):
@@ -31,7 +28,6 @@ class GridPoint(NamedTuple):
         return f"{self.io}, {self.slots} slots, {self.threads} thread{'s' * (self.threads > 1)}" if self.io else WHOLE
 
 
-AXES = GridPoint._fields
 WHOLE = "all resident"
 
 
@@ -41,23 +37,6 @@ def point(row: BenchRow) -> GridPoint:
     if setting.io in (None, "none"):
         return GridPoint(memory)
     return GridPoint(memory, str(setting.io), setting.slots or 0, setting.threads or 0)
-
-
-@dataclass(frozen=True)
-class Fall:
-    """The first value along an axis, away from ``start``, at which more than ``FALL`` of the speed there is lost, and
-    not perhaps by chance: the repeats do not overlap.
-
-    Attributes:
-        drop: lost share of the speed; 1 where nothing ran.
-        why: nothing ran: it does not fit, or failed.
-    """
-
-    axis: str
-    start: int | str
-    at: int | str
-    drop: float
-    why: str | None = None
 
 
 def equals(rows: Sequence[BenchRow]) -> list[BenchRow]:
@@ -84,31 +63,12 @@ def by_budget(rows: Sequence[BenchRow]) -> list[BenchRow]:
     return [r for r in found if r is not None]
 
 
-def falls(rows: Sequence[BenchRow]) -> list[Fall]:
-    """Along the budgets from the fastest row, along the other axes from the fastest that streams."""
-    found = []
-    for axis in AXES:
-        first = start(rows if axis == "memory" else _streaming(rows))
-        found += _falls(first, axis, rows) if first is not None else []
-    return found
-
-
 def sentences(rows: Sequence[BenchRow]) -> list[str]:
-    """All of it in words, and what was not run or failed: a sentence a line."""
+    """Which is best, of all and of those that stream, and what has no numbers: a sentence a line."""
+    streaming = [r for r in rows if point(r).io]
     said = _best("", rows)
-    if equals(streaming := _streaming(rows)) != equals(rows):
+    if equals(streaming) != equals(rows):
         said += _best(" that streams", streaming)
-    found, steady = falls(rows), []
-    for axis in AXES:
-        if len({getattr(point(r), axis) for r in (rows if axis == "memory" else streaming)}) < 2:
-            continue
-        of_axis = [fall for fall in found if fall.axis == axis]
-        steady += [axis] if not of_axis else []
-        for fall in of_axis:
-            lost = fall.why or f"{100 * fall.drop:.0f} % slower"
-            said.append(f"Falls off: from {_value(axis, fall.start)} to {_value(axis, fall.at)}, {lost}")
-    if said and steady:
-        said.append(f"No fall of more than {100 * FALL:.0f} % along: {', '.join(steady)}")
     if errors := [r for r in rows if r.error is not None]:
         said.append(f"No numbers: {len(errors)} of {len(rows)} points; {errors[0].label}: {errors[0].error}")
     if busy := sum(r.busy for r in rows):
@@ -132,12 +92,6 @@ def _best(that: str, rows: Sequence[BenchRow]) -> list[str]:
     ]
 
 
-def _value(axis: str, value: int | str) -> str:
-    if axis == "memory":
-        return format_size(int(value))
-    return str(value) if axis == "io" else f"{value} {axis if value != 1 else axis.removesuffix('s')}"
-
-
 def _seconds(row: BenchRow) -> float:
     assert row.speed.s_per_token is not None
     return row.speed.s_per_token.median
@@ -149,50 +103,7 @@ def _measured(rows: Sequence[BenchRow]) -> list[BenchRow]:
     return [r for _, r in sorted(measured, key=lambda each: (each[0].memory, each[0].threads, each[0].slots))]
 
 
-def _streaming(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    return [r for r in rows if point(r).io]
-
-
 def _overlap(one: BenchRow, other: BenchRow) -> bool:
     """Whether the repeats of two runs overlap, so that chance may tell them apart."""
     a, b = one.speed.s_per_token, other.speed.s_per_token
     return a is not None and b is not None and a.least <= b.most and b.least <= a.most
-
-
-def _falls(first: BenchRow, axis: str, rows: Sequence[BenchRow]) -> list[Fall]:
-    """At most one in each direction; every other way of reading, since those have no order."""
-    along = _along(point(first), axis, rows)
-    at = getattr(point(first), axis)
-    others = [(value, along[value]) for value in sorted(along)]
-    directions = [[other] for other in others]
-    if axis != "io":
-        directions = [[o for o in others[::-1] if o[0] < at], [o for o in others if o[0] > at]]
-    found = []
-    for walk in directions:
-        for value, row in walk:
-            drop = 1.0 if row.error is not None else 1 - _seconds(first) / _seconds(row)
-            if drop > FALL and not _overlap(row, first):
-                found.append(Fall(axis, at, value, drop, row.error))
-                break
-    return found
-
-
-def _along(at: GridPoint, axis: str, rows: Sequence[BenchRow]) -> dict[int | str, BenchRow]:
-    """The rows along an axis by their values there, with everything else as it is at this point."""
-    known = {point(r): r for r in rows}
-    if axis != "memory":
-        return {
-            getattr(p, axis): row
-            for p, row in known.items()
-            if p.io and p != at and p._replace(**{axis: getattr(at, axis)}) == at
-        }
-    found: dict[int | str, BenchRow] = {}
-    for budget in {p.memory for p in known} - {at.memory}:
-        if at.io:
-            there = [known[p] for p in (at._replace(memory=budget), GridPoint(budget)) if p in known]
-        else:  # it has no setting of its own to keep
-            there = _measured([r for p, r in known.items() if p.memory == budget])
-            there = sorted(there, key=_seconds) or [r for p, r in known.items() if p.memory == budget]
-        if there:
-            found[budget] = there[0]
-    return found

@@ -21,24 +21,22 @@ from outcore.options import LoadOptions
 EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
 """Ways of reading that are like its ways of forgetting what was read: around the page cache, or through it."""
 
+_CHANGES = "it would change the answers: leave it out"
+_HOLDS = "the budget holds always, for prompts and contexts too: leave it out, or give ram_budget_gb more"
+_SHOWN = "outcore monitor shows it, and model.outcore holds the plan and the metrics: leave it out"
+_KV_ROOM = "the disk's room bounds it, and of each layer the last block is in memory: leave it out"
+
 REFUSED = {
-    "moe_top_k_override": "it would change the answers, and every expert of a layer is read anyway: leave it out",
+    **dict.fromkeys(("moe_top_k_override", "tiled_execution", "tile_size"), _CHANGES),
     "expert_cache_size": "experts have the memory that ram_budget_gb leaves: give it more",
-    "tiled_execution": "it would change the answers; ram_budget_gb bounds activations, too: leave it out",
-    "tile_size": "it belongs to tiled_execution, which would change the answers: leave it out",
     "metal_kernels": "all kernels are MLX's own, and there are none to switch off: leave it out",
-    "strict_guardrails": "the budget holds always: give ram_budget_gb more where it is too small",
+    **dict.fromkeys(
+        ("strict_guardrails", "enable_prefill_guardrail", "max_safe_prefill_tokens", "max_safe_context_tokens"), _HOLDS
+    ),
     "kv_cache_local_window_size": "caches are quantized as a whole, as in mlx-lm: leave it out",
-    "max_in_memory_kv_tokens": "of what lies on disk each layer's last block is in memory: leave it out",
-    "enable_prefill_guardrail": "prompts are computed within the budget always: leave it out",
-    "max_safe_prefill_tokens": "prompts are computed within the budget always: leave it out",
-    "max_safe_context_tokens": "a context is refused where memory is short of it: leave it out",
-    "disk_kv_max_tokens": "the disk's room bounds it; kv_eviction of stream_generate lets halves go: leave it out",
-    "min_quant_bits": "models of any width are run: look at the model's config.json, and leave it out",
-    "strict_quant": "models of any width are run: look at the model's config.json, and leave it out",
-    "debug": "model.outcore holds the plan, and the log of `outcore` tells of it: leave it out",
-    "enable_profiling": "outcore monitor shows it, and model.outcore.metrics counts: leave it out",
-    "monitor_queue": "outcore monitor shows it, and model.outcore.metrics counts: leave it out",
+    **dict.fromkeys(("max_in_memory_kv_tokens", "disk_kv_max_tokens"), _KV_ROOM),
+    **dict.fromkeys(("min_quant_bits", "strict_quant"), "models of any width are run: leave it out"),
+    **dict.fromkeys(("debug", "enable_profiling", "monitor_queue"), _SHOWN),
 }
 """Fields that mean nothing here, or would change answers, and what to do instead."""
 

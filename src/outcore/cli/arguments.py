@@ -21,7 +21,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's flags as fields of ``LoadOptions``."""
     names = [name.replace("-", "_") for name in (*GROUPS["engine-flags"], "priority", "ranks")]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return given | {"threads": args.preset.threads, "flags": True}
+    return given | {"flags": True}
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,12 +20,10 @@ class Preset:
     Attributes:
         messages: as chat templates take them; they stand before the user's first one.
         stop: texts that end an answer.
-        threads: reads in flight; None: as planned.
     """
 
     messages: Sequence[Mapping[str, str]] = ()
     stop: tuple[str, ...] = ()
-    threads: int | None = None
 
     def prepare(
         self, tokenizer: TokenizerWrapper, config: Mapping[str, Any], *, template: bool = True, cached: bool = False

@@ -29,13 +29,11 @@ from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
     Body,
-    Count,
     Function,
     Message,
     Part,
-    Share,
+    SamplerFields,
     Stops,
-    Temperature,
     called,
     conversation,
     joined,
@@ -126,14 +124,11 @@ class PromptBody(Body):
     output_format: Format | None = None
 
 
-class MessageBody(PromptBody):
-    """All of a message's body."""
+class MessageBody(PromptBody, SamplerFields):
+    """All of a message's body; of the sampler more than Anthropic's own."""
 
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=1, le=COUNT)]
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Count | None = None
     stop_sequences: Stops = ()
 
 
@@ -341,7 +336,8 @@ class MessageWriter(ResponseWriter):
             yield from self._close()
             yield self._opened({"type": kind, kind: "", **(more or {})})
         if text:
-            self._message["content"][-1][kind] += text
+            if not self.streams:
+                self._message["content"][-1][kind] += text
             yield self._delta({"type": delta, kind: text})
 
     def _opened(self, block: dict[str, Any]) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from .access import Access, Guard, cors
 from .api import EVENT_STREAM, Api, HttpRequest, ParsedRequest, ResponseWriter, Route
 from .body import HeldBody
 from .description import described
-from .events import Called, Event, RequestError, TextPart
+from .events import Called, Event, RequestError, TextPart, shutting_down
 from .metrics import Counted
-from .site import IGNORED, Site, error_response, ignored_header, json_response, shutting_down
+from .site import IGNORED, Site, error_response, ignored_header, json_response
 
 log = logging.getLogger("outcore")
 

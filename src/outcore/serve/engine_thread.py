@@ -29,13 +29,10 @@ from ..errors import OutcoreError, RequestError
 from ..machine.interrupts import asking, join
 from ..text import one_line
 from .choice import ChoiceJob, Writer, as_request_error, request_of
-from .events import Begun, Ended, Event
+from .events import RETRY_S, Begun, Ended, Event, shutting_down
 from .model_slot import Loaded, ModelSlot
 
 log = logging.getLogger("outcore.serve")
-
-RETRY_S = 5.0
-"""Seconds after which a client that was sent away may try again."""
 
 LOOK_S = 0.5
 """Seconds after which it looks whether the ranks that share the model are still there, when nobody asks."""
@@ -90,7 +87,7 @@ class EngineThread:
         """
         with self._lock:
             if self._closing:
-                raise ended()
+                raise shutting_down()
             if self.waiting + len(jobs) > self._most_waiting:
                 raise too_many(self.waiting)
             self._jobs.update(jobs)
@@ -110,14 +107,14 @@ class EngineThread:
         def do() -> None:
             try:
                 if self._closing:
-                    raise ended()
+                    raise shutting_down()
                 future.set_result(work())
             except Exception as e:
                 future.set_exception(e)
 
         with self._lock:
             if self._closing:
-                future.set_exception(ended())
+                future.set_exception(shutting_down())
             else:
                 self._inbox.put(do)
         return future
@@ -167,7 +164,7 @@ class EngineThread:
             with self._lock:
                 self._closing = True
             self._take_in()
-            self._fail_all(ended())
+            self._fail_all(shutting_down())
             # What is queued on a thread's streams goes with them, and MLX may count it as under way for ever: near a
             # memory limit it would wait for that.
             with contextlib.suppress(RuntimeError):
@@ -333,8 +330,3 @@ def too_many(waiting: int) -> RequestError:
     """That so many wait already."""
     why = f"{waiting} requests wait already; try again later"
     return RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)
-
-
-def ended() -> RequestError:
-    """That nothing is answered any more."""
-    return RequestError("the server is shutting down", "shutting_down", status=503)

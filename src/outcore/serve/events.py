@@ -221,6 +221,15 @@ class ModelCard:
     digest: str = ""
 
 
+RETRY_S = 5.0
+"""Seconds after which a client that was sent away may ask again."""
+
+
+def shutting_down() -> RequestError:
+    """What a request is told that comes too late, or takes too long then."""
+    return RequestError("the server is shutting down", "shutting_down", status=503, retry_after=RETRY_S)
+
+
 class Service(Protocol):
     """What APIs are answered by. Lists, cards and state never wait for the engine."""
 

@@ -14,12 +14,9 @@ from .requests import Body, read
 FOR_GOOD = "9999-12-31T23:59:59Z"
 """When a model is unloaded that stays; clients show a date this far away as forever."""
 
-LENGTHS = {
-    "context_length": ("max_position_embeddings", "max_seq_len", "n_positions"),
-    "block_count": ("num_hidden_layers", "n_layers", "n_layer"),
-    "embedding_length": ("hidden_size", "dim", "n_embd", "d_model"),
-}
-"""Ollama's names, and those that config.json may have instead."""
+LENGTHS = {"context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
+           "embedding_length": "hidden_size"}  # fmt: skip
+"""Ollama's names, and those of config.json."""
 
 
 class Named(Body):
@@ -111,11 +108,8 @@ def _length(card: ModelCard, name: str) -> int:
     if name == "context_length" and card.context:
         return card.context
     text = card.config.get("text_config")
-    for config in (card.config, text if isinstance(text, Mapping) else {}):
-        for key in LENGTHS[name]:
-            if type(value := config.get(key)) is int and value > 0:
-                return value
-    return 0
+    value = (text if isinstance(text, Mapping) else card.config).get(LENGTHS[name])
+    return value if type(value) is int and value > 0 else 0
 
 
 def _parameter_size(number: int) -> str:

@@ -162,7 +162,7 @@ class TextParser:
     def __init__(
         self,
         index: int,
-        markers: Markers | None,
+        markers: Markers | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         thinking: bool = False,

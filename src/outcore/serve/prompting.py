@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,34 +35,16 @@ class Prompt:
     Attributes:
         tokens: ids, at least one.
         stop: strings that end an answer.
-        thinking: the answer begins within what is thought: the template has opened it.
-        continued: the answer goes on with a message.
-        markers: of the parts of an answer; None: all of it is its text.
-        tools: that may be called. ``parallel``: several in an answer.
+        parser: makes what reads the text of a choice, whose number it is given.
         grammar: that an answer has to follow; None: it is free.
         shared: its first tokens, with which other conversations of the same system messages and tools begin too.
     """
 
     tokens: tuple[int, ...]
     stop: tuple[str, ...] = ()
-    thinking: bool = False
-    continued: bool = False
-    markers: Markers | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
-    parallel: bool = True
+    parser: Callable[[int], TextParser] = TextParser
     grammar: Grammar | None = None
     shared: int = 0
-
-    def parser(self, index: int) -> TextParser:
-        """What reads the text of a choice."""
-        return TextParser(
-            index,
-            self.markers,
-            self.tools,
-            thinking=self.thinking,
-            continued=self.continued,
-            parallel=self.parallel,
-        )
 
 
 class Prompter:
@@ -123,17 +105,12 @@ class Prompter:
         tokens = encode_rendered(self.tokenizer, text)
         check_ids(tokens, self._ids, "messages")
         thinking = self._thinks(ask, text)
-        return Prompt(
-            tuple(tokens),
-            ask.stop,
-            thinking,
-            ask.continued,
-            self._markers[bool(tools)],
-            tools,
-            ask.parallel_tools,
-            self._grammar(ask, tools, text, thinking),
-            shared=self._shared(ask, tools, tokens),
-        )
+        parser = functools.partial(
+            TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=ask.continued,
+            parallel=ask.parallel_tools,
+        )  # fmt: skip
+        grammar, shared = self._grammar(ask, tools, text, thinking), self._shared(ask, tools, tokens)
+        return Prompt(tuple(tokens), ask.stop, parser, grammar, shared)
 
     def _shared(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
         """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
@@ -224,15 +201,17 @@ class Prompter:
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
 
 
+def too_long(what: str, tokens: int, most: int) -> RequestError:
+    """That something has more tokens than the model's context."""
+    counts = {"n_prompt_tokens": tokens, "n_ctx": most}
+    why = f"{what}; this model's context is {most}: shorten it"
+    return RequestError(why, "context_length_exceeded", counts=counts)
+
+
 def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
     if most is not None and characters > most * CHARACTERS:
         tokens = characters // CHARACTERS
-        raise RequestError(
-            f"{what}: {characters} characters or more, which are at least {tokens} tokens; this model's context is "
-            f"{most}: shorten it",
-            "context_length_exceeded",
-            counts={"n_prompt_tokens": tokens, "n_ctx": most},
-        )
+        raise too_long(f"{what}: {characters} characters or more, at least {tokens} tokens", tokens, most)
 
 
 def _markers(own: TokenizerWrapper, tools: bool) -> Markers:

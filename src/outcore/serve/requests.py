@@ -63,7 +63,6 @@ class Body(Part):
 
 
 B = TypeVar("B", bound=Body)
-T = TypeVar("T")
 
 
 def read(model: type[B], body: Mapping[str, Any]) -> B:
@@ -80,9 +79,7 @@ def read(model: type[B], body: Mapping[str, Any]) -> B:
         return model.model_validate(dict(body))
     except ValidationError as e:
         error = e.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = _path(body, error["loc"])
-        code = error["type"] if error["type"] == UNSUPPORTED else "invalid_request"
-        raise wrong(where, WORDS.get(error["type"], error["msg"]), code) from None
+        raise wrong(_path(body, error["loc"]), WORDS.get(error["type"], error["msg"])) from None
 
 
 def _path(value: Any, place: Sequence[int | str]) -> str:

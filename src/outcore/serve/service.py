@@ -23,9 +23,9 @@ from ..modules.mlx_lm_compat import set_chat_template
 from ..options import LoadOptions
 from ..text import one_line
 from .choice import ChoiceJob
-from .engine_thread import EngineThread, ended, too_many
-from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard
-from .prompting import Prompt, Prompter
+from .engine_thread import EngineThread, too_many
+from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, shutting_down
+from .prompting import Prompt, Prompter, too_long
 from .shelf import Offered, Shelf
 
 COUNTED = 62_500
@@ -209,7 +209,7 @@ class ModelService:
         except RuntimeError as e:
             if not self._closing:
                 raise
-            raise ended() from e
+            raise shutting_down() from e
         finally:
             self._arrived -= ask.choices
 
@@ -229,11 +229,7 @@ class ModelService:
     def _limit(self, model: Offered, prompt: Prompt, asked: int | None) -> int:
         positions, tokens = self._room(model), len(prompt.tokens)
         if positions is not None and tokens > positions:
-            raise RequestError(
-                f"the prompt has {tokens} tokens; this model's context is {positions}: shorten it",
-                "context_length_exceeded",
-                counts={"n_prompt_tokens": tokens, "n_ctx": positions},
-            )
+            raise too_long(f"the prompt has {tokens} tokens", tokens, positions)
         limit = self.options.max_tokens if asked is None else asked
         # The last token is not computed.
         return limit if positions is None else min(limit, positions - tokens + 1)

@@ -14,14 +14,11 @@ from starlette.responses import Response
 
 from .api import Api, Defaults, encoded
 from .connection import ClientLimits, Gate
-from .events import RequestError, Service
+from .events import RequestError, Service, shutting_down
 from .metrics import ServerMetrics
 
 IGNORED = "x-outcore-ignored"
 """The header that names fields of a request that have no effect."""
-
-RETRY_S = 5.0
-"""Seconds after which a client may ask again: by then another server may be there."""
 
 
 class Site:
@@ -69,11 +66,6 @@ class Site:
 
     def _refusal(self, status: int, message: str) -> bytes:
         return encoded(self.apis[0].error_body(RequestError(message, "connection", status=status)))
-
-
-def shutting_down() -> RequestError:
-    """What a request is told that comes too late, or takes too long then."""
-    return RequestError("the server is shutting down", "shutting_down", status=503, retry_after=RETRY_S)
 
 
 def error_response(api: Api, error: RequestError) -> Response:

@@ -11,9 +11,7 @@ def _command(name: str, help: str) -> Command:
 
 COMMANDS = {
     "bench": _command("bench", "speed and memory at each budget, beside mlx-lm and the plain way"),
-    "matrix": _command(
-        "matrix", "speed over budgets, ways of reading, slots and threads: the best point, and where it falls off"
-    ),
+    "matrix": _command("matrix", "speed over budgets, ways of reading, slots and threads, and the best point"),
     "perplexity": _command("perplexity", "how well a model foretells a text; mlx-lm's definition"),
     "report": _command("report", "one page, and Markdown, from result files of outcore bench"),
 }

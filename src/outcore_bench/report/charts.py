@@ -23,7 +23,7 @@ STEEP = 12
 _VARIABLES = {"--ink": "#010101", "--muted": "#020202", "--grid": "#030303"} | {
     f"--series-{i}": f"#04040{i}" for i in range(6)
 }
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "outcore",
     "font.size": 9,

@@ -119,30 +119,26 @@ def document_name(document: Document, documents: Sequence[Document]) -> str:
 
 def machines_table(documents: Sequence[Document]) -> ReportTable | None:
     """Each machine once, with the disk rate that was measured beside its runs."""
-    seen: dict[tuple[object, ...], list[Document]] = {}
+    groups: dict[tuple[object, ...], list[Document]] = {}
     for d in documents:
         m = d.machine
-        seen.setdefault((m.cpu, m.cores, m.gpu, m.device, m.memory_bytes, m.filesystem, m.kernel), []).append(d)
+        groups.setdefault((m.cpu, m.cores, m.gpu, m.device, m.memory_bytes, m.filesystem, m.kernel), []).append(d)
     lines = []
-    for group in seen.values():
+    for group in groups.values():
         m = group[0].machine
         rates = [r.reading.disk_gbps for d in group for r in d.rows if r.reading.disk_gbps is not None]
-        versions = ", ".join(f"{k} {m.versions[k]}" for k in ("mlx", "mlx-lm", "outcore") if k in m.versions)
-        changed = f" + {m.git_changed_files} changed files" if m.git_changed_files else ""
+        versions = (f"{name} {m.versions[name]}" for name in ("mlx", "mlx-lm", "outcore") if name in m.versions)
         cells = (
             machine_name(m),
-            re.sub(r"^Device\((\w+), \d+\)$", r"\1", m.device),
             size(m.memory_bytes),
             "–".join(dict.fromkeys(map(number, (min(rates), max(rates))))) + " GB/s" if rates else NOTHING,
             m.filesystem,
-            m.kernel,
-            ", ".join(filter(None, (f"Python {m.python}", versions))),
-            m.git_commit[:10] + changed,
+            ", ".join((m.kernel, f"Python {m.python}", *versions)),
+            m.git_commit[:10] + (f" + {m.git_changed_files} changed files" if m.git_changed_files else ""),
         )
         lines.append(Line(cells))
-    columns = ("Machine", "Computes on", "Memory", "Disk", "File system", "Kernel", "Software", "Commit")
-    table = ReportTable(columns, tuple(lines), text=(*columns[4:], "Computes on"))
-    return table.without_empty_columns() if lines else None
+    columns = ("Machine", "Memory", "Disk", "File system", "Software", "Commit")
+    return ReportTable(columns, tuple(lines), text=columns[3:]).without_empty_columns() if lines else None
 
 
 def asked(row: BenchRow) -> str:

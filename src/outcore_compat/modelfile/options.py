@@ -12,7 +12,6 @@ from typing import Any
 from outcore.checks import COUNT, LEAST_TEMPERATURE, real, whole
 from outcore.errors import UsageError
 from outcore.machine.small_files import read_small
-from outcore.sizes import MOST_BYTES
 from outcore.text import meant, shortened
 
 from .syntax import UNSUPPORTED, Instruction, LineError, decoded, parse
@@ -43,16 +42,6 @@ PARAMETERS: dict[str, tuple[float, float]] = {
 }
 """Ollama's parameters that are honoured, with the least and the most; whole numbers where these are."""
 
-FLASH: dict[str, tuple[str, float, float]] = {
-    "flash_ram_gb": ("memory", 1e-9, MOST_BYTES / 1e9),
-    "flash_threads": ("threads", 1, 256),
-    "flash_prefetch_layers": ("slots", 1, 1024),
-}
-"""mlx-flash's instructions of numbers: what they are here, the least and the most."""
-
-EVICTIONS = {"free": "auto", "dontneed": "auto", "none": "cached"}
-"""mlx-flash's ways of forgetting what was read, and the ways of reading that are like them."""
-
 
 @dataclass(frozen=True)
 class Modelfile:
@@ -64,8 +53,7 @@ class Modelfile:
             ``draft``: as ``model``.
         messages: as chat templates take them: ``role`` and ``content``, said before the first message of the user.
         values: parameters by their names (``num_predict`` -1: as many as there is room for; ``top_k`` 0: of all;
-            ``seed`` negative: another one each time), and of mlx-flash's instructions ``memory``, ``threads``,
-            ``slots`` and ``io``.
+            ``seed`` negative: another one each time).
         lines: of each of these that the Modelfile says something of: the number of its (first) line.
     """
 
@@ -154,15 +142,6 @@ def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
         raise instruction.refused(UNSUPPORTED[name])
     if name == "parameter":
         return _parameter(instruction)
-    if name in FLASH:
-        attribute, least, most = FLASH[name]
-        number = _number(instruction, least, most)
-        if attribute == "memory":
-            return attribute, f"{number:.9f}".rstrip("0").rstrip(".") + "GB"
-        # Of layers, one is computed while so many are read.
-        return attribute, number + (attribute == "slots")
-    if name in ("flash", "flash_eviction"):
-        return _word(instruction)
     if name in ("from", "draft", "adapter"):
         return "model" if name == "from" else name, _place(instruction, folder)
     if name == "template":
@@ -218,19 +197,3 @@ def _number(instruction: Instruction, least: float, most: float) -> Any:
         return whole("it", int(text), int(least), int(most)) if kind is int else real("it", float(text), least, most)
     except UsageError as e:
         raise instruction.refused(str(e).partition("=")[2]) from None
-
-
-def _word(instruction: Instruction) -> tuple[str, Any]:
-    """mlx-flash's instructions of words, in terms of ours."""
-    word = instruction.value.strip().lower()
-    if instruction.name == "flash_eviction":
-        if word not in EVICTIONS:
-            raise instruction.refused(f"{shortened(word)}: free, dontneed or none")
-        return "io", EVICTIONS[word]
-    if word in ("false", "0", "no", "off"):
-        raise instruction.refused(
-            "off: Outcore streams what does not fit into memory and nothing else; leave it out, or run mlx-lm"
-        )
-    if word not in ("true", "1", "yes", "on"):
-        raise instruction.refused(f"{shortened(word)}: true or false")
-    return "flash", True

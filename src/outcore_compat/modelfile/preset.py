@@ -36,9 +36,6 @@ FLAGS = {
     "min_p": "min_p",
     "seed": "seed",
     "draft_num_predict": "num_draft_tokens",
-    "memory": "memory",
-    "slots": "slots",
-    "io": "io",
 }
 """What a Modelfile may say, and the flag that says the same."""
 
@@ -90,7 +87,7 @@ class ModelfilePreset(Preset):
 
     def __init__(self, said: Modelfile) -> None:
         self.said = said
-        self.messages, self.stop, self.threads = said.messages, said.stop, said.get("threads")
+        self.messages, self.stop = said.messages, said.stop
 
     def prepare(
         self, tokenizer: TokenizerWrapper, config: Mapping[str, Any], *, template: bool = True, cached: bool = False

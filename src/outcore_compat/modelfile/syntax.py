@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from outcore.errors import UsageError
 from outcore.text import meant, shortened
 
-FLASH = ("flash", "flash_ram_gb", "flash_threads", "flash_prefetch_layers", "flash_eviction")
-"""mlx-flash's instructions that are honoured."""
-
 UNSUPPORTED = {
     "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
     "parser": "code that is built into Ollama; leave it out",
     "requires": "a version of Ollama, which this is not; leave it out",
-    "flash_top_k": "another number of experts than the model was trained with changes its answers; leave it out",
-    "flash_quant_warn_below": "models of any width are run; leave it out",
-}
+    **dict.fromkeys(
+        ("flash", "flash_ram_gb", "flash_threads", "flash_prefetch_layers", "flash_eviction", "flash_top_k",
+         "flash_quant_warn_below"),
+        "mlx-flash's; leave it out, and give --memory, or what FlashConfig becomes (docs/integrations.md)",
+    ),
+}  # fmt: skip
 """Instructions that cannot be honoured, and why."""
 
 INSTRUCTIONS = (
-    "from", "parameter", "system", "template", "message", "adapter", "license", "draft", *FLASH, *UNSUPPORTED,
+    "from", "parameter", "system", "template", "message", "adapter", "license", "draft", *UNSUPPORTED,
 )  # fmt: skip
 
 EXAMPLES = {"parameter": "PARAMETER temperature 0.7", "message": "MESSAGE user Why is the sky blue?"}
