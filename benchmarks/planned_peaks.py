@@ -37,7 +37,7 @@ import zoo
 from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.memory import peak_rss, rss
 from outcore.plan.candidate import Candidate, Candidates
-from outcore.plan.expert_plan import with_pools
+from outcore.plan.expert_plan import ON_DEMAND
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import held_between
 from outcore.plan.plan import Plan
@@ -156,7 +156,7 @@ def further(size: ModelSize, plan: Plan) -> int:
             experts = size.layers[i].experts
             if experts is not None and slots < experts.count:
                 pools = [*plan.pools[:n], (i, slots + 1), *plan.pools[n + 1 :]]
-                if with_pools(size, plan, pools, ASSUMED).peak_bytes <= plan.budget_bytes:
+                if ON_DEMAND.with_pools(size, plan, pools, ASSUMED).peak_bytes <= plan.budget_bytes:
                     found.append(experts.resident)
         return max(found)
     kept = dict(plan.kept)

@@ -121,7 +121,7 @@ def started(name: str, folder: Path, *more: str) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, __file__, "--rank-of", name, *more],
-            env={**os.environ, "MLX_RANK": str(n), "MLX_HOSTFILE": str(file)},
+            env={**os.environ, "MLX_RANK": str(n), "MLX_HOSTFILE": str(file), "OUTCORE_LINK_KEY": "0123456789abcdef"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

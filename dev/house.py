@@ -6,6 +6,7 @@
 What each line counts:
 
     lines, statements  of Python files; statements are the nodes ``ast.stmt``, docstrings among them
+    inner core         lines of the modules that pyproject.toml's contract of that name lists
     flags              names of options of all commands' parsers, without -h; places: pairs of a command and a name
     token              calls that ``sys.setprofile`` sees on the main thread in files of src, from asking for the third
                        token until it is there; generators that go on count, as do comprehensions where they are frames,
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -105,6 +107,13 @@ def named(tree: ast.Module, path: Path, kind: type | Any) -> Iterator[tuple[str,
 def largest(of: Iterator[tuple[str, Any]], size: Callable[[Any], int]) -> dict[str, Any]:
     where, node = max(of, key=lambda item: size(item[1]))
     return {"is": size(node), "where": where}
+
+
+def inner_core() -> list[Path]:
+    """The files of the modules that the contract of that name lists."""
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    listed = next(each["modules"] for each in said if each["type"] == "closed")
+    return [(SRC / Path(*name.split("."))).with_suffix(".py") for name in listed]
 
 
 # ---- floors -------------------------------------------------------------------------------------------------------
@@ -327,6 +336,7 @@ def house(args: argparse.Namespace) -> dict[str, Any]:
             "core": sum(statements_of(tree_of(p)) for p in core),
             "all": sum(statements_of(tree_of(p)) for p in everything),
         },
+        "inner_core": {"lines": sum(map(lines_of, inner_core())), "files": len(inner_core())},
         "tests_benchmarks_dev_lines": sum(map(lines_of, beside)),
         "flags": in_a_process("flags"),
         "floors": floors(),
@@ -351,6 +361,7 @@ def table(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("lines of Python: core, all packages", f"{lines['core']:,}, {lines['all']:,}", f"{lines['files']} files"),
         ("statements (AST): core, all packages", f"{statements['core']:,}, {statements['all']:,}", ""),
         ("tests, benchmarks, dev together", f"{found['tests_benchmarks_dev_lines']:,}", ""),
+        ("inner core", f"{found['inner_core']['lines']:,}", f"{found['inner_core']['files']} files"),
         ("flags", f"{said['names']} names in {said['places']} places", f"{said['commands']} commands"),
     ]
     for name, what in (("token", "calls, functions, files of one token"), ("load", "the same of a load")):

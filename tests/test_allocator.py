@@ -300,7 +300,7 @@ def test_an_overlay_is_packed_under_no_models_limits(
     folder: Path, before: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("outcore.engine.engine.pack_overlay", lambda *_: seen.append(now()))
+    monkeypatch.setattr("outcore.engine.session.pack_overlay", lambda *_: seen.append(now()))
     model, _ = outcore.load_model(folder, memory="100MB", context=64, resident=0)
     assert seen == [before] and now() != before
     model.outcore.close()

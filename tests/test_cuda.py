@@ -10,7 +10,7 @@ import pytest
 import zoo
 from equality import differences
 from outcore.engine import model_profile
-from outcore.engine import slot_views as weights
+from outcore.engine import streamed_layers as weights
 from outcore.errors import BudgetError
 from outcore.loading import loader
 

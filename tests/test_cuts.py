@@ -6,10 +6,8 @@ import mlx.core as mx
 import pytest
 
 import zoo
-from outcore.errors import UsageError
 from outcore.modules.layers import find_layers, find_tables
 from outcore_cluster.cuts import BATCH, TOKENS, Cuts, find_cuts
-from outcore_cluster.rank_share import check_owners
 
 
 def cuts(model_type: str) -> Cuts:
@@ -42,17 +40,6 @@ def test_what_a_layer_puts_out_and_uses() -> None:
     assert call.told_by == (0, 0, 1) and call.advances[0].tokens
     assert cuts("rwkv7").calls[3].uses >= {(2, 0)}
     assert cuts("qwen3_next").calls[0].advances[0].entries == (0, 1)
-
-
-def test_owners_that_cannot_be_are_refused() -> None:
-    found = cuts("gemma4")
-    check_owners(found, [0, 1, 0, 1, 0, 1], 2)
-    with pytest.raises(UsageError, match="layers 2, 4 have to be of one machine"):
-        check_owners(found, [0, 0, 0, 1, 1, 1], 2)
-    with pytest.raises(UsageError, match="a rank below 2 for each of 6"):
-        check_owners(found, [0, 1], 2)
-    with pytest.raises(UsageError, match="a rank below 2"):
-        check_owners(found, [0, 1, 2, 1, 2, 1], 2)
 
 
 def test_a_model_is_as_it_was() -> None:

@@ -110,7 +110,7 @@ class Broken:
 
     def answers(self) -> None:
         """Weights that come too late: a sweep with those of the slot before."""
-        from outcore.engine.slot_views import Weights
+        from outcore.engine.streamed_layers import Weights
 
         original = Weights.of
         self.patch.setattr(Weights, "of", lambda w, unit, slot, *more: original(w, unit, 0, *more))

@@ -415,7 +415,7 @@ def test_whose_fault_it_is_may_end_after_who_has_heard_of_it(elsewhere: list[str
 
 def test_the_key_stands_in_no_list_of_processes() -> None:
     code = (
-        "import os\nfrom outcore_cluster import environment as e\nme = e._key(os.environ, [('10.0.0.1', 1)])\n"
+        "import os\nfrom outcore_cluster import environment as e\nme = e._key(os.environ)\n"
         "print(me.decode(), flush=True)\nimport time; time.sleep(60)"
     )
     launcher = started(*LOCAL, "--", sys.executable, "-c", code)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +289,7 @@ def test_rows_are_read_elsewhere_where_a_disk_fails(three: Three) -> None:
     expected = [three.files[file][100 + r * 1000 : 1100 + r * 1000] for r in rows]
     for dead in (three.own, three.first):
         replicas = three.replicas(three.first)
-        reader = RowReader([file], replicas=replicas)
+        reader = RowReader([file], make=partial(MirroredReader, replicas))
         try:
             for after in (1 << 60, 0):
                 three.calls.dies[dead] = after

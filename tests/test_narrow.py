@@ -18,10 +18,6 @@ from outcore.loading.preparation import prepare
 from outcore_bench.document import BenchRow, Stat
 from outcore_bench.report.tables import main_table
 from outcore_bench.table import rich_table
-from outcore_cluster.forecast import RanksPlan
-from outcore_cluster.launch.plan import ranks_table
-from outcore_cluster.timing import LinkTimes
-from test_ranks_plan import part
 
 
 def printed(table: Any, width: int) -> str:
@@ -48,16 +44,6 @@ def test_the_table_of_budgets_is_whole(width: int, demo_model: Path) -> None:
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert shown.count("← this plan ← recommended") == 2 and f"{1 / plan.token_s:.2f}" in shown
     assert "a token" in shown and "tokens/s" in shown
-
-
-def test_the_table_of_ranks_is_whole() -> None:
-    ranks = [replace(part([0]), host="studio.local", peak_bytes=11_900_000_000, budget_bytes=12_000_000_000)]
-    ranks.append(replace(ranks[0], host="mini.local", calibrated=False))
-    shared = RanksPlan(tuple(ranks), 1.0, 1.0, 1, LinkTimes.same(2, 0.0), 1)
-    for width in (80, 120):
-        shown = printed(ranks_table(shared), width)
-        assert "…" not in shown and max(map(len, shown.splitlines())) <= width
-        assert all(word in shown for word in ("11.9 GB of 12.0 GB", "studio.local", "mini.local"))
 
 
 def test_the_table_of_measurements_is_whole() -> None:

@@ -148,9 +148,9 @@ def test_what_is_cut_elsewhere_is_decoded_when_a_draft_is_given_up(tmp_path: Pat
     with model.outcore as session:
         assert same(model, wanted)
         assert session.residency.layers.give_up_draft() > 0
-        decoders = session.residency.layers.profile.decoders
+        decoders = [p.decoders for p in session.profile.parts]
         assert [sum(isinstance(d, Planes) for d in layer) for layer in decoders] == [0, 7, 0, 0]
-        layer = session.residency.layers.profile.size.layers[1]
+        layer = session.profile.size.layers[1]
         assert layer.cast == 2 * layer.decoded > 0
         assert same(model, wanted)
 

@@ -17,6 +17,7 @@ PLANTED = {
     "disk/reader.py": "from ..loading import loader",
     "plan/plan.py": "def late() -> None:\n    import mlx.core",
     "machine/memory.py": "import mlx_lm.utils",
+    "engine/executor.py": "from . import kv_disk",
     "engine/session.py": "def later() -> None:\n    from ..decode.speculative import drafting",
 }
 
@@ -26,6 +27,8 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(Path(outcore.__file__).parents[1], tmp_path / "src", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "dev").mkdir()
+    shutil.copy(ROOT / "dev" / "contracts.py", tmp_path / "dev")
     for file, line in PLANTED.items():
         with (package / file).open("a", encoding="utf-8") as code:
             code.write(f"\n\n{line}\n")
@@ -37,12 +40,13 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
         text=True,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "3 broken" in done.stdout
+    assert "4 broken" in done.stdout
     for broken in (
         "outcore.monitoring.files -> outcore.decode.generate",
         "outcore.disk.reader -> outcore.loading.loader",
         "outcore.plan.plan -> mlx",
         "outcore.machine.memory -> mlx_lm",
+        "outcore.engine.executor -> outcore.engine.kv_disk",
         "outcore.engine.session -> outcore.decode.speculative.drafting",
     ):
         assert broken in done.stdout, broken

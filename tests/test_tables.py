@@ -16,8 +16,8 @@ from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.packed_store import open_model
 from outcore.disk.row_reader import RowReader
 from outcore.engine import engine
-from outcore.engine.model_profile import profile_of
 from outcore.engine.vocabulary import SLICE_STEP, Lookup, Table, slices_of
+from outcore.engine.whole_profile import profile_of
 from outcore.errors import ReadError
 from outcore.modules.layers import find_layers, find_tables
 

@@ -22,11 +22,7 @@ class Agreement:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-
-    @property
-    def chooses(self) -> bool:
-        """Whether this rank chooses: the one that has the logits."""
-        return self.link.rank == 0
+        self.chooses = link.rank == 0  # it has the logits
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
         """Whole numbers that the first rank chooses."""

@@ -12,28 +12,21 @@ files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE
 ``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
 ``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
 on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
-
-Between processes of one host that are started by hand or by mlx.launch no key need be given: one lies in the user's
-cache folder.
 """
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
-import secrets
 import socket
 import stat
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outcore.errors import UsageError
-from outcore.machine.cache_folder import make_cache
 from outcore.machine.small_files import read_small
 from outcore.text import one_line, shortened
 from outcore.version import __version__
@@ -96,7 +89,7 @@ def _of_sockets(
         raise UsageError(f"{RANK}: {shortened(rank)}: give a whole number below {len(addresses)}")
     names = json.loads(environment.get(NAMES, "[]")) or [host for host, _ in addresses]
     run = environment.get(RUN) or hashlib.sha256(repr(addresses).encode()).hexdigest()[:16]
-    me = Identity(int(rank), addresses, names, run, _key(environment, addresses), __version__)
+    me = Identity(int(rank), addresses, names, run, _key(environment), __version__)
     start, stall = environment.get(START_S, limits.start), environment.get(STALL_S, limits.stall)
     try:
         limits = replace(limits, start=float(start), stall=float(stall))
@@ -135,7 +128,7 @@ def _address(text: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _key(environment: Mapping[str, str], addresses: list[tuple[str, int]]) -> bytes:
+def _key(environment: Mapping[str, str]) -> bytes:
     if KEY_FD in environment:
         with os.fdopen(int(environment[KEY_FD]), "rb") as pipe:
             return _checked(pipe.read(4096).strip(), KEY_FD)
@@ -143,13 +136,11 @@ def _key(environment: Mapping[str, str], addresses: list[tuple[str, int]]) -> by
         return _checked(_key_of(Path(name).expanduser()), KEY_FILE)
     if text := environment.get(KEY):
         return _checked(text.encode(errors="surrogateescape"), KEY)
-    if not all(_is_loopback(host) for host, _ in addresses):
-        raise UsageError(
-            "ranks on several hosts need a key, so that strangers cannot join: start them with outcore launch, or put "
-            f"the same random text, {LEAST_KEY} characters or more, into a file on each and name it in {KEY_FILE} "
-            f"(mlx.launch --env {KEY_FILE}=...)"
-        )
-    return _own_key()
+    raise UsageError(
+        "ranks need a key, so that strangers cannot join: start them with outcore launch, or put the same random text, "
+        f"{LEAST_KEY} characters or more, into a file on each host and name it in {KEY_FILE} (mlx.launch --env "
+        f"{KEY_FILE}=...)"
+    )
 
 
 def _checked(key: bytes, name: str) -> bytes:
@@ -165,23 +156,3 @@ def _key_of(path: Path) -> bytes:
         return read_small(path, 4096).strip()
     except OSError as e:
         raise UsageError(f"{KEY_FILE}: {path}: {e.strerror or one_line(e)}") from e
-
-
-def _own_key() -> bytes:
-    """The user's own, for ranks of one host. The first to need it makes it."""
-    path = make_cache() / "link.key"
-    if not path.exists():
-        new = path.with_name(f"link.key.{secrets.token_hex(8)}.tmp")
-        with os.fdopen(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32))
-        with suppress(FileExistsError):  # another rank's, of the same moment
-            os.link(new, path)
-        new.unlink()
-    return _checked(_key_of(path), str(path))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -12,7 +12,7 @@ from typing import Any
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
-from outcore.plan.prediction import Turn, pooled_turns, turns_of
+from outcore.plan.prediction import Turn, turns_of
 
 from .agreement import Agreement
 from .link_times import link_times
@@ -76,8 +76,9 @@ class RankPart:
         def chunks(tokens: int) -> list[tuple[int, Turn]]:
             return of(turns_of(size, plan, known, [(max(1, tokens), 1)], size.prompt))
 
-        pooled = plan.goes_to_pools(size, size.sequences)
-        token = pooled_turns(size, plan, known) if pooled else []
+        experts = size.on_demand
+        pooled = experts is not None and experts.reads(plan, size, size.sequences)
+        token = experts.turns(size, plan, known) if experts is not None and pooled else []
         last = chunks(1)
         return cls(
             layers=len(size.layers),

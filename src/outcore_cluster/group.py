@@ -33,12 +33,10 @@ class RankGroup:
 
     Attributes:
         link: this rank's, to all others. Whoever made it closes it.
-        owners: the rank of each layer, in the order of calls; None: as is fastest.
         host: what users call this one's; empty: it has no name.
     """
 
     link: Link
-    owners: tuple[int, ...] | None = None
     host: str = ""
 
     @property

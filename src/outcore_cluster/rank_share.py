@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore.engine.engine import Engine
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
+from outcore.engine.session import Session
 from outcore.engine.vocabulary import Table
-from outcore.errors import UsageError
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
 from outcore.plan.model_size import ModelSize
@@ -72,7 +71,7 @@ class RankShare:
                 nbytes[layer] += math.prod(shape.of(1, 1)) * shape.dtype.size
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
-    def install(self, state: Engine) -> RankTransport:
+    def install(self, state: Session) -> RankTransport:
         """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
         transport = RankTransport(self, state)
         transport.install()
@@ -103,11 +102,7 @@ def share_out(
     Args:
         owners: the rank of each layer, in the order of calls.
         filled: as in ``RankShare``.
-
-    Raises:
-        UsageError: layers cannot be shared out so.
     """
-    check_owners(cuts, owners, link.size)
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
@@ -128,15 +123,11 @@ def _of_rank(profile: ModelProfile, share: RankShare) -> ModelProfile:
     return replace(
         profile,
         layers=mine(profile.layers),
-        pieces=mine(profile.pieces),
-        units=mine(profile.units),
-        casts=mine(profile.casts),
-        decoders=mine(profile.decoders),
-        switches=mine(profile.switches),
+        parts=mine(profile.parts),
         tables=tables,
         order=tuple(numbers[i] for i in profile.order if i in numbers),
         size=_size(profile, share, own, tables),
-        forms=(),
+        trace=replace(profile.trace, forms=()),
         kept_apart={},
         share=share,
     )
@@ -151,7 +142,7 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
     size = profile.size
     mine = set(own)
     all_of_them = share.filled and share.link.rank == 0
-    caches = [c for n, c in enumerate(profile.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
+    caches = [c for n, c in enumerate(profile.trace.caches) if all_of_them or share.cuts.users.get(n, mine) & mine]
     growing = tuple(c.growing for c in caches if c.growing is not None)
     states = sum(c.fixed for c in caches)
     left = sum(_outside_bytes(profile, share.layers[i]) for i in range(len(share.layers)) if i not in mine)
@@ -191,22 +182,3 @@ def _all_parameters(module: nn.Module) -> list[Parameter]:
         if isinstance(value, mx.array)
     }
     return list(found.values())
-
-
-def check_owners(cuts: Cuts, owners: Sequence[int], ranks: int) -> None:
-    """That layers can be shared out so.
-
-    Raises:
-        UsageError: the model cannot be cut there.
-    """
-    if cuts.refusal is not None:
-        raise UsageError(f"it cannot be shared out over several machines: {cuts.refusal}")
-    if len(owners) != len(cuts.order) or not all(0 <= rank < ranks for rank in owners):
-        raise UsageError(
-            f"layers are shared out as {tuple(owners)}: a rank below {ranks} for each of {len(cuts.order)}"
-        )
-    for group in cuts.groups:
-        if len({owners[i] for i in group}) > 1:
-            raise UsageError(
-                f"layers {', '.join(map(str, group))} have to be of one machine: they share what they keep"
-            )

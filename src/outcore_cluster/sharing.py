@@ -65,8 +65,6 @@ def shared_out(
     others = [RankMeans(**json.loads(each)) for each in told[1:]]
 
     def owners(draft: Draft | None) -> tuple[int, ...]:
-        if ranks.owners is not None:
-            return ranks.owners
         # The first rank's draft is in its memory.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
         if is_filled(draft):
@@ -85,11 +83,15 @@ def shared_out(
         draft = None if found["draft"] is None else Draft(NGRAM, found["draft"])
     else:
         try:
-            draft = _draft(profile, cuts, o, folder)
+            draft = _draft(profile, o, folder)
             mine = owners(draft)
-            if is_filled(draft) and not fillable(cuts, dict(zip(cuts.order, mine, strict=True))):
-                raise _cannot(o, draft)
             name = None if draft is None else draft.name
+            there = dict(zip(cuts.order, mine, strict=True))
+            if is_filled(draft) and (profile.evaluates or not fillable(cuts, there)):
+                raise UsageError(
+                    f"{o.name('draft')} {name}: a copy of this model cannot draft over several machines; ngram or "
+                    "another model can"
+                )
             found = {"owners": mine, "filled": is_filled(draft), "draft": name}
         except OutcoreError as e:
             # Who says it is named, so that a launcher does not tell it once for each rank.
@@ -105,23 +107,13 @@ def is_filled(draft: Draft | None) -> bool:
     return draft is not None and draft.kind == SELF
 
 
-def _draft(profile: ModelProfile, cuts: Cuts, o: LoadOptions, folder: Path) -> Draft | None:
+def _draft(profile: ModelProfile, o: LoadOptions, folder: Path) -> Draft | None:
     kind, which = draft_kind(o)
     if kind == AUTO:
         return Draft(NGRAM, NGRAM)
-    if not isinstance(which, int):
-        return draft_named(kind, which, profile, folder, o.dtype)
-    draft = draft_of_itself(profile, which)
-    if profile.evaluates:
-        raise _cannot(o, draft)
-    return draft
-
-
-def _cannot(o: LoadOptions, draft: Draft | None) -> UsageError:
-    name = "" if draft is None else draft.name
-    return UsageError(
-        f"{o.name('draft')} {name}: a copy of this model cannot draft over several machines; ngram or another model can"
-    )
+    if isinstance(which, int):
+        return draft_of_itself(profile, which)
+    return draft_named(kind, which, profile, folder, o.dtype)
 
 
 def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:

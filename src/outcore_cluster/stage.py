@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 
 from outcore.disk.metrics import Metrics
 from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
-from outcore.engine.transport import PassRecorder
+from outcore.engine.seams import PassRecorder
 from outcore.engine.undo import Moved, Undo
 from outcore.engine.vocabulary import no_product
 from outcore.errors import LinkError

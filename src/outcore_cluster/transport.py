@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from outcore.decode.continuous import Continuous
-from outcore.engine.engine import Engine
-from outcore.engine.transport import Fit, HasRoom
+from outcore.engine.session import Session
+from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, PromptError, UsageError
 
 from .agreement import Agreement
@@ -45,7 +45,7 @@ class RankRoom(Agreement):
         forecast: what all ranks together are predicted to take.
     """
 
-    def __init__(self, link: Link, state: Engine, forecast: RanksPlan | None = None) -> None:
+    def __init__(self, link: Link, state: Session, forecast: RanksPlan | None = None) -> None:
         super().__init__(link)
         self.forecast = forecast
         self._state = weakref.ref(state)
@@ -54,7 +54,7 @@ class RankRoom(Agreement):
         self._agreed_step: int | None = None
 
     @property
-    def _running(self) -> Engine:
+    def _running(self) -> Session:
         state = self._state()
         assert state is not None
         return state
@@ -110,14 +110,14 @@ class RankRoom(Agreement):
         self._agreed = None
 
 
-class RankTransport(RankRoom, PipelineStage):
+class RankTransport(RankRoom, PipelineStage, Transport):
     """The other ranks of a model, as this one sees them (``engine.transport.Transport``).
 
     Args:
         share: what this rank holds of the model.
     """
 
-    def __init__(self, share: RankShare, state: Engine) -> None:
+    def __init__(self, share: RankShare, state: Session) -> None:
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
 

@@ -114,7 +114,7 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
     """As ``loaded``, on a machine that takes 0.1 ms for a layer and 0.02 for each token."""
     size = prepare(folder).profile.size
     times = {kind: {1: 1.2e-4, 512: 1.034e-2} for kind in (size.rest_kind, *(layer.kind for layer in size.layers))}
-    known = Calibration(kinds=times, measured=True), None
+    known = Calibration(kinds=times, measured=True)
     with patch("outcore.loading.preparation.load_calibration", lambda *_: known):
         return loaded(link, folder, **options)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..modules.layers import Layer, Parameter, find_layers
+from ..modules.layers import Layer, find_layers
 from ..modules.module_tree import named_modules
 from ..modules.nested_linear import NestedLinear, nest
 from .checkpoint import TensorInfo
@@ -75,17 +75,3 @@ def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
     for path, module in nested_modules(model):
         module.share(drafting[path])
         module.settle()
-
-
-def settle(parameters: Iterable[Parameter]) -> None:
-    """These are in memory now and stay there."""
-    for p in parameters:
-        if isinstance(p.module, NestedLinear):
-            p.module.settle()
-
-
-def unsettle(parameters: Iterable[Parameter]) -> None:
-    """These are about to be streamed."""
-    for p in parameters:
-        if isinstance(p.module, NestedLinear):
-            p.module.unsettle()

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer,
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
-from ..engine.streaming import sweeps_of
+from ..engine.transport import sweeps_of
 from ..machine.allocator import clear_cache, note_held
 from ..modules.call_values import caches_in, own_memory
 from .known import Known

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..engine.session import Session
-from ..engine.streaming import sweeps_of
+from ..engine.transport import sweeps_of
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable

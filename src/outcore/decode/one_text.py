@@ -130,7 +130,8 @@ class OneText:
         """Whether drafts can be worth their time where experts are read one by one: passes of a token each would read,
         and compute, as much for each as plain decoding. No more are drafted than go to the pools."""
         plan, size = self.session.plan, self.session.size
-        fits = (n for n in range(self.most, 0, -1) if plan.goes_to_pools(size, n + 1))
+        experts = size.on_demand
+        fits = (n for n in range(self.most, 0, -1) if experts is not None and experts.reads(plan, size, n + 1))
         self.most = next(fits, 0)
         return self.target.in_blocks and self.most > 0
 

@@ -20,7 +20,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache
 
 from ..engine.session import Session
-from ..engine.streaming import sweeps_of
+from ..engine.transport import sweeps_of
 from ..engine.undo import Undo
 from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held

@@ -12,10 +12,9 @@ from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..plan.cache_size import SHARED_STEP
 from ..plan.draft_choice import SeenDrafts, pays_for_several
-from ..plan.draft_cost import MOST, SELF
+from ..plan.draft_cost import MOST, SELF, guess_s
 from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps, replanned_bytes
-from ..plan.prediction import guess_s
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
 from .known import captured_bytes

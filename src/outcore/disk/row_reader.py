@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .layout import Extent
 from .metrics import Metrics
-from .mirrored_reader import MirroredReader, Replicas
 from .reader import FileReader
 
 ROW_THREADS = 8
@@ -20,19 +20,17 @@ class RowReader:
     """Reads single rows of tensors, wherever they lie, through the page cache: rows that come often stay in it.
 
     Args:
-        replicas: folders that have some of these files as well; None: files are read where they were opened.
+        make: what makes the reader.
 
     Raises:
         ReadError: a file cannot be opened.
     """
 
-    def __init__(self, files: Sequence[Path], metrics: Metrics | None = None, replicas: Replicas | None = None) -> None:
+    def __init__(
+        self, files: Sequence[Path], metrics: Metrics | None = None, make: Callable[..., Any] = FileReader
+    ) -> None:
         self.metrics = metrics or Metrics()
-        self._reader: FileReader | MirroredReader
-        if replicas is not None and replicas.mirrors:
-            self._reader = MirroredReader(replicas, files, io="random", threads=ROW_THREADS)
-        else:
-            self._reader = FileReader(files, io="random", threads=ROW_THREADS)
+        self._reader: FileReader = make(files, io="random", threads=ROW_THREADS)
 
     def read(
         self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str

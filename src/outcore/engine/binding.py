@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,39 +10,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checkpoint.nested import unsettle
 from ..disk.metrics import Metrics
-from ..disk.mirrored_reader import MirroredReader, Replicas
 from ..disk.reader import THREADS, FileReader
-from ..disk.ring import Ring
 from ..disk.row_reader import RowReader
-from ..disk.scratch import Scratch
-from ..errors import StoreError
 from ..machine.allocator import clear_cache, limits
-from ..machine.cache_folder import make_cache
-from ..modules.hooks import put, swap, unswap
+from ..modules.hooks import put, settle, swap, unswap
 from ..modules.layers import Layer, Parameter
 from ..modules.module_tree import named_modules, named_parameters
-from ..modules.switches import block_of, is_stacked
-from ..plan.model_size import ModelSize
 from ..plan.partition import StreamedPart, split_layer
 from ..plan.plan import Plan
-from ..sizes import format_size
-from .executor import KVOffloader
-from .layer_sizes import part_of, stacked
+from .layer_sizes import part_of
 from .model_profile import ModelProfile
-from .pooled_switch import SwitchUnit
-from .slot_views import StreamedUnit
+from .streamed_layers import StreamedUnit
 from .vocabulary import Lookup, StreamedTable
-
-KV_FOLDER = "kv"
-"""Of the cache folder."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
-
-
-Closable = Ring | FileReader | RowReader | KVOffloader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,79 +34,43 @@ class ReadSettings:
 
     Attributes:
         io: as in ``FileReader``. threads, chunk: None: the reader's own choice.
-        kv_dir: where keys and values may lie; None: the cache folder.
-        replicas: folders to read from; None: files are read where they were opened.
         progress: called while weights are read or packed.
     """
 
     io: str = "auto"
     threads: int | None = None
     chunk: int | None = None
-    kv_dir: str | Path | None = None
-    replicas: Replicas | None = None
     progress: Progress = lambda *_: None
 
     @property
-    def lost_folder(self) -> bool:
-        """Whether the model's own folder can be read no more, and mirrors are."""
-        return self.replicas is not None and self.replicas.all[0].lost is not None
+    def readable(self) -> bool:
+        """Whether the model's own files are those that are read."""
+        return True
 
-    def reader(self, units: Sequence[StreamedUnit], metrics: Metrics) -> FileReader:
-        """Reads these units."""
-        files = sorted({extent.file for u in units for extent in u.unit.extents})
-        chosen: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
-        make: Any = FileReader
-        if self.replicas is not None and self.replicas.mirrors:
-            make = functools.partial(MirroredReader, self.replicas)
-        reader: FileReader = make(files, io=self.io, threads=self.threads or THREADS, metrics=metrics, **chosen)
-        return reader
+    def reader(self, files: Sequence[Path], metrics: Metrics) -> FileReader:
+        """Reads units of these files."""
+        return FileReader(files, metrics=metrics, **self.options)
 
+    def rows(self, files: Sequence[Path], metrics: Metrics) -> RowReader:
+        """Reads single rows of them."""
+        return RowReader(files, metrics)
 
-def pool_units(profile: ModelProfile, plan: Plan) -> tuple[list[SwitchUnit], list[int]]:
-    """Switches whose experts are read one by one, and the slots of each."""
-    units = []
-    for i, _ in plan.pools:
-        layer, switch, experts = profile.layers[i], profile.switches[i], profile.size.layers[i].experts
-        assert switch is not None and experts is not None
-        tensors = tuple(stacked(layer, switch, profile.casts[i], profile.place))
-        parameters = tuple(layer.parameters[n] for n in switch.streamed)
-        units.append(SwitchUnit(layer.path, switch, parameters, tensors, experts.used, block_of(layer, switch)))
-    return units, [n for _, n in plan.pools]
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a reader."""
+        chosen = {"chunk": self.chunk} if self.chunk is not None else {}
+        return {"io": self.io, "threads": self.threads or THREADS, **chosen}
 
 
 def forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
     for part in [*units, *(t.table for t in tables)]:
-        unsettle(part.parameters)
+        settle(part.parameters, False)
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
     clear_cache()
 
 
 def row_readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
     return [t.lookup.reader for t in tables if t.lookup is not None]
-
-
-def scratch_for(size: ModelSize, plan: Plan, reading: ReadSettings) -> Scratch:
-    """A file with room for the keys and values of a plan's context.
-
-    Raises:
-        StoreError: there is none.
-    """
-    folder = make_cache() / KV_FOLDER if reading.kv_dir is None else Path(reading.kv_dir)
-    scratch = Scratch(folder, reading.io)
-    need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
-    if need > (free := scratch.free_bytes):
-        scratch.close()
-        raise StoreError(
-            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
-            f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
-            "ask for fewer tokens"
-        )
-    return scratch
-
-
-def close_all(*reads: Closable) -> None:
-    for each in reads:
-        each.close()
 
 
 def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
@@ -162,31 +108,30 @@ def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
     return [
         i
         for i in plan.resident
-        if profile.units[i] is not None
+        if profile.parts[i].unit is not None
         and all(p.slot <= plan.unit_bytes for p in split_layer(profile.size.layers[i], (), plan.unit_bytes))
     ]
 
 
 def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
     """A layer, or a part of it, as a unit of the ring."""
-    layer, casts = profile.layers[part.layer], profile.casts[part.layer]
+    layer, known = profile.layers[part.layer], profile.parts[part.layer]
     if not part.pieces:
-        unit = profile.units[part.layer]
-        assert unit is not None
-        return StreamedUnit(layer, unit, casts, decoders=profile.decoders[part.layer])
-    pieces = [profile.pieces[part.layer][n] for n in part.pieces]
+        assert known.unit is not None
+        return StreamedUnit(layer, known.unit, known.casts, decoders=known.decoders)
+    pieces = [known.pieces[n] for n in part.pieces]
     numbers = [n for piece in pieces for n in piece.parameters]
     return StreamedUnit(
         part_of(layer, numbers),
         profile.unit_of(part.layer, numbers),
-        tuple(casts[n] for n in numbers),
+        tuple(known.casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
-        decoders=tuple(profile.decoders[part.layer][n] for n in numbers),
+        decoders=tuple(known.decoders[n] for n in numbers),
     )
 
 
 def streamed_tables(
-    profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], metrics: Metrics, replicas: Replicas | None
+    profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], reading: ReadSettings, metrics: Metrics
 ) -> list[StreamedTable]:
     """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
     tables = []
@@ -195,7 +140,7 @@ def streamed_tables(
             continue
         rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
         files = [p.file for p in table.places]
-        lookup = Lookup(table, RowReader(files, metrics, replicas)) if table.looked_up else None
+        lookup = Lookup(table, reading.rows(files, metrics)) if table.looked_up else None
         tables.append(StreamedTable(table.layer, rows, lookup, table.head))
     return tables
 
@@ -222,7 +167,8 @@ def make_resident(
         done += sum(a.nbytes for a in arrays)
         targets = [profile.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
-        arrays = [mx.contiguous(a) if is_stacked(p.module) else a for p, a in zip(groups[i], arrays, strict=True)]
+        # What is stacked (experts) must lie row by row: ``modules.switches`` says why.
+        arrays = [mx.contiguous(a) if a.ndim > 2 else a for a in arrays]
         if not lazy:
             # What is decoded or cut takes memory on its way: one after the other, of one at a time.
             for each in [[a] for a in arrays] if profile.lazy.decoders or profile.lazy.high else [arrays]:

@@ -1,35 +1,72 @@
-"""What drafts for a running model, and what the model is without it: where memory is short the draft goes first."""
+"""What the model is without what drafts for it: where memory is short the draft goes first. High bits of layers' codes,
+which were in memory as a draft's, are read with the low ones from then on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from ..checkpoint.checkpoint import TensorInfo
+from ..checkpoint.lazy_model import DTYPES
+from ..machine.device import on_cuda
+from ..modules.layers import Layer, Parameter
+from ..modules.module_tree import named_modules
+from ..modules.nested_linear import NestedLinear
 from ..plan.draft_cost import Draft
 from ..plan.model_size import ModelSize
+from ..plan.partition import LayerSize
 from ..sizes import held_bytes
-from .model_profile import ModelProfile
-from .undrafted import high_bits_streamed
+from .layer_sizes import on_cuda_size, weighed
+from .model_profile import LayerParts, ModelProfile
+
+KEYS = ("weight", "scales")
+"""What a draft's layer has of its own."""
 
 
-class Drafter(Protocol):
-    """What drafts tokens for a model (``decode.speculative``).
+def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -> ModelProfile:
+    """The profile of the same model, whose layers' units have the high bits, too. Nothing is changed.
 
-    Attributes:
-        kind: ``ngram``, ``self`` or ``model``; ``name`` for people.
-        model: that drafts, in memory; None for the text's own repetitions alone.
+    Args:
+        profile: of a model with nested layers that share a draft's high bits.
+        where: the draft's tensors on disk, by their paths in the model.
     """
+    place = replace(profile.place, where={**profile.place.where, **where})
+    grown = [_grown(layer, parts, where) for layer, parts in zip(profile.layers, profile.parts, strict=True)]
+    parts = (p if p.unit is None else replace(p, unit=place.unit(layer)) for layer, p in grown)
+    profile = replace(profile, place=place, layers=tuple(layer for layer, _ in grown), parts=tuple(parts))
+    sizes = tuple(_size(profile, i, size) for i, size in enumerate(profile.size.layers))
+    return replace(profile, size=replace(profile.size, layers=sizes))
 
-    @property
-    def kind(self) -> str: ...
 
-    @property
-    def name(self) -> str: ...
+def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> tuple[Layer, LayerParts]:
+    """A layer with its modules' high bits as parameters of its own. What codes of nested modules are put together from
+    is all in the slot then: each call does it, and nothing decodes them. Others are decoded as before."""
+    parameters, casts = list(layer.parameters), list(parts.casts)
+    owners = {id(p.module): n for n, p in enumerate(parameters)}
+    numbers = [list(piece.parameters) for piece in parts.pieces]
+    for path, module in named_modules(layer.module):
+        if not isinstance(module, NestedLinear) or module.coarse is None or id(module) not in owners:
+            continue
+        mine = next((own for own in numbers if owners[id(module)] in own), None)
+        for key in KEYS:
+            if mine is not None:
+                mine.append(len(parameters))
+            parameters.append(Parameter(f"{path}.{key}", module.coarse, key))
+            # As the draft has them in memory.
+            dtype, stored = module.coarse[key].dtype, DTYPES[where[f"{layer.path}.{path}.{key}"].dtype]
+            casts.append(None if dtype == stored else dtype)
+    pieces = tuple(replace(p, parameters=tuple(n)) for p, n in zip(parts.pieces, numbers, strict=True))
+    kept = (None if isinstance(d, NestedLinear) else d for d in parts.decoders)
+    decoders = (*kept, *(None,) * (len(parameters) - len(layer.parameters)))
+    parts = replace(parts, pieces=pieces, casts=tuple(casts), decoders=decoders)
+    return Layer(layer.path, layer.module, tuple(parameters)), parts
 
-    @property
-    def model(self) -> Any: ...
+
+def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
+    whole, parts = weighed(profile.layers[i], profile.parts[i].pieces, profile.parts[i].casts, profile.place)
+    pieces = tuple(replace(p, out=b.out, block=b.block) for p, b in zip(parts, size.pieces, strict=True))
+    size = replace(size, resident=whole.resident, slot=whole.slot, read=whole.read, cast=whole.cast, pieces=pieces)
+    return on_cuda_size(size, profile.copies) if on_cuda() else size
 
 
 @dataclass(frozen=True)

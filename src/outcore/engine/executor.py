@@ -8,57 +8,88 @@ the caches it was given, and whatever it wrote into its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
+from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
+from ..machine.allocator import note_held
 from ..modules.call_values import caches_in, handles, inputs_of, tokens_in
 from ..modules.hooks import Call
-from .in_flight import InFlightQueue
 from .recorded_pass import Leaving, Recorded, RecordedPass
-from .slot_views import Weights
-from .transport import Transport
+from .seams import KVOffloader, Stage
+from .streamed_layers import Weights
 from .undo import Moved, Undo
 
+LAG = 1
+"""Streamed units that may be under way on the device when the next is handed over."""
 
-class KVOffloader(Protocol):
-    """What layers need in their turns beside weights. They are told of by their modules' ids; others are passed by."""
 
-    def expect(self, modules: Sequence[int]) -> None:
-        """Between sweeps: these layers will be called, in this order."""
+class InFlightQueue:
+    """Units' work on the device that is not known to be done, oldest first.
 
-    def adopt(self, caches: Sequence[Any]) -> None:
-        """Between sweeps: these caches of the whole model will be used."""
+    Args:
+        transport: to other ranks, which are told while the device may be waited for.
 
-    def begin_sweep(self) -> None:
-        """Nothing is under way."""
+    Attributes:
+        ring: whose slots are given back; another may be set while nothing is under way.
+        done: called with a unit's lease when it is computed, and its slot still holds it.
+        settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first. ``waited_s``:
+            seconds for which other ranks had been waited for by then.
+    """
 
-    def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
-        """A layer is about to be called; ``building``: only its graph is built for now."""
+    def __init__(self, ring: Ring, metrics: Metrics, transport: Stage) -> None:
+        self.ring = ring
+        self.done: Callable[[Lease], None] | None = None
+        self.settled = self.waited_s = 0.0
+        self._metrics, self._transport = metrics, transport
+        self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
 
-    def arrive(self, module: int) -> None:
-        """Wait for what it needs to be there."""
+    def arrive(self, lease: Lease) -> None:
+        """Wait for the unit's bytes to be in its slot."""
+        if lease.read.ready:
+            lease.read.wait()
+            return
+        # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
+        self.drain()
+        self.ring.wait(lease)
 
-    def computed(self, module: int) -> None:
-        """All of the layer was computed."""
+    def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        """Have the device compute ``arrays``: all that is derived from the lease's slot."""
+        self._pending.append((lease, arrays, self._metrics.clock()))
+        with self._transport.working():
+            mx.async_eval(arrays)
+        note_held()
+
+    def drain(self, lag: int = 0) -> None:
+        """Wait for all that was handed to the device but the last ``lag`` units, and give the slots back for reading
+        ahead."""
+        while len(self._pending) > lag:
+            lease, arrays, handed = self._pending[0]
+            with self._transport.working():
+                mx.eval(arrays)
+            note_held()
+            self._pending.popleft()
+            self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
+            self.settled, self.waited_s = self._metrics.clock(), self._metrics.ranks_s
+            if self.done is not None:
+                self.done(lease)
+            self.ring.release(lease)
+
+    def settle(self) -> None:
+        """What was handed over is done by now."""
+        self.settled, self.waited_s = self._metrics.clock(), self._metrics.ranks_s
 
     def abandon(self) -> None:
-        """A sweep broke off."""
-
-    def close(self) -> None:
-        """Free all that is held. Safe to call twice."""
-
-
-@dataclass
-class _OpenPart:
-    """The part of a layer whose weights are in place while its modules are called, one after the other."""
-
-    unit: int
-    lease: Lease | None  # None while passes are recorded
-    arrays: list[mx.array]
+        """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
+        for _, arrays, _ in self._pending:
+            with contextlib.suppress(RuntimeError):
+                mx.eval(arrays)
+        self._pending.clear()
 
 
 class LayerExecutor:
@@ -72,9 +103,9 @@ class LayerExecutor:
     Attributes:
         recording: the pass that calls are recorded in; None: they take turns.
         tokens: the most that a unit was called with since this was set to 0.
-        pooled: calls go to pools of experts, and nothing takes a turn.
+        pooled: experts are read one by one, and nothing takes a turn.
         undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
-        beside: what goes with the turns; None: nothing.
+        beside: keeps keys and values elsewhere; None: nobody does.
     """
 
     def __init__(
@@ -83,7 +114,7 @@ class LayerExecutor:
         *,
         handed_over: Callable[[], None],
         evaluates: bool,
-        transport: Transport,
+        transport: Stage,
     ) -> None:
         self.recording: RecordedPass | None = None
         self.tokens = 0
@@ -94,7 +125,7 @@ class LayerExecutor:
         self._handed_over = handed_over
         self._evaluates = evaluates
         self._transport, self._alone = transport, transport.alone
-        self._open: _OpenPart | None = None
+        self._open: Recorded | None = None  # the part of a layer whose modules are called now, one after the other
 
     def bind(self, ring: Ring, weights: Weights, arrived: Callable[[int, int], None]) -> None:
         """Turns are this ring's from now on; ``arrived`` is called with a unit and its slot when its weights are
@@ -102,7 +133,7 @@ class LayerExecutor:
         self._ring = self._under_way.ring = ring
         self._weights, self._arrived = weights, arrived
 
-    # A unit for one call
+    # Calls
 
     def whole(self, unit: int) -> Call:
         """The call of a module that one unit serves."""
@@ -110,48 +141,22 @@ class LayerExecutor:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
                 return self._passed(unit, original(*args, **kwargs))
+            if self.beside is not None:
+                self._enter(unit, args, kwargs)
+            turn = self._begin(unit, args, kwargs)
+            try:
+                out = original(*args, **kwargs)
+            finally:
+                self._weights.withdraw(unit)
+            turn.arrays = handles(out, args, kwargs)
+            if not self._alone:
+                turn.leaving = self._leaving(unit, out)
             if self.recording is not None:
-                return self._record(self.recording, unit, original, args, kwargs)
-            return self._compute(unit, original, args, kwargs)
+                self.recording.see(args, kwargs)
+            self._end(turn)
+            return out
 
         return call
-
-    def _compute(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        lease = self._ring.take(unit)
-        if not lease.read.ready:
-            # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
-            self.settle()
-            mx.async_eval(inputs_of(args, kwargs))
-        if self._evaluates:
-            self._under_way.arrive(lease)
-        if self.beside is not None:
-            self._enter(unit, args, kwargs)
-        out = self._build(unit, lease.slot, original, args, kwargs)
-        leaving = [] if self._alone else self._leaving(unit, out)
-        self._arrive(lease)
-        self._arrived(unit, lease.slot)
-        self._hand_over(lease, [*handles(out, args, kwargs), *[array for _, array in leaving]])
-        if leaving:
-            self._transport.depart(leaving)
-        return out
-
-    def _record(self, within: RecordedPass, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._enter(unit, args, kwargs)
-        out = self._build(unit, self._next_slot(within), original, args, kwargs)
-        leaving = self._leaving(unit, out)
-        arrays = [*handles(out, args, kwargs), *(array for _, array in leaving)]
-        within.units.append(Recorded(unit, arrays, self.moved(), within.arriving(), leaving))
-        within.see(args, kwargs)
-        return out
-
-    def _build(self, unit: int, slot: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._put(unit, slot, args, 0 if self.recording is None else len(self.recording.units))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._weights.withdraw(unit)
-
-    # A unit for some of the modules in a layer
 
     def part(self, unit: int) -> Call:
         """The call of one of the modules that a unit serves, inside of a layer's ``in_parts``."""
@@ -161,8 +166,7 @@ class LayerExecutor:
                 return original(*args, **kwargs)
             if self._open is None or self._open.unit != unit:
                 self._close_part()
-                self._open_part(unit, args, kwargs)
-            assert self._open is not None
+                self._open = self._begin(unit, args, kwargs)
             out = original(*args, **kwargs)
             self._open.arrays += handles(out)
             return out
@@ -173,73 +177,76 @@ class LayerExecutor:
         """The call of a layer that is streamed in several units, one of which is ``unit``."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            return self._in_parts(unit, original, args, kwargs)
+            if self.pooled:
+                return self._passed(unit, original(*args, **kwargs))
+            try:
+                if self.beside is not None:
+                    self._enter(unit, args, kwargs)
+                out = original(*args, **kwargs)
+                if (last := self._open) is not None:
+                    # Of several passes each has its caches from the one before: held here, all of them would be there.
+                    last.arrays += handles(out) if self.recording is not None else handles(out, args, kwargs)
+                    last.leaving = [] if self._alone else self._leaving(unit, out)
+                if self.recording is not None:
+                    self.recording.see(args, kwargs)
+                self._close_part()
+            except BaseException:
+                self.abandon()
+                raise
+            return out
 
         return call
-
-    def _in_parts(self, unit: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.pooled:
-            return self._passed(unit, original(*args, **kwargs))
-        try:
-            self._enter(unit, args, kwargs)
-            out = original(*args, **kwargs)
-            leaving = self._leaving(unit, out)
-            if self._open is not None:
-                self._open.arrays += [array for _, array in leaving]
-                # Of several passes each has its caches from the one before: held here, all of them would be there.
-                self._open.arrays += handles(out, args, kwargs) if self.recording is None else handles(out)
-            if self.recording is not None:
-                self.recording.see(args, kwargs)
-            self._close_part()
-            if self.recording is not None:
-                self.recording.units[-1].leaving = leaving
-            else:
-                self._transport.depart(leaving)
-            return out
-        except BaseException:
-            self.abandon()
-            raise
 
     def abandon(self) -> None:
         """After something failed: no weights are left in their places. The ring keeps the slots' leases."""
         part, self._open, self.recording = self._open, None, None
-        if part is not None:
+        if part is not None and part.unit is not None:
             self._weights.withdraw(part.unit)
 
-    def _open_part(self, unit: int, args: Any, kwargs: Any) -> None:
-        """Put a part's weights in place, which may still be on their way."""
-        if self.recording is not None:
-            lease, slot = None, self._next_slot(self.recording)
-            # Its place in the order is taken now; what it computes is known when it is closed.
-            self.recording.units.append(Recorded(unit, [], arriving=self.recording.arriving()))
-        else:
-            lease = self._ring.take(unit)
-            slot = lease.slot
-        self._open = _OpenPart(unit, lease, [])
-        if lease is not None and not lease.read.ready:
+    # A unit's turn
+
+    def _begin(self, unit: int, args: Any, kwargs: Any) -> Recorded:
+        """Put a unit's weights in place, which may still be on their way. Where passes are recorded its place in the
+        order is taken now."""
+        self.tokens = max(self.tokens, tokens_in(args))
+        if (within := self.recording) is not None:
+            slot = (self._ring.next_slot + within.turns) % len(self._ring.slots)
+            at, turn = len(within.units), Recorded(unit, [], arriving=within.arriving())
+            if at not in within.made:
+                within.made[at] = self._weights.made(unit, slot)
+            within.units.append(turn)
+            self._weights.put(unit, slot, args, within.made[at])
+            return turn
+        lease = self._ring.take(unit)
+        if not lease.read.ready:
+            # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
             self.settle()
             mx.async_eval(inputs_of(args, kwargs))
-        if lease is not None and self._evaluates:
+        if self._evaluates:
             self._under_way.arrive(lease)
-        self._put(unit, slot, args, 0 if self.recording is None else len(self.recording.units) - 1)
+        self._weights.put(unit, lease.slot, args)
+        return Recorded(unit, [], lease=lease)
+
+    def _end(self, turn: Recorded) -> None:
+        """All of a unit's graph is built, and its weights are out of their places: hand it over, or note it."""
+        if turn.lease is None:
+            turn.arrays += [array for _, array in turn.leaving]
+            turn.moved = self.moved()
+            return
+        self._arrive(turn.lease)
+        self._arrived(turn.lease.unit, turn.lease.slot)
+        if not turn.leaving:
+            self._hand_over(turn.lease, turn.arrays)
+            return
+        self._hand_over(turn.lease, [*turn.arrays, *(array for _, array in turn.leaving)])
+        self._transport.depart(turn.leaving)
 
     def _close_part(self) -> None:
         part = self._open
-        if part is None:
-            return
-        self._weights.withdraw(part.unit)
-        if part.lease is None:
-            assert self.recording is not None
-            self.recording.units[-1].arrays = part.arrays
-            self.recording.units[-1].moved = self.moved()
+        if part is not None and part.unit is not None:
+            self._weights.withdraw(part.unit)
+            self._end(part)
             self._open = None
-            return
-        self._arrive(part.lease)
-        self._arrived(part.unit, part.lease.slot)
-        self._open = None
-        self._hand_over(part.lease, part.arrays)
-
-    # A unit for several passes
 
     def evaluate(self, passes: list[Recorded]) -> None:
         """Compute what passes recorded of one unit, or of a layer in memory whose outputs go to other ranks, in its
@@ -254,29 +261,27 @@ class LayerExecutor:
             for each in recorded.arriving:
                 each.wait()
             self.reached(recorded.moved)
-            recorded.moved = []
-            if recorded is passes[-1]:
-                break
-            # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
-            with self._transport.working():
-                mx.eval(recorded.arrays)
-            self._under_way.drain()  # the unit before is computed too, and its slot may be read into
-            recorded.arrays = []
+            arrays, recorded.moved, recorded.arrays = recorded.arrays, [], []
+            if recorded is passes[-1] and lease is not None:
+                self._hand_over(lease, arrays)
+            else:
+                # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
+                with self._transport.working():
+                    mx.eval(arrays)
+                if recorded is passes[-1]:
+                    self._handed_over()
+                else:
+                    self._under_way.drain()  # the unit before is computed too, and its slot may be read into
+            del arrays
             self._transport.depart(recorded.leaving)
             recorded.leaving = []
-        arrays, passes[-1].arrays = passes[-1].arrays, []
-        if lease is not None:
-            self._hand_over(lease, arrays)
-        else:
-            with self._transport.working():
-                mx.eval(arrays)
-            self._handed_over()
-        self._transport.depart(passes[-1].leaving)
-        passes[-1].leaving = []
 
-    def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
-        if self.beside is not None:
-            self.beside.enter(self._module(unit), caches_in(args, kwargs), self.recording is not None)
+    def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        if self.undo is not None:
+            self.undo.reached(self.undo.moved())
+        self._under_way.hand_over(lease, arrays)
+        self._handed_over()
+        self._under_way.drain(LAG)
 
     def _arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
@@ -285,6 +290,15 @@ class LayerExecutor:
             self.settle()
         if self.beside is not None:
             self.beside.arrive(self._module(lease.unit))
+
+    def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
+        assert self.beside is not None
+        self.beside.enter(self._module(unit), caches_in(args, kwargs), self.recording is not None)
+
+    def _module(self, unit: int) -> int:
+        return id(self._weights.units[unit].layer.module)
+
+    # Other ranks
 
     def settle(self) -> None:
         """Wait for what other ranks send, where passes are not recorded."""
@@ -301,25 +315,10 @@ class LayerExecutor:
 
     def _passed(self, unit: int, out: Any) -> Any:
         """What a layer put out that took no turn."""
-        leaving = self._leaving(unit, out)
-        if leaving:
+        if not self._alone and (leaving := self._leaving(unit, out)):
             self.reached(self.moved())
             self._transport.depart(leaving)
         return out
-
-    def _module(self, unit: int) -> int:
-        return id(self._weights.units[unit].layer.module)
-
-    def _next_slot(self, within: RecordedPass) -> int:
-        return (self._ring.next_slot + within.turns) % len(self._ring.slots)
-
-    def _put(self, unit: int, slot: int, args: Any, turn: int) -> None:
-        """``turn``: which one of the pass it is, while passes are recorded."""
-        self.tokens = max(self.tokens, tokens_in(args))
-        made = None
-        if self.recording is not None and (made := self.recording.made.get(turn)) is None:
-            made = self.recording.made[turn] = self._weights.made(unit, slot)
-        self._weights.put(unit, slot, args, made)
 
     # What it takes to go back
 
@@ -331,10 +330,3 @@ class LayerExecutor:
         """These caches are about to be computed."""
         if self.undo is not None:
             self.undo.reached(moved)
-
-    def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        if self.undo is not None:
-            self.undo.reached(self.undo.moved())
-        self._under_way.hand_over(lease, arrays)
-        self._handed_over()
-        self._under_way.lag()

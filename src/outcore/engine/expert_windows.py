@@ -18,8 +18,8 @@ from ..disk.reader import Read
 from ..disk.ring import Lease, Partly, Ring
 from ..plan.expert_policy import Load
 from ..sizes import BLOCK
-from .pooled_switch import PooledSwitch
-from .slot_views import StreamedUnit
+from .expert_cache import PooledSwitch
+from .streamed_layers import StreamedUnit
 
 LEAST = 4 * BLOCK
 """Bytes of an expert's part of a tensor from which leaving it out is worth another read."""

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,17 +23,23 @@ from ..disk.layout import GPU_ALIGN
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring, Slot
 from ..machine.allocator import clear_cache
-from ..machine.device import on_cuda, on_metal
+from ..machine.device import device_kind, on_cuda, on_metal
 from ..machine.device_memory import DeviceMemory
 from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
-from ..plan.partition import pooled_sweep
+from ..modules.switches import block_of
+from ..plan.expert_plan import pooled_sweep
+from ..plan.plan import Plan
 from ..sizes import round_up
-from .expert_reads import ExpertReads
+from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit
 from .expert_windows import Windows
 from .look_ahead import LookAhead, Routed
-from .pooled_switch import PooledSwitch, SwitchUnit
-from .slot_views import StreamedUnit
+from .streamed_layers import StreamedUnit
+from .whole_profile import stacked
+
+if TYPE_CHECKING:
+    from .model_profile import ModelProfile
+    from .streaming import Streaming
 
 
 class Experts:
@@ -262,6 +268,29 @@ class Experts:
         if self._placed is not None:
             self._placed.close()
         self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
+
+
+def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Experts | None:
+    """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there are
+    slots for it."""
+    units, slots = [], [n for _, n in plan.pools]
+    for i, _ in plan.pools:
+        layer, known, size = profile.layers[i], profile.parts[i], profile.size.layers[i].experts
+        switch = known.switch
+        assert size is not None
+        tensors = tuple(stacked(layer, switch, known.casts, profile.place))
+        parameters = tuple(layer.parameters[n] for n in switch.streamed)
+        units.append(SwitchUnit(layer.path, switch, parameters, tensors, size.used, block_of(layer, switch)))
+    before = streaming.experts
+    assert before is None or isinstance(before, Experts)
+    if before is not None and [u.switch.module for u in units] == [u.switch.module for u in before.units]:
+        before.resize(slots)
+        return before
+    if before is not None:
+        before.close()
+    if not units:
+        return None
+    return Experts(units, slots, streaming.metrics, device_kind(), streaming.advance, eager=streaming.evaluates)
 
 
 SORTED = 64

@@ -19,7 +19,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from ..disk.layout import Extent
 from ..disk.scratch import Region, Scratch
-from ..modules.away import KEEPER, Away, as_away, as_plain, keeper_of
+from ..modules.away import Away, as_away, as_plain
+from ..modules.cache_rollback import KEEPER, keeper_of
 from ..modules.call_values import flat
 from ..modules.hooks import handle
 from ..sizes import BLOCK, round_up
@@ -147,12 +148,10 @@ class KeptTokens:
     def _with(self, arrays: Sequence[tuple[str, mx.array]], offset: int, base: int) -> HeldCache:
         held = self.held
         tensors = tuple(Tensor(path, a.shape[1], a.shape[3], a.dtype) for path, a in arrays)
-        if tensors != held.form.tensors or held.region is None:
-            form = Form(tensors, max(self.tokens, _power(offset)))
+        if tensors != held.form.tensors or held.region is None or offset > held.form.tokens:
+            form = Form(tensors, max(self.tokens, 1 << max(12, (offset - 1).bit_length())))
             held = HeldCache(form=form, region=self.scratch.take(form.places()[-1]))
             base = 0
-        elif offset > held.form.tokens:
-            held = self._moved(held, _power(offset))
         base = min(base, offset)
         if base < held.written:
             # Taken back, into what is on disk.
@@ -175,19 +174,6 @@ class KeptTokens:
                 for h in range(t.heads):
                     at = held.region.offset + place + h * held.form.head(t) + first * t.row
                     self.scratch.write(at, part[h].reshape(-1).data)
-
-    def _moved(self, held: HeldCache, tokens: int) -> HeldCache:
-        """The same in a region with more room."""
-        form = replace(held.form, tokens=tokens)
-        region = self.scratch.take(form.places()[-1])
-        assert held.region is not None
-        for t, old, new in zip(form.tensors, held.form.places(), form.places(), strict=False):
-            for h in range(t.heads):
-                for first in range(0, held.written, WRITTEN):
-                    buffer = memoryview(bytearray(min(WRITTEN, held.written - first) * t.row))
-                    self.scratch.read(held.region.offset + old + h * held.form.head(t) + first * t.row, buffer)
-                    self.scratch.write(region.offset + new + h * form.head(t) + first * t.row, buffer)
-        return replace(held, form=form, region=region)
 
     # Into memory
 
@@ -307,7 +293,3 @@ def _longer(held: HeldCache, arrays: Sequence[mx.array], base: int, offset: int)
     for tail, more in zip(held.tail, new, strict=True):
         tail[:, first:end] = more
     return held.tail
-
-
-def _power(tokens: int) -> int:
-    return 1 << max(12, (tokens - 1).bit_length())

@@ -12,7 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,11 +23,29 @@ from ..disk.metrics import Metrics
 from ..disk.reader import THREADS, FileReader, Read
 from ..disk.ring import Lease, Partly, Ring
 from ..disk.scratch import Scratch
-from ..modules.away import KEEPER, PLAIN, Away, keeper_of
+from ..errors import StoreError
+from ..machine.cache_folder import make_cache
+from ..machine.device import device_kind
+from ..modules.away import PLAIN, Away
+from ..modules.cache_rollback import KEEPER, keeper_of
 from ..modules.call_values import flat
+from ..plan.model_size import ModelSize
+from ..plan.plan import Plan
+from ..sizes import format_size
 from .kept_tokens import KeptTokens, in_memory
+from .seams import KVOffloader
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .streaming import Streaming
 
 SLOTS = 2
+
+KV_FOLDER = "kv"
+"""Of the cache folder."""
+
+LONGEST = 1 << 20
+"""Tokens that a file of keys and values has room for from the start at most. It is sparse."""
 
 
 @dataclass(frozen=True)
@@ -299,3 +318,50 @@ def _alone(cache: Any) -> bool:
         return True
     keys = cache.keys[0] if isinstance(cache.keys, list | tuple) else cache.keys
     return bool(keys.shape[0] == 1)
+
+
+def scratch_for(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> Scratch:
+    """A file with room for the keys and values of a plan's context; ``kv_dir``: where; None: the cache folder.
+
+    Raises:
+        StoreError: there is none.
+    """
+    scratch = Scratch(make_cache() / KV_FOLDER if kv_dir is None else Path(kv_dir), io)
+    need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
+    if need > (free := scratch.free_bytes):
+        scratch.close()
+        raise StoreError(
+            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
+            f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
+            "ask for fewer tokens"
+        )
+    return scratch
+
+
+def kv_for(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
+    """What keeps keys and values of streamed layers on disk, if that is the plan.
+
+    Raises:
+        StoreError: the disk has no room for them.
+    """
+    kv = streaming.beside
+    if isinstance(kv, KvDisk) and plan.kv_slot:
+        kv.resize(plan.kv_slot)
+    if kv is not None or not plan.kv_slot:
+        return kv
+    profile, reading, there = session.profile, session.reading, weakref.ref(streaming)
+
+    def drain() -> None:
+        if (streaming := there()) is not None:
+            streaming.drain()
+
+    return KvDisk(
+        [KvLayer(id(profile.layers[i].module), profile.layers[i].path, n) for i, n in profile.kept_apart.items()],
+        scratch_for(session.size, plan, reading.kv_dir, reading.io),
+        slot_bytes=plan.kv_slot,
+        tokens=max(plan.context, min(profile.max_context or 0, LONGEST)),
+        drain=drain,
+        metrics=session.metrics,
+        device=device_kind(),
+        threads=reading.threads or THREADS,
+    )

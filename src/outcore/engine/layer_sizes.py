@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import xxhash
 
-from ..checkpoint.checkpoint import TensorInfo
+from ..checkpoint.checkpoint import ITEM_BYTES, TensorInfo
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..machine.device import on_cpu
-from ..modules.layers import Layer, Projection
+from ..modules.layers import STREAMED, Layer, Projection
 from ..modules.module_tree import modules, named_parameters
-from ..modules.nested_linear import LOW, NestedLinear
-from ..modules.switches import Switch
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
-from ..plan.partition import ExpertSize, LayerSize, PieceSize
-from .expert_pool import Stacked
+from ..plan.partition import ExpertNumbers, LayerSize, PieceSize
 from .vocabulary import Table, in_order, smallest_slice
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
@@ -87,10 +85,17 @@ class Place:
             found[info.file] = min(found.get(info.file, info.offset), info.offset)
         return found
 
+    def nbytes(self, part: Layer, casts: Sequence[mx.Dtype | None]) -> list[int]:
+        """Of each parameter, in memory, in the dtype that it is computed in; its weights may be absent now."""
+        infos = [self.where[f"{part.path}.{p.path}"] for p in part.parameters]
+        sizes = [ITEM_BYTES[i.dtype] if to is None else to.size for i, to in zip(infos, casts, strict=True)]
+        return [math.prod(i.shape) * size for i, size in zip(infos, sizes, strict=True)]
+
     def decoded_bytes(self, layer: Layer) -> int:
         """Bytes of those of a layer's parameters that are stored in another form, as they are used."""
-        found = (p for p in layer.parameters if self.where[f"{layer.path}.{p.path}"].stored is not None)
-        return sum(p.array.nbytes for p in found)
+        stored = (self.where[f"{layer.path}.{p.path}"].stored is not None for p in layer.parameters)
+        used = self.nbytes(layer, [None] * len(layer.parameters))
+        return sum(n for n, apart in zip(used, stored, strict=True) if apart)
 
 
 def device_alignment() -> int:
@@ -118,7 +123,7 @@ def layer_size(
     *,
     streamable: bool,
     splittable: bool,
-    experts: ExpertSize | None = None,
+    experts: ExpertNumbers | None = None,
     width: Callable[[Layer], int] = lambda _: 0,
 ) -> LayerSize:
     """What a layer and its pieces weigh, in the dtypes that they are computed in.
@@ -126,12 +131,11 @@ def layer_size(
     Args:
         width: bytes that a layer or some of its parameters put out for one token.
     """
-    whole, begins = _piece_size(layer, casts, place), place.begins(layer)
-    parts = []
-    for piece in pieces:
+    whole, parts = weighed(layer, pieces, casts, place)
+    found = []
+    for piece, size in zip(pieces, parts, strict=True):
         part = part_of(layer, piece.parameters)
-        found = _piece_size(part, [casts[n] for n in piece.parameters], place, begins)
-        parts.append(replace(found, out=width(part), block=part.parameters[0].path.partition(".")[0]))
+        found.append(replace(size, out=width(part), block=part.parameters[0].path.partition(".")[0]))
     return LayerSize(
         resident=whole.resident,
         slot=whole.slot,
@@ -139,44 +143,33 @@ def layer_size(
         cast=whole.cast,
         streamable=streamable,
         kind=_kind(layer.module, casts),
-        pieces=tuple(parts),
+        pieces=tuple(found),
         splittable=splittable,
         experts=experts,
-        joined=sum(m.joined_bytes for m in modules(layer.module) if isinstance(m, NestedLinear)),
+        joined=sum(getattr(m, "joined_bytes", 0) for m in modules(layer.module)),
         decoded=place.decoded_bytes(layer),
-        to_cast=_cast_bytes(layer, casts),
+        to_cast=_cast_bytes(layer, casts, place),
     )
 
 
-def expert_size(
-    layer: Layer, switch: Switch | None, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
-) -> ExpertSize | None:
-    """What one of a layer's experts weighs; None where they cannot be read one by one."""
-    if switch is None or not used:
-        return None
-    tensors = stacked(layer, switch, casts, place)
-    held = sum(t.held_bytes for t in tensors)
-    read = sum(t.read_bytes for t in tensors)
-    cast = any(t.dtype is not None for t in tensors)
-    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
-    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
-
-
-def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
-    """A switch's tensors, as they lie on disk."""
-    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
+def weighed(
+    layer: Layer, pieces: Sequence[Projection], casts: Sequence[mx.Dtype | None], place: Place
+) -> tuple[PieceSize, list[PieceSize]]:
+    """A layer, and each of its pieces, by what is on disk: of what is streamed there is nothing in memory."""
+    begins = place.begins(layer)
+    each = [(part_of(layer, p.parameters), [casts[n] for n in p.parameters]) for p in pieces]
+    return _piece_size(layer, casts, place), [_piece_size(part, mine, place, begins) for part, mine in each]
 
 
 def _piece_size(
     part: Layer, casts: Sequence[mx.Dtype | None], place: Place, begins: Mapping[Path, int] | None = None
 ) -> PieceSize:
     unit = place.unit(part)
-    sizes = [nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True)]
     return PieceSize(
-        resident=sum(sizes),
+        resident=sum(place.nbytes(part, casts)),
         slot=unit.slot_bytes,
         read=unit.read_bytes,
-        cast=_cast_bytes(part, casts) + UNDER_WAY * place.decoded_bytes(part),
+        cast=_cast_bytes(part, casts, place) + UNDER_WAY * place.decoded_bytes(part),
         ranges=ranges(unit, begins) if begins is not None else (),
     )
 
@@ -187,9 +180,9 @@ def ranges(unit: Unit, begins: Mapping[Path, int]) -> tuple[tuple[int, int, int]
     return tuple((numbers[e.file], e.offset - begins[e.file], e.nbytes) for e in unit.extents)
 
 
-def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None]) -> int:
+def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> int:
     """Of parameters that are computed in another dtype than they are stored in."""
-    return sum(nbytes(p.array, c) for p, c in zip(part.parameters, casts, strict=True) if c is not None)
+    return sum(n for n, to in zip(place.nbytes(part, casts), casts, strict=True) if to is not None)
 
 
 def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:
@@ -285,7 +278,7 @@ def output_width(config: dict[str, Any], layer: Layer) -> int:
     experts = next((n for n in counts if n), 8)
     width = 0
     for p in layer.parameters:
-        if p.path.endswith(("weight", "bias", LOW)) or p.array.ndim > 2:
+        if p.path.endswith(("weight", "bias")) or p.array.ndim > 2 or hasattr(type(p.module), STREAMED):
             many = min(_largest(experts, 1), p.array.shape[0]) if p.array.ndim == 3 else 1
             width += p.array.shape[-2] * many
     return width

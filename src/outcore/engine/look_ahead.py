@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..disk.metrics import Metrics
-from .expert_reads import ExpertReads
-from .pooled_switch import PooledSwitch
+from .expert_cache import ExpertReads, PooledSwitch
 
 MOST = 4
 """Experts that are foreseen for a layer, at most."""

@@ -15,7 +15,7 @@ from .governor import Decision, Governor
 from .residency import Residency
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .session import Session
 
 NOTES = 4
 """Notes that are kept of what went and came back, the last ones; a run may be long."""
@@ -43,7 +43,7 @@ class Watch:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Session,
         residency: Residency,
         governor: Governor | None = None,
         read: Callable[[], Pressure] | None = None,

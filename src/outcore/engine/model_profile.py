@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context, position_limit
-from ..checkpoint.packed_store import Overlay, overlay, places
+from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
-from ..modules.cache_form import CacheForm, Growth
-from ..modules.layers import Layer, Parameter, Projection, find_layers, find_pieces, find_tables
+from ..modules.cache_form import Growth
+from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
-from ..modules.nested_linear import NestedLinear
-from ..modules.switches import Switch, find_switch
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.model_size import (
@@ -31,7 +28,6 @@ from ..plan.model_size import (
     ModelSize,
 )
 from ..plan.partition import LayerSize, smallest_slot
-from ..plan.workload import planned_context
 from ..sizes import format_size, most_unit
 from .layer_sizes import (
     CUDA_OPERATION,
@@ -41,7 +37,6 @@ from .layer_sizes import (
     Place,
     activations,
     device_alignment,
-    expert_size,
     graph_operations,
     head_size,
     item_bytes,
@@ -53,26 +48,29 @@ from .layer_sizes import (
     resident_bytes,
     rest_kind,
 )
-from .transport import Forecast, Transport
+from .seams import Sources
 from .vocabulary import Slice, Table, slices_of
 
-if TYPE_CHECKING:
-    from .engine import Engine
+PUBLISHED = Sources()
 
 
-class Share(Protocol):
-    """What this rank holds of a model that lies on several (``transport``)."""
+@dataclass(frozen=True)
+class LayerParts:
+    """What is known of a layer beside what it weighs.
 
-    @property
-    def forecast(self) -> Forecast | None:
-        """What all ranks together are predicted to take."""
+    Attributes:
+        pieces: in the order of ``LayerSize.pieces``.
+        casts: the dtype that each of its parameters is computed in, where it differs from the one on disk.
+        decoders: of each of its parameters that is stored in another form than it is used in.
+        unit: as it would be streamed; None for one that must stay resident.
+        switch: its experts, which can be read one by one; None where there are none.
+    """
 
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Those of the whole model."""
-
-    def install(self, engine: Engine) -> Transport:
-        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
+    pieces: tuple[Projection, ...]
+    casts: tuple[mx.Dtype | None, ...]
+    decoders: tuple[Decoder | None, ...]
+    unit: Unit | None
+    switch: Any = None
 
 
 @dataclass(frozen=True)
@@ -80,44 +78,50 @@ class ModelProfile:
     """A lazily opened model and what is known of it.
 
     Attributes:
-        layers: every layer that a layer list holds. ``pieces``: of each, in the order of ``LayerSize.pieces``.
-        units: each layer as it would be streamed; None for one that must stay resident.
+        layers: every layer that a layer list holds; ``parts`` of each.
         tables: embeddings and linear layers outside of layers that need not be in memory.
-        casts: per layer, the dtype that each of its parameters is computed in, where it differs from the one on disk.
-        decoders: per layer, of each of its parameters that is stored in another form than it is used in.
-        place: how units are laid out.
-        copies: memory is planned for copies of weights on a device with memory of its own.
-        forms: what its caches look like; none where that is not known.
-        kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
-        switches: of each layer, whose experts can be read one by one.
-        caches: how each of the model's caches grows.
-        share: what this rank holds, where the model lies on several; None: it is all here.
+        cast: which parameters are computed in another dtype.
+        order: of units in a forward pass; numbers beyond those of layers are tables'.
+        trace: what the rehearsal has shown.
         notes: lines for the user.
+        place: how units are laid out.
+        overlay: what has to be written before it is streamed.
+        copies: memory is planned for copies of weights on a device with memory of its own.
+        kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
+        share: what this rank holds (``transport.Share``), where the model lies on several; None: it is all here.
         drafts: low-bit copies of it as they would be (``self_draft``), by bits, of those that were looked at.
     """
 
     lazy: LazyModel
     layers: tuple[Layer, ...]
-    pieces: tuple[tuple[Projection, ...], ...]
-    units: tuple[Unit | None, ...]
+    parts: tuple[LayerParts, ...]
     tables: tuple[Table, ...]
-    casts: tuple[tuple[mx.Dtype | None, ...], ...]
-    decoders: tuple[tuple[Decoder | None, ...], ...]
     cast: Cast
     order: tuple[int, ...]
-    evaluates: bool
+    trace: Trace
     size: ModelSize
-    max_context: int | None
     notes: tuple[str, ...]
     place: Place
-    overlay: Overlay
+    overlay: Any
     copies: bool = False
-    forms: tuple[CacheForm, ...] = ()
-    switches: tuple[Switch | None, ...] = ()
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    caches: tuple[Growth, ...] = ()
-    share: Share | None = None
+    share: Any = None
     drafts: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def units(self) -> list[Unit | None]:
+        """Each layer as it would be streamed; None for one that must stay resident."""
+        return [each.unit for each in self.parts]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model evaluates arrays inside its forward pass."""
+        return self.trace.evaluates
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model was made for; None if it does not say."""
+        return longest_context(self.lazy.config)
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
@@ -131,50 +135,45 @@ class ModelProfile:
 def profile_of(
     lazy: LazyModel,
     *,
-    context: int | None,
-    prompt: int | None,
-    dtype: mx.Dtype | None,
+    context: int,
+    prompt: int,
+    dtype: mx.Dtype | None = None,
     direct: bool = True,
     together: bool = False,
+    sources: Sources = PUBLISHED,
 ) -> ModelProfile:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
     Args:
-        context: tokens of prompt and answer; None: as many as are usual.
-        prompt: tokens of the longest prompt, if known.
+        context: tokens of prompt and answer. prompt: of the longest prompt.
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
         together: several sequences will share sweeps.
-
-    Raises:
-        UsageError, PromptError: as ``planned_context``.
+        sources: where parameters lie.
     """
-    model, to, longest = lazy.model, Cast(lazy.model, dtype), longest_context(lazy.config)
-    context = planned_context(longest, position_limit(lazy.config), context, prompt)
-    prompt = min(context, prompt or context)
-    layers = _layers_on_disk(lazy)
-    candidates = _worthwhile([t for t in find_tables(model, layers) if _on_disk(lazy, t)]) if layers else []
-    pieces = [find_pieces(layer) for layer in layers]
-    rehearsal, candidates, resident, notes = _rehearse(model, layers, candidates, pieces, to)
-    pieces = [tuple(parts[n] for n in rehearsal.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
-    planned = overlay(lazy)
-    place = Place(places(lazy, layers, planned), direct, device_alignment())
-    casts = [tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters) for layer in layers]
-    switches = [find_switch(layer, pieces[i]) if i in rehearsal.pieces else None for i, layer in enumerate(layers)]
-    item = item_bytes(dict(named_parameters(model)), dtype)
-    sizes = [
-        layer_size(
+    to = Cast(lazy.model, dtype)
+    layers = _layers_on_disk(lazy, sources.loaded(lazy))
+    rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, sources)
+    where, planned = sources.places(lazy, layers)
+    place = Place(where, direct, device_alignment())
+    item, called = item_bytes(dict(named_parameters(lazy.model)), dtype), set(rehearsal.order)
+    sizes, parts = list[LayerSize](), list[LayerParts]()
+    for i, layer in enumerate(layers):
+        casts = tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters)
+        split, used = i in rehearsal.pieces, rehearsal.used.get(i, 0)
+        switch, experts = sources.experts(layer, pieces[i], casts, place, used, to) if split else (None, None)
+        size = layer_size(
             layer,
             pieces[i],
-            casts[i],
+            casts,
             place,
-            streamable=i not in resident,
-            splittable=i in rehearsal.pieces,
-            experts=expert_size(layer, switches[i], casts[i], place, rehearsal.used.get(i, 0), to),
+            streamable=i in called,
+            splittable=split,
+            experts=experts,
             width=lambda part: item * output_width(lazy.config, part),
         )
-        for i, layer in enumerate(layers)
-    ]
+        sizes.append(size)
+        parts.append(LayerParts(pieces[i], casts, _decoders(lazy, layer, place), None, switch))
     sizes, too_large = _within_slots(sizes, layers)
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
     tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
@@ -182,30 +181,27 @@ def profile_of(
     own = {} if rehearsal.evaluates else {i: n for i, n in rehearsal.own.items() if i not in resident}
     kept_apart = {i: n for i, n in own.items() if all(_unbounded(rehearsal.caches[k]) for k in n)}
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
+    kept_bytes = tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n)
     return ModelProfile(
         lazy=lazy,
         layers=tuple(layers),
-        pieces=tuple(pieces),
-        units=tuple(None if i in resident else place.unit(layer) for i, layer in enumerate(layers)),
+        parts=tuple(
+            p if i in resident else replace(p, unit=place.unit(layer))
+            for i, (p, layer) in enumerate(zip(parts, layers, strict=True))
+        ),
         tables=tuple(tables),
-        casts=tuple(casts),
-        decoders=tuple(_decoders(lazy, layer, place) for layer in layers),
         cast=to,
         order=tuple(order),
-        evaluates=rehearsal.evaluates,
+        trace=rehearsal,
         size=replace(
             _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt),
-            kept_apart=tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n),
+            kept_apart=kept_bytes,
         ),
-        max_context=longest,
         notes=(*notes, *too_large),
         place=place,
         overlay=planned,
         copies=copies,
-        forms=rehearsal.forms,
-        switches=tuple(switches),
         kept_apart=kept_apart,
-        caches=rehearsal.caches,
     )
 
 
@@ -214,8 +210,9 @@ def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | No
 
 
 def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
-    if isinstance(parameter.module, NestedLinear):
-        return parameter.module
+    if hasattr(type(parameter.module), STREAMED):
+        module: Any = parameter.module  # it decodes what is read of it by itself
+        return cast(Decoder, module)
     return None if where.stored is None else lazy.decoders[where.name]
 
 
@@ -223,14 +220,13 @@ def _unbounded(cache: Growth) -> bool:
     return cache.growing is not None and cache.growing[1] is None and not cache.fixed
 
 
-def _layers_on_disk(lazy: LazyModel) -> list[Layer]:
-    """The model's layers. Parameters that did not come from the checkpoint (an adapter's) have no place on disk to be
-    streamed from."""
+def _layers_on_disk(lazy: LazyModel, loaded: Collection[str]) -> list[Layer]:
+    """The model's layers. Parameters without a place on disk (an adapter's) are not streamed."""
     layers = []
     for layer in find_layers(lazy.model):
-        loaded = tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in lazy.loaded)
-        if loaded:
-            layers.append(Layer(layer.path, layer.module, loaded))
+        there = tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in loaded)
+        if there:
+            layers.append(Layer(layer.path, layer.module, there))
     return layers
 
 
@@ -325,34 +321,34 @@ def _on_disk(lazy: LazyModel, table: Layer) -> bool:
     return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
 
 
-def _worthwhile(tables: Sequence[Layer]) -> list[Layer]:
-    """The large ones: small products between layers are not worth a place in the ring."""
-    largest = max((t.nbytes for t in tables), default=0)
-    return [t for t in tables if t.nbytes * 8 >= largest]
-
-
 def _rehearse(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    tables: list[Layer],
-    pieces: Sequence[Sequence[Projection]],
-    to: Cast,
-) -> tuple[Trace, list[Layer], set[int], list[str]]:
-    """The rehearsal, the tables that need not be in memory, the layers that must, and why."""
+    lazy: LazyModel, layers: Sequence[Layer], to: Cast, sources: Sources
+) -> tuple[Trace, list[tuple[Projection, ...]], list[Layer], list[str]]:
+    """The rehearsal; each layer's pieces, in the order of their calls where that is known; the tables that need not be
+    in memory; and why layers must."""
+    model, pieces = lazy.model, [find_pieces(layer) for layer in layers]
     if not layers:
-        return _all_resident(model), [], set(), ["no layer lists were found: the whole model stays resident"]
-    rehearsal = rehearse(model, layers, tables, pieces, to.target)
-    if rehearsal.failure is not None and tables:
+        return _all_resident(model), pieces, [], ["no layer lists were found: the whole model stays resident"]
+    tables = [t for t in find_tables(model, layers) if _on_disk(lazy, t)]
+    # The large ones: small products between layers are not worth a place in the ring.
+    largest = max((t.nbytes for t in tables), default=0)
+    tables = [t for t in tables if t.nbytes * 8 >= largest]
+    routed = {i: sources.routed(layer) for i, layer in enumerate(layers)}
+    found = rehearse(model, layers, tables, pieces, to.target, routed)
+    if found.failure is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
         tables = []
-        rehearsal = rehearse(model, layers, (), pieces, to.target)
-    called = set(rehearsal.order)
-    if rehearsal.failure is None:
-        silent = [layers[i].path for i in range(len(layers)) if i not in called]
-        notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
-        return rehearsal, tables, {i for i in range(len(layers)) if i not in called}, notes
-    why = f"its forward pass reaches into layers from outside ({rehearsal.failure})"
-    return _all_resident(model), [], set(range(len(layers))), [f"nothing can be streamed: {why}"]
+        found = rehearse(model, layers, (), pieces, to.target, routed)
+    if found.failure is not None:
+        why = f"its forward pass reaches into layers from outside ({found.failure})"
+        return _all_resident(model), pieces, [], [f"nothing can be streamed: {why}"]
+    silent = [layer.path for i, layer in enumerate(layers) if i not in found.order]
+    notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
+    return found, [_ordered(parts, found.pieces.get(i)) for i, parts in enumerate(pieces)], tables, notes
+
+
+def _ordered(parts: tuple[Projection, ...], order: tuple[int, ...] | None) -> tuple[Projection, ...]:
+    return parts if order is None else tuple(parts[n] for n in order)
 
 
 def _all_resident(model: nn.Module) -> Trace:

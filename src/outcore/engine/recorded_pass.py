@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..disk.ring import Lease
 from ..errors import OutcoreError
 from ..modules.call_values import caches_in, handles
 from .undo import Moved
@@ -34,6 +35,7 @@ class Recorded:
 
     Attributes:
         unit: None: no unit's, but of a layer in memory whose outputs other ranks need.
+        lease: of its slot; None where passes are recorded.
         arriving: what other ranks send that it is made from; ``leaving``: what of it goes to others.
     """
 
@@ -42,6 +44,7 @@ class Recorded:
     moved: Moved = field(default_factory=list)
     arriving: list[Awaited] = field(default_factory=list)
     leaving: Leaving = field(default_factory=list)
+    lease: Lease | None = None
 
 
 @dataclass

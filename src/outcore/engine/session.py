@@ -1,71 +1,165 @@
-"""What stands behind a loaded model, as ``model.outcore``."""
+"""What stands behind a loaded model, as ``model.outcore``: an engine with all that joins it."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import mlx.nn as nn
 
 from ..checkpoint.lazy_model import position_limit
+from ..checkpoint.pack import pack_overlay
+from ..disk.metrics import Metrics
+from ..disk.mirrored_reader import MirroredReader, Replicas
+from ..disk.reader import FileReader
+from ..disk.row_reader import RowReader
+from ..errors import BudgetError
+from ..machine.device import on_cpu
+from ..machine.exclusive import Exclusive
+from ..machine.memory import memory_limits
 from ..modules.module_tree import modules
+from ..modules.split_linear import split_rows
 from ..plan.machine_profile import Calibration
+from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
+from ..plan.planner import prefill_steps
 from ..sizes import format_size
 from .binding import ReadSettings
+from .droppable_draft import DroppableDraft
 from .engine import Engine, State
+from .experts import experts_for
+from .governor import room
+from .kv_disk import kv_for, scratch_for
+from .memory_monitor import Watch
 from .model_profile import ModelProfile
+from .observers import Observers
+from .replanner import come_down
+from .residency import Residency
+from .streaming import Streaming
+from .transport import Solo, Transport
+
+
+class Drafter(Protocol):
+    """What drafts tokens for a model (``decode.speculative``).
+
+    Attributes:
+        kind: ``ngram``, ``self`` or ``model``; ``name`` for people.
+        model: that drafts, in memory; None for the text's own repetitions alone.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Folders(ReadSettings):
+    """How files are read, and the folders that they are read from.
+
+    Attributes:
+        kv_dir: where keys and values may lie; None: the cache folder.
+        replicas: the model's own folder, and mirrors of it; None: files are read where they were opened.
+    """
+
+    kv_dir: str | Path | None = None
+    replicas: Replicas | None = None
+
+    @property
+    def readable(self) -> bool:
+        return self.replicas is None or self.replicas.all[0].lost is None
+
+    def reader(self, files: Any, metrics: Metrics) -> FileReader:
+        if self.replicas is None or not self.replicas.mirrors:
+            return super().reader(files, metrics)
+        return cast(FileReader, MirroredReader(self.replicas, files, metrics=metrics, **self.options))
+
+    def rows(self, files: Any, metrics: Metrics) -> RowReader:
+        if self.replicas is None or not self.replicas.mirrors:
+            return super().rows(files, metrics)
+        return RowReader(files, metrics, partial(MirroredReader, self.replicas))
 
 
 class Session(Engine):
-    """A running model, and what decoding knows of it from text to text. Arguments as of ``Engine``.
+    """A running model, and what decoding knows of it from text to text.
 
-    Attributes:
+    Args:
+        plan, profile, reading, lazy: as of ``Engine``.
+        govern: watch memory while it runs, and shed resident layers where it is short.
         cpu_streams: MLX streams that linear layers are split over.
-        forms: what its caches look like; none where that is not known.
-        positions: tokens that the model has positions for at all; None: for any number.
-        max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         prefill_step_size: tokens of a prompt at a time, if they were asked for.
-        vocabulary: tokens that the model has embeddings for; None where that is not known.
+        notes: what the user should know already.
         prefix: keeps what was computed of prompts (``decode.prefix``); None: nothing does.
         experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
         random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
             were.
+
+    Attributes:
+        drafting: what drafts tokens for it; None for nothing.
+        residency: makes room, sheds and regrows resident layers.
+        watch: what watches memory; None where it was not asked for, or nothing could be shed.
+        closing: who is called when it is to be closed, before it waits for the pass under way.
+        forms: what its caches look like; none where that is not known.
+        positions: tokens that the model has positions for at all; None: for any number.
+        max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
+        vocabulary: tokens that the model has embeddings for; None where that is not known.
         found: tokens of the last prompt that were computed before, and found (``prefix``).
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
         text: tokens that the last text goes on with, prompt and answer, where older ones had to go
             (``decode.eviction``), of which ``in_cache`` are in its caches; None: all do.
     """
 
+    transport: Transport
+    reading: Folders
+    exclusive: Exclusive
+
     def __init__(
         self,
         plan: Plan,
         profile: ModelProfile,
         calibration: Calibration,
-        reading: ReadSettings,
+        reading: Folders,
         *,
+        govern: bool = True,
+        lazy: bool = False,
+        cpu_streams: int = 1,
+        prefill_step_size: int | None = None,
+        notes: tuple[str, ...] = (),
         prefix: Any = None,
         experience: Any = None,
         random_after: int = 0,
-        cpu_streams: int = 1,
-        prefill_step_size: int | None = None,
-        **more: Any,
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.forms, self.positions = profile.forms, position_limit(profile.lazy.config)
+        self.forms, self.positions = profile.trace.forms, position_limit(profile.lazy.config)
         self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
         self.text: list[int] | None = None
-        super().__init__(
-            plan,
-            profile,
-            calibration,
-            reading,
-            cpu_streams=cpu_streams,
-            prefill_step_size=prefill_step_size,
-            **more,
-        )
+        self.closing, self._notes = Observers(), notes
+        self.drafting: Drafter | None = None
+        self.watch: Watch | None = None
+        self._tell_of_lost_folders(reading.replicas)
+        if on_cpu():
+            split_rows(profile.lazy.model, cpu_streams)
+        smaller = come_down(profile.size, plan, room(memory_limits()), calibration) if govern else plan
+        if smaller.streams:
+            pack_overlay(profile.lazy, profile.layers, profile.overlay, reading.progress)
+        super().__init__(smaller, profile, reading, lazy=lazy, exclusive=Exclusive())
+        self.residency = Residency(self, calibration, prefill_step_size)
+        self.residency.layers.shed_layers |= set(plan.resident) - set(smaller.resident)
+        if govern and self.residency.layers.spare_bytes:
+            self.watch = Watch(self, self.residency)
+
+    # What it is
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -75,9 +169,72 @@ class Session(Engine):
         closed = ", closed" * (self.state is State.CLOSED)
         return f"<Session{closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
 
-    def close(self) -> None:
-        super().close()
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know: what cannot be streamed, a dtype that would be faster, what was shed and why."""
+        return self._notes if self.watch is None else (*self._notes, *self.watch.notes)
+
+    def note(self, line: str, *, instead: str | None = None) -> None:
+        """Tell the user once; in place of lines that begin with ``instead``."""
+        kept = tuple(n for n in self._notes if instead is None or not n.startswith(instead))
+        self._notes = kept if line in kept or not line else (*kept, line)
+
+    # What changes it, between passes
+
+    def stream(self, plan: Plan) -> None:
+        pack_overlay(self.profile.lazy, self.profile.layers, self.profile.overlay, self.reading.progress)
+        super().stream(plan)
+        if self.watch is not None:
+            self.watch.attach()
+
+    def draft_with(self, drafting: Drafter | None, droppable: DroppableDraft | None = None) -> None:
+        """What drafts from now on; ``droppable``: how it is given up where memory is short."""
+        self.drafting, self.residency.layers.draft = drafting, droppable
+
+    def without_draft(self, profile: ModelProfile) -> None:
+        """What drafted was given up: the model is another one without it."""
+        self.profile, self.size = profile, profile.size
+
+    def allow(self, budget: int) -> None:
+        """Run within another budget from now on, of which layers give what is missing.
+
+        Args:
+            budget: bytes.
+
+        Raises:
+            BudgetError: it is too small; nothing has changed, but that nothing in memory drafts any more.
+        """
         with self.exclusive:
+            before = self.plan
+            self.plan = replace(before, budget_bytes=budget)
+            try:
+                if before.peak_bytes > budget:
+                    steps = [s for s in prefill_steps(self.size.prompt) if s <= before.prefill_step]
+                    self.residency.accommodate(self.size, steps or [before.prefill_step])
+            except BudgetError:
+                # What drafted may have been given up, all the same.
+                self.plan = replace(self.plan, budget_bytes=before.budget_bytes)
+                raise
+            self.hold(self.plan)
+
+    def before_pass(self) -> None:
+        """Look at memory, where nothing is streamed; a streamed model looks by itself.
+
+        Raises:
+            BudgetError: memory is not enough even with nothing resident.
+        """
+        if self.watch is not None and self.state is State.RESIDENT:
+            self.watch.before_pass()
+
+    def check_disk(self, plan: Plan, size: ModelSize) -> None:
+        """Raise a StoreError where the disk has no room for a plan's keys and values."""
+        if plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
+            scratch_for(size, plan, self.reading.kv_dir, self.reading.io).close()
+
+    def close(self) -> None:
+        self.closing()
+        with self.exclusive:
+            super().close()
             drafts = getattr(self.drafting, "model", None)
             if (own := getattr(drafts, "outcore", None)) is not None:
                 own.close()  # another model, which was loaded for this one
@@ -87,3 +244,26 @@ class Session(Engine):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # How it is done
+
+    def _connect(self) -> Transport:
+        share = self.profile.share
+        return Solo() if share is None else share.install(self)
+
+    def _join(self, streaming: Streaming, plan: Plan) -> None:
+        experts = experts_for(streaming, self.profile, plan)
+        streaming.join(experts, kv_for(streaming, self, plan))
+
+    def _tell_of_lost_folders(self, replicas: Replicas | None) -> None:
+        """Tell at once, and at the end, when one of the folders that are read from is lost."""
+        if replicas is None:
+            return
+        there = weakref.ref(self)
+
+        def note(line: str) -> None:
+            logging.getLogger("outcore").warning("%s", line)
+            if (session := there()) is not None:
+                session.note(line)
+
+        replicas.note = note

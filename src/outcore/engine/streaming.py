@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -13,47 +13,35 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring
 from ..machine.allocator import clear_cache
-from ..machine.device import device_kind
-from ..machine.exclusive import Exclusive
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, handles
 from ..modules.hooks import absent, put, swap, unswap
 from ..plan.model_size import Graph
-from .executor import KVOffloader, LayerExecutor
-from .experts import Experts
-from .in_flight import InFlightQueue
+from .executor import InFlightQueue, LayerExecutor
 from .observers import Observers
-from .pooled_switch import SwitchUnit
 from .recorded_pass import RecordedPass, Wanted, in_turn
-from .slot_views import StreamedUnit
-from .streamed_layers import StreamedLayers
-from .transport import Solo, Sweeps, Transport
+from .seams import ExpertCaches, KVOffloader, Stage
+from .streamed_layers import StreamedLayers, StreamedUnit
 from .undo import Undo
 from .vocabulary import StreamedTable
 
-
-def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
-    """What computes several passes layer by layer; None: they follow each other."""
-    if streaming is None:
-        return transport.sweeps()
-    return None if streaming.evaluates else streaming
+BATCHED = {BatchKVCache, BatchRotatingKVCache}
+"""Caches of a batch that is no more if a pass fails (``mlx_lm.generate.BatchGenerator``)."""
 
 
 class Streaming:
     """The engine behind a streamed model; ``model.outcore`` gives access to it.
 
     Args:
-        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
-        order: all of them in the order of a sweep.
-        resident: the layers (their modules) that stay in memory for now; see ``shed``.
-        tables: embeddings and heads that are not in memory.
         copies: as in ``Weights``.
         evaluates: as in ``LayerExecutor``.
-        exclusive: who may compute with the model; None: nobody else asks.
+        exclusive: who may compute with the model.
         graph: what building passes takes.
-        transport: to the ranks that have other layers of the model; None: it is all here.
+        transport: to the ranks that have other layers of the model.
+        ring, units, and what follows them: as of ``bind``.
 
     Attributes:
+        experts: reads experts one by one; ``beside``: keeps keys and values elsewhere; None: nobody does. See ``join``.
         after_unit: who is called when a unit was handed over, in the middle of a sweep.
         before_sweep: and before each sweep, when nothing of the one before is under way: the time to ``shed``.
         sweep_s: seconds of the last sweep, from its beginning until its last unit was computed; None before the first.
@@ -62,63 +50,57 @@ class Streaming:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[StreamedUnit],
         ring: Ring,
-        *,
+        units: Sequence[StreamedUnit],
         order: Sequence[int],
-        resident: Sequence[nn.Module] = (),
-        tables: Sequence[StreamedTable] = (),
+        resident: Sequence[nn.Module],
+        tables: Sequence[StreamedTable],
+        *,
         metrics: Metrics,
-        copies: bool = False,
-        evaluates: bool = False,
-        exclusive: Exclusive | None = None,
-        graph: Graph | None = None,
-        transport: Transport | None = None,
+        copies: bool,
+        evaluates: bool,
+        exclusive: AbstractContextManager[object],
+        graph: Graph,
+        transport: Stage,
     ) -> None:
-        self.model = model
-        self.graph = graph or Graph(len(units))
-        self.metrics = metrics
-        self.copies = copies
-        self.evaluates = evaluates
+        self.model, self.metrics, self.exclusive, self.graph = model, metrics, exclusive, graph
+        self.evaluates, self._copies, self._transport = evaluates, copies, transport
         self.after_unit, self.before_sweep = Observers(), Observers()
+        self.after_unit.join(check)
+        self.experts: ExpertCaches | None = None
+        self.beside: KVOffloader | None = None
         self.sweep_s: float | None = None
         self._began = self._waited = 0.0
-        self.exclusive = exclusive or Exclusive()
         self._within = False  # a transaction
-        self._joined = False  # a sweep of several passes that go to pools
-        self._device = device_kind()
-        self.experts: Experts | None = None
-        self._transport = transport or Solo()
-        self._under_way = InFlightQueue(ring, metrics, self._transport)
+        self._joined = False  # a sweep of several passes that read experts one by one
+        self._under_way = InFlightQueue(ring, metrics, transport)
         self._turns = LayerExecutor(
-            self._under_way,
-            handed_over=self._handed_over,
-            evaluates=evaluates,
-            transport=self._transport,
+            self._under_way, handed_over=self.after_unit, evaluates=evaluates, transport=transport
         )
-        self._transport.attach(self._turns, self._settle_experts)
-        self.bind(units, ring, order=order, resident=resident, tables=tables)
+        transport.attach(self._turns, lambda: None if self.experts is None else self.experts.settle())
+        self.bind(ring, units, order, resident, tables)
+
+    # Between sweeps
 
     def bind(
         self,
-        units: Sequence[StreamedUnit],
         ring: Ring,
-        *,
+        units: Sequence[StreamedUnit],
         order: Sequence[int],
-        resident: Sequence[nn.Module] = (),
-        tables: Sequence[StreamedTable] = (),
+        resident: Sequence[nn.Module],
+        tables: Sequence[StreamedTable],
     ) -> None:
-        """Stream the model through this ring; arguments as above. Where there was another: after ``release``."""
+        """Stream the model through this ring. Where there was another: after ``release``.
+
+        Args:
+            units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for
+                now.
+            order: all of them in the order of a sweep.
+            resident: the layers (their modules) that stay in memory for now; see ``shed``.
+            tables: embeddings and heads that are not in memory.
+        """
         self.tables, self.ring = tables, ring
-        self.layers = StreamedLayers(
-            units,
-            ring,
-            self._turns,
-            order=order,
-            resident=resident,
-            copies=self.copies,
-            transport=self._transport,
-        )
+        self.layers = StreamedLayers(units, ring, self._turns, order, resident, self._copies, self._transport)
         for t in tables:
             unswap(t.table.module)  # on another rank than the first, it had no head
             put(t.table.parameters, absent([p.array for p in t.table.parameters]))
@@ -129,70 +111,61 @@ class Streaming:
         self._tell_order()
 
     def release(self) -> None:
-        """Between sweeps: free slots, threads and files, so that the model can be bound to another ring."""
+        """Free slots, threads and files, so that the model can be bound to another ring, and give the model its own
+        classes back (its streamed weights stay absent)."""
         with self.exclusive:
             if self.beside is not None:
                 self.drain()
             self._let_go()
-        self.remove()
+        self.layers.remove()
+        for t in self.tables:
+            unswap(t.table.module)
+        unswap(self.model)
 
-    def set_pools(self, units: Sequence[SwitchUnit], slots: Sequence[int]) -> None:
-        """Between sweeps: experts of these switches are read one by one, into pools of so many slots each; none: of no
-        switch. What the pools of before hold stays, as far as there are slots for it."""
-        if self.experts is not None and [u.switch.module for u in units] != [
-            u.switch.module for u in self.experts.units
-        ]:
-            self.experts.close()
-            self.experts = None
-        if self.experts is not None:
-            self.experts.resize(slots)
-        elif units:
-            self.experts = Experts(units, slots, self.metrics, self._device, self._advance, eager=self.evaluates)
-        if self.experts is not None:
-            # Another ring may be bound next.
-            self.experts.bind(self.ring, self.layers.units)
-        self._set_done()
-
-    def _set_done(self) -> None:
-        experts, beside = self.experts, self._turns.beside
-        self._under_way.done = self._done if beside is not None else None if experts is None else experts.done
-
-    def _done(self, lease: Lease) -> None:
-        if self.experts is not None:
-            self.experts.done(lease)
-        if self._turns.beside is not None and (module := self.layers.ends(lease.unit)) is not None:
-            self._turns.beside.computed(module)
-
-    @property
-    def beside(self) -> KVOffloader | None:
-        """What goes with the layers' turns. Set between sweeps; what was there before is for its owner to close."""
-        return self._turns.beside
-
-    @beside.setter
-    def beside(self, beside: KVOffloader | None) -> None:
+    def join(self, experts: ExpertCaches | None, beside: KVOffloader | None) -> None:
+        """What goes with the layers' turns from now on. What was there before is for its owner to close."""
         self.drain()
-        self._turns.beside = beside
-        self._set_done()
+        if experts is not None:
+            experts.bind(self.ring, self.layers.units)
+        self.experts, self.beside, self._turns.beside = experts, beside, beside
+        self._under_way.done = self._done if beside is not None else None if experts is None else experts.done
         self._tell_order()
-
-    def _advance(self) -> None:
-        """What a pass has built so far is about to be computed."""
-        self._turns.reached(self._turns.moved())
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
-        """Stream these layers from the next sweep on, and free the memory that they stayed in. Between sweeps only."""
+        """Stream these layers from the next sweep on, and free the memory that they stayed in."""
         self.drain()
         self.layers.shed(layers)
-        self._reorder()
-        clear_cache()
-
-    def _reorder(self) -> None:
         self.ring.reorder(self.layers.order)
         self._tell_order()
+        clear_cache()
 
     def _tell_order(self) -> None:
         if self.beside is not None:
             self.beside.expect(self.layers.modules)
+
+    def _done(self, lease: Lease) -> None:
+        if self.experts is not None:
+            self.experts.done(lease)
+        if self.beside is not None and (module := self.layers.ends(lease.unit)) is not None:
+            self.beside.computed(module)
+
+    def close(self) -> None:
+        """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
+        with self.exclusive:
+            self._let_go()
+            for each in (self.experts, self.beside):
+                if each is not None:
+                    each.close()
+            self.experts = None
+
+    def _let_go(self) -> None:
+        """Of the ring and what goes with it."""
+        self._under_way.abandon()
+        for t in self.tables:
+            if t.lookup is not None:
+                t.lookup.close()
+        self.layers.weights.close()
+        self.ring.close()
 
     # Sweeps
 
@@ -214,8 +187,7 @@ class Streaming:
     def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A sweep of one pass."""
         caches = caches_in(args, kwargs)
-        if any(isinstance(c, BatchKVCache | BatchRotatingKVCache) for c in caches):
-            # Of a batch that is no more if this fails (``mlx_lm.generate.BatchGenerator``).
+        if not BATCHED.isdisjoint(map(type, caches)):
             caches = []
         ids = None
         for arg in args:
@@ -228,14 +200,11 @@ class Streaming:
             self._turns.settle()
             self._end_sweep()
             if ids is not None and ids.shape[1] == 1:
-                self._release_last(out)
+                # Give the last unit's slot back while what follows it is computed: the head, and layers that stay in
+                # memory. Of one token all of that is wanted.
+                mx.async_eval(handles(out))
+                self.drain()
         return out
-
-    def _release_last(self, out: Any) -> None:
-        """Give the last unit's slot back while what follows it is computed: the head, and layers that stay in memory.
-        Of one token all of that is wanted."""
-        mx.async_eval(handles(out))
-        self.drain()
 
     @contextmanager
     def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
@@ -285,7 +254,8 @@ class Streaming:
             # What others took until then says nothing of this machine.
             self.sweep_s = self._under_way.settled - self._began - (self._under_way.waited_s - self._waited)
         if self.layers.keep_adopted():
-            self._reorder()
+            self.ring.reorder(self.layers.order)
+            self._tell_order()
         self.before_sweep()
         if self._turns.undo is not None:
             self._turns.undo.begin()
@@ -298,10 +268,6 @@ class Streaming:
         if self._turns.pooled:
             self._turns.tokens = tokens or 0
         self._transport.begin_sweep(pooled=self._turns.pooled)
-
-    def _settle_experts(self) -> None:
-        if self.experts is not None:
-            self.experts.settle()
 
     def _end_sweep(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
@@ -316,9 +282,9 @@ class Streaming:
             if t.lookup is not None:
                 t.lookup.reader.check()
 
-    def _handed_over(self) -> None:
-        check()
-        self.after_unit()
+    def advance(self) -> None:
+        """What a pass has built so far is about to be computed: caches that moved on are not taken back in part."""
+        self._turns.reached(self._turns.moved())
 
     def drain(self) -> None:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""
@@ -342,7 +308,6 @@ class Streaming:
             What each of these passes returned, not necessarily evaluated.
         """
         recorded: list[RecordedPass] = []
-        outputs: list[mx.array] = []
         made: dict[int, list[mx.array | None]] = {}
         heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
         if not self._transport.alone and len(passes) > 1:
@@ -351,6 +316,7 @@ class Streaming:
             self._begin_sweep(tokens)
             if self._turns.pooled:
                 return self._pooled(passes, wanted)
+            outputs: list[mx.array] = []
             try:
                 with self._transport.passes() as next_pass:
                     for number, run in enumerate(passes):
@@ -375,7 +341,7 @@ class Streaming:
         return outputs
 
     def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
-        """One pass after the other, each to its end: what one has read, the next finds in the pools."""
+        """One pass after the other, each to its end: what one has read, the next finds in the caches."""
         outputs: list[mx.array] = []
         self._joined = True
         try:
@@ -398,29 +364,3 @@ class Streaming:
             self._turns.recording.tail.append(array)
         else:
             mx.eval(array)
-
-    def close(self) -> None:
-        """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
-        with self.exclusive:
-            self._let_go()
-            if self.experts is not None:
-                self.experts.close()
-                self.experts = None
-            if self.beside is not None:
-                self.beside.close()
-
-    def _let_go(self) -> None:
-        """Of the ring and what goes with it."""
-        self._under_way.abandon()
-        for t in self.tables:
-            if t.lookup is not None:
-                t.lookup.close()
-        self.layers.weights.close()
-        self.ring.close()
-
-    def remove(self) -> None:
-        """Give the model its own classes back (its streamed weights stay absent)."""
-        self.layers.remove()
-        for t in self.tables:
-            unswap(t.table.module)
-        unswap(self.model)

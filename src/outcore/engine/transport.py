@@ -1,4 +1,4 @@
-"""The seam between a running model and other machines that hold layers of it.
+"""The seam between decoding and other machines that hold layers of it; ``seams.Stage`` is the engine's part.
 
 A model whose layers lie on several machines is run by one process on each of them, a rank. All ranks run the same code
 over the same tokens, each with its own layers. Whatever the engine and the decoding loops need of the other ranks they
@@ -7,17 +7,19 @@ ask their ``Transport``. A model that is all here has ``Solo``, which asks nobod
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 
+from ..modules.layers import Layer
 from ..plan.model_size import Graph
-from .recorded_pass import Leaving, RecordedPass, Wanted
-from .undo import Moved, Undo
+from .recorded_pass import Wanted
+from .seams import Stage
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .streaming import Streaming
 
 HasRoom = Callable[[], tuple[int, int]]
 """Says how many tokens an answer may have (-1: any number), and how many of its prompt are computed at a time."""
@@ -48,16 +50,6 @@ class Forecast(Protocol):
 
     def record(self) -> dict[str, Any]:
         """For JSON; one entry of ``ranks`` for each."""
-
-
-class PassRecorder(Protocol):
-    """What calls of streamed layers go through (``executor.LayerExecutor``)."""
-
-    recording: RecordedPass | None
-
-    def moved(self) -> Moved: ...
-
-    def reached(self, moved: Moved) -> None: ...
 
 
 class Sweeps(Protocol):
@@ -93,109 +85,59 @@ class Leader(Protocol):
         """This rank cannot go on, so none can."""
 
 
-class Stage(Protocol):
-    """What the engine asks of the ranks that have other layers.
+class Agreement:
+    """What ranks agree on. What all ranks ask has to be asked by all of them, in the same order. Of this class itself:
+    there are no others.
 
     Attributes:
-        alone: there are none. ``eager``: the model evaluates arrays in its forward pass, on whichever rank.
+        alone: there are none. ``chooses``: this rank has the logits, so it chooses tokens.
     """
 
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def eager(self) -> bool: ...
-
-    def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
-        """Calls of streamed layers go through ``recorder``. ``before_send`` is called before anything is sent."""
-
-    def whole(self, model: nn.Module) -> None:
-        """Nothing of the model is streamed here."""
-
-    def fill(self, copy: nn.Module | None) -> None:
-        """A copy of the whole model, which drafts on this rank, fills the caches of other ranks' layers; None: it was
-        given up."""
-
-    def watch(self, module: nn.Module) -> None:
-        """A layer stays in memory from now on: send what it puts out, if others need it."""
-
-    def unwatch(self, module: nn.Module) -> None:
-        """A layer will be streamed."""
-
-    def begin_sweep(self, *, pooled: bool) -> None:
-        """A sweep begins; ``pooled``: experts are read one by one, so routers are evaluated on the way."""
-
-    def passes(self) -> AbstractContextManager[Callable[[], None]]:
-        """Several passes are recorded meanwhile; what it gives is called before each of them."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether ``settle`` would wait."""
-
-    def settle(self) -> None:
-        """Wait for all that was built so far depends on, where passes are not recorded.
-
-        Raises:
-            LinkError: another rank is gone, silent, or sent what it should not.
-        """
-
-    def leaving(self, module: int, out: Any) -> Leaving:
-        """What other ranks need of a layer's outputs; ``module``: the layer's id."""
-
-    def depart(self, leaving: Leaving) -> None:
-        """Compute it and send it."""
-
-    def abandon(self) -> None:
-        """After something failed: nobody waits for what was under way."""
-
-    def close(self) -> None:
-        """End what waits for other ranks. Safe to call twice."""
-
-    def transaction(self, undo: Undo | None) -> None:
-        """What takes caches back if a pass fails, where nothing is streamed; None: it is over."""
-
-    def working(self) -> AbstractContextManager[object]:
-        """This rank waits for its device meanwhile, so others have patience with it."""
-
-
-class Agreement(Protocol):
-    """What ranks agree on. What all ranks ask has to be asked by all of them, in the same order.
-
-    Attributes:
-        alone: there are no others. ``chooses``: this rank has the logits, so it chooses tokens.
-    """
-
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def chooses(self) -> bool: ...
+    alone = chooses = True
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
         """Whole numbers that the first rank chooses; all ranks ask."""
+        return list(choose())
 
     def text(self, tell: Callable[[], str]) -> str:
         """A text that the first rank has; all ranks ask."""
+        return tell()
 
     def leasts(self, values: Sequence[int]) -> list[int]:
         """Of each value, the least that any rank has; all ranks ask."""
+        return list(values)
 
     def seconds(self, value: float) -> float:
         """The sum of all ranks' values; all ranks ask."""
+        return value
 
     def give_up(self, error: Exception) -> None:
         """What this rank alone does, and others wait for, has failed: end the run on all ranks."""
 
 
-class Transport(Agreement, Stage, Protocol):
+class Share(Protocol):
+    """What this rank holds of a model that lies on several; ``ModelProfile.share``."""
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What all ranks together are predicted to take."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Those of the whole model."""
+
+    def install(self, engine: Session) -> Transport:
+        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
+
+
+class Transport(Agreement, Stage):
     """The other ranks of a model, as this one sees them.
 
     Attributes:
-        forecast: what all ranks together are predicted to take; None where that is not known.
+        forecast: what all ranks together are predicted to take (``Forecast``); None where that is not known.
     """
 
-    @property
-    def forecast(self) -> Forecast | None: ...
+    forecast: Any = None
 
     # Room
 
@@ -208,9 +150,11 @@ class Transport(Agreement, Stage, Protocol):
         Raises:
             PromptError, BudgetError: a rank has no room. UsageError: ranks were given different texts.
         """
+        return has_room()
 
     def chunk(self, most: int, *, asked: bool) -> int:
         """Tokens of a prompt to compute at a time, at most ``most``; all ranks ask."""
+        return most
 
     def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
         """Make room by ``here`` on all ranks, which all ask; tokens of a prompt at a time, where ranks have agreed.
@@ -218,6 +162,8 @@ class Transport(Agreement, Stage, Protocol):
         Raises:
             BudgetError: a rank has no room.
         """
+        here(lengths, joining, begun)
+        return None
 
     def rest(self) -> None:
         """Sequences gave back the room that they had."""
@@ -227,83 +173,22 @@ class Transport(Agreement, Stage, Protocol):
     def leader(self, sequences: Any) -> Leader | None:
         """What a server asks in place of ``sequences`` (``Continuous``), so that other ranks follow; None: there are
         none."""
+        return None
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
         """Caches of several sequences, of each one for every layer, are about to be merged."""
 
     def sweeps(self) -> Sweeps | None:
         """What computes several passes layer by layer, where nothing is streamed; None: they follow each other."""
-
-
-class _SoloStage:
-    alone = True
-    eager = waits = False
-
-    working = staticmethod(contextlib.nullcontext)
-
-    def transaction(self, undo: Undo | None) -> None: ...
-
-    def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None: ...
-
-    def whole(self, model: nn.Module) -> None: ...
-
-    def fill(self, copy: nn.Module | None) -> None: ...
-
-    def watch(self, module: nn.Module) -> None: ...
-
-    def unwatch(self, module: nn.Module) -> None: ...
-
-    def begin_sweep(self, *, pooled: bool) -> None: ...
-
-    def passes(self) -> AbstractContextManager[Callable[[], None]]:
-        return contextlib.nullcontext(lambda: None)
-
-    def settle(self) -> None: ...
-
-    def leaving(self, module: int, out: Any) -> Leaving:
-        return []
-
-    def depart(self, leaving: Leaving) -> None: ...
-
-    def abandon(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Solo(_SoloStage):
-    """The transport of a model that is all here: nobody has to agree, and nothing is sent."""
-
-    chooses = True
-    forecast = None
-
-    def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
-        return list(choose())
-
-    def text(self, tell: Callable[[], str]) -> str:
-        return tell()
-
-    def leasts(self, values: Sequence[int]) -> list[int]:
-        return list(values)
-
-    def seconds(self, value: float) -> float:
-        return value
-
-    def give_up(self, error: Exception) -> None: ...
-
-    def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        return has_room()
-
-    def chunk(self, most: int, *, asked: bool) -> int:
-        return most
-
-    def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
-        here(lengths, joining, begun)
         return None
 
-    def rest(self) -> None: ...
 
-    def leader(self, sequences: Any) -> None: ...
+class Solo(Transport):
+    """All of the model is here: nobody has to agree, and nothing is sent."""
 
-    def merging(self, caches: Sequence[Sequence[Any]]) -> None: ...
 
-    def sweeps(self) -> None: ...
+def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
+    """What computes several passes layer by layer; None: they follow each other."""
+    if streaming is None:
+        return transport.sweeps()
+    return None if streaming.evaluates else streaming

@@ -16,8 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
-from ..modules.away import keeper_of
-from ..modules.cache_rollback import Snapshot, by_offset
+from ..modules.cache_rollback import KEEPER, Snapshot, by_offset
 from ..modules.call_values import flat
 from ..modules.hooks import handle
 from ..modules.mlx_lm_compat import set_window_index, window_index
@@ -53,16 +52,16 @@ class Undo:
     """
 
     def __init__(self, cache: list[Any], tokens: int) -> None:
-        self._written = [
-            Written(c, _arrays(c), c.offset, overwritten=None if by_offset(c) else _Overwritten(c))
-            for c in _inner(cache)
-            if keeper_of(c) is None and (by_offset(c) or (tokens == 1 and _in_place(c)))
-        ]
-        kept = [(c, keeper) for c in flat(cache) if (keeper := keeper_of(c)) is not None]
-        self._kept = [keeper.mark(c) for c, keeper in kept]
+        kept = {id(c): c for c in flat(cache) if KEEPER in getattr(c, "__dict__", ())}
+        self._kept = [c.__dict__[KEEPER].mark(c) for c in kept.values()]
+        self._written = []
+        for c in _inner(cache):
+            window = type(c) is RotatingKVCache
+            if id(c) not in kept and (not window or (tokens == 1 and _in_place(c))):
+                self._written.append(Written(c, _arrays(c), c.offset, overwritten=_Overwritten(c) if window else None))
         windows = [w.overwritten for w in self._written if w.overwritten is not None]
         mx.eval([w.arrays for w in windows])
-        self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows} | {id(c) for c, _ in kept})
+        self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows} | kept.keys())
 
     def begin(self) -> None:
         """A sweep begins, perhaps after others of the same prompt: what there is now holds what there was before."""

@@ -23,9 +23,9 @@ from ..decode.speculative.acceptance import AcceptanceStats
 from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
 from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.mirrored_reader import Replicas
-from ..engine.binding import Progress, ReadSettings
+from ..engine.binding import Progress
 from ..engine.droppable_draft import DroppableDraft
-from ..engine.session import Session
+from ..engine.session import Folders, Session
 from ..errors import StoreError, StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
@@ -144,7 +144,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
     replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
-    reading = ReadSettings(o.io, o.threads or calibration.threads, calibration.chunk, o.kv_dir, replicas, report)
+    reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, replicas)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     _tell_first(prepared, report)

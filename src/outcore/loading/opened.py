@@ -17,8 +17,8 @@ from ..decode.speculative.drafting import (
     draft_of_itself,
     head_drafts,
 )
-from ..engine.model_profile import ModelProfile, profile_of
-from ..engine.unsupported import check_experts
+from ..engine.model_profile import ModelProfile
+from ..engine.whole_profile import check_experts, profile_of
 from ..errors import UnsupportedModelError, UsageError
 from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions

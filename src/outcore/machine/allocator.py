@@ -76,7 +76,8 @@ def note_held() -> int:
     global _most_held
     kept = int(mx.get_cache_memory())
     held = int(mx.get_active_memory()) + kept
-    full = limits.cache is not None and kept >= limits.cache * FULL
+    _, most = limits._limits.get("cache", (0, None))  # with every unit of a token: no call for it
+    full = most is not None and kept >= most * FULL
     _most_held = max(_most_held, int(mx.get_peak_memory()) + kept if full else held)
     return held
 

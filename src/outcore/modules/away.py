@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-KEEPER = "_outcore_keeper"
-"""The attribute of such a cache. What it refers to has no ``__dict__``: who looks for a cache's arrays passes it by."""
+from .cache_rollback import KEEPER, Keeper
 
 KEPT = ("keys", "values")
 """The attributes of a cache that are kept elsewhere."""
-
-
-class Keeper(Protocol):
-    """Who keeps a cache's keys and values."""
-
-    def mark(self, cache: Any) -> Callable[[], None]:
-        """What takes the cache back to what it is now, between passes."""
-
-    def bring_back(self, cache: Any) -> None:
-        """All of it into memory, and nobody keeps it any more.
-
-        Raises:
-            StoreError: the disk failed.
-        """
-
-    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
-        """The cache as a quantized one, which it becomes when it is needed."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays that the cache would have in memory."""
-
-
-def keeper_of(cache: Any) -> Keeper | None:
-    """Who keeps this cache's keys and values; None: it does."""
-    keeper: Keeper | None = getattr(cache, "__dict__", {}).get(KEEPER)
-    return keeper
 
 
 class Away:
@@ -49,6 +20,8 @@ class Away:
     """
 
     offset: int
+    outcore_away = True
+    """Asked for by ``cache_rollback``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in KEPT:

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
 
 from ..errors import UsageError
 from ..sizes import KV_STEP, Growing
-from .away import Away
+from .cache_rollback import is_away
 from .call_values import flat
 from .hooks import arrays_in
 
@@ -114,7 +114,7 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
     if len({id(c) for _, c in given}) < len(given):
         raise UsageError(f"{name}: the same cache stands in it twice; {MAKE} for each layer")
     for n, ((_, c), form) in enumerate(zip(given, forms, strict=True)):
-        if isinstance(c, Away):
+        if is_away(c):
             continue  # it was looked at before it was put away
         why = _differs(c, form) or impossible(c)
         if why is not None:

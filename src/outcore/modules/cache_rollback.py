@@ -8,14 +8,48 @@ or writes to them, and MLX copies what somebody else still refers to.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from .away import Away
 from .call_values import flat
 from .hooks import arrays_in, handle
+
+KEEPER = "_outcore_keeper"
+"""The attribute of such a cache. What it refers to has no ``__dict__``: who looks for a cache's arrays passes it by."""
+
+
+class Keeper(Protocol):
+    """Who keeps a cache's keys and values elsewhere: the seam to KV offload (``away``)."""
+
+    def mark(self, cache: Any) -> Callable[[], None]:
+        """What takes the cache back to what it is now, between passes."""
+
+    def bring_back(self, cache: Any) -> None:
+        """All of it into memory, and nobody keeps it any more.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+
+    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
+        """The cache as a quantized one, which it becomes when it is needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the cache would have in memory."""
+
+
+def keeper_of(cache: Any) -> Keeper | None:
+    """Who keeps this cache's keys and values; None: it does."""
+    keeper: Keeper | None = getattr(cache, "__dict__", {}).get(KEEPER)
+    return keeper
+
+
+def is_away(cache: Any) -> bool:
+    """Whether its keys and values are elsewhere now: asked for, they would be read."""
+    return getattr(type(cache), "outcore_away", False)
 
 
 class Snapshot:
@@ -47,7 +81,7 @@ def snapshot_bytes(cache: Sequence[Any]) -> int:
 def by_offset(cache: Any) -> bool:
     """Whether this cache is taken back by its offset alone, to any token."""
     # Their exact types: a class made from one of them may move what lies before the offset.
-    return type(cache) in (KVCache, QuantizedKVCache) or isinstance(cache, Away)
+    return type(cache) in (KVCache, QuantizedKVCache) or getattr(type(cache), "outcore_away", False)
 
 
 def _saved(value: Any, apart: Collection[int]) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UsageError
-from .layers import Parameter
+from .layers import STREAMED, Parameter
 
 
 def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
@@ -27,6 +27,14 @@ def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
 def absent(arrays: Sequence[mx.array]) -> list[mx.array]:
     """What stands in for weights that are not in memory: no elements, the same dtypes, so any use fails loudly."""
     return [mx.zeros((0,), dtype=a.dtype) for a in arrays]
+
+
+def settle(parameters: Sequence[Parameter], stays: bool) -> None:
+    """Tell modules that put their weights together from what is read (``STREAMED``) that it stays in memory from now
+    on, or is about to be streamed."""
+    for p in parameters:
+        if hasattr(type(p.module), STREAMED):
+            p.module.settle() if stays else p.module.unsettle()
 
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

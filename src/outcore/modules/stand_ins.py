@@ -15,7 +15,6 @@ from .call_values import caches_in
 from .hooks import Call, absent, put, swap, unswap
 from .layers import Layer, Projection
 from .module_tree import modules
-from .switches import switches_in
 
 Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
@@ -40,6 +39,7 @@ class StandIns:
     Args:
         layers: so many units are layers, the others tables.
         split: pieces of the layers that have more than one.
+        switches: by layer, modules that are called with numbers of experts.
 
     Attributes:
         order, looked_up, used: as in ``Trace``; of the pass that began last, or of all.
@@ -48,11 +48,17 @@ class StandIns:
     """
 
     def __init__(
-        self, units: Sequence[Layer], layers: int, split: Mapping[int, Sequence[Projection]], cast: Casts, foreign: bool
+        self,
+        units: Sequence[Layer],
+        layers: int,
+        split: Mapping[int, Sequence[Projection]],
+        cast: Casts,
+        foreign: bool,
+        switches: Mapping[int, Sequence[nn.Module]],
     ) -> None:
         self.order, self.looked_up, self.used = list[int](), set[int](), dict[int, int]()
         self.begin()
-        self._units, self._layers, self._split = units, layers, split
+        self._units, self._layers, self._split, self._switches = units, layers, split, switches
         self._swapped: list[nn.Module] = []
         self._arrays = stand_ins(units, cast, foreign)
 
@@ -73,7 +79,7 @@ class StandIns:
                 calls = functools.partial(self._piece_called, i)
                 for n, piece in enumerate(self._split[i]):
                     self._swap(piece.module, functools.partial(calls, n), i, piece.parameters)
-                for module in switches_in(unit):
+                for module in self._switches.get(i, ()):
                     self._swap(module, functools.partial(self._routed, i))
                 continue
             numbers = range(len(unit.parameters))

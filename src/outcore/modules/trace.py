@@ -104,6 +104,7 @@ def rehearse(
     tables: Sequence[Layer] = (),
     pieces: Sequence[Sequence[Projection]] = (),
     cast: Casts = lambda *_: None,
+    switches: Mapping[int, Sequence[nn.Module]] = {},
 ) -> Trace:
     """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
 
@@ -119,6 +120,7 @@ def rehearse(
             do with that is rehearsed with whole layers.
         cast: the dtype that a weight is computed in, by its path and the dtype on disk; None: that one. Caches take as
             much as what fills them.
+        switches: by layer, modules that are called with numbers of experts.
     """
     evaluates, failure = False, ""
     shared = [id(p.module) for parts in pieces for p in parts]
@@ -129,7 +131,7 @@ def rehearse(
     for passes, parts in attempts:
         if evaluates and passes != [1]:
             continue
-        run = _Run(model, layers, tables, cast, foreign=not evaluates)
+        run = _Run(model, layers, tables, cast, switches, foreign=not evaluates)
         try:
             found, caches, held = run.build(passes, parts)
         except Exception as e:  # whatever a model's code raises on weights that are absent
@@ -160,6 +162,7 @@ class _Run:
     layers: Sequence[Layer]
     tables: Sequence[Layer]
     cast: Casts
+    switches: Mapping[int, Sequence[nn.Module]]
     foreign: bool
     shared: tuple[int, ...] = ()
 
@@ -180,7 +183,10 @@ class _Run:
         # A layer of one piece is that piece.
         split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
         units = [*self.layers, *self.tables]
-        with restored(self.model), StandIns(units, len(self.layers), split, self.cast, self.foreign) as stage:
+        with (
+            restored(self.model),
+            StandIns(units, len(self.layers), split, self.cast, self.foreign, self.switches) as stage,
+        ):
             found, cache = Trace(), make_prompt_cache(self.model)
             held: list[list[int]] = []
             called: list[dict[int, list[int]]] = []

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .draft_cost import NGRAM, Draft
+from .draft_cost import NGRAM, Draft, guess_s
 from .joint_plan import Planned
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .plan import Plan
-from .prediction import guess_s, sweep_s
+from .prediction import sweep_s
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of guesses that are looked at."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .machine_profile import Calibration
 from .model_size import ModelSize
+from .prediction import computing_s
 
 AUTO, NONE, NGRAM, SELF, MTP, MODEL = "auto", "none", "ngram", "self", "mtp", "model"
 
@@ -48,3 +50,15 @@ def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:
     """Tokens whose logits a sweep has room for beside its own: a small share of the budget, or if asked for a few."""
     room = budget // SHARE // max(1, size.logits_row)
     return min(MOST, max(room, FEW if explicit else 0))
+
+
+def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
+    """Seconds in which a draft that is in memory computes a token: a copy of the model takes as long as the model
+    itself where all of it stays."""
+    outside = size.non_layer - size.tables
+    if draft.bits is None:
+        # Another model's weights are all there are; a multi-token-prediction head goes on to the model's own.
+        own = computing_s(size.rest_kind, outside - draft.weights, calibration, [(1, 1)]) if draft.uses_head else 0.0
+        return draft.weights / calibration.weight_gbps / 1e9 + own + calibration.sync_s
+    layers = sum(computing_s(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
+    return layers + computing_s(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s

@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..plan.cache_size import STATES, CacheSize
 from ..sizes import ARRAY_BYTES, KV_STEP, Growing, held_bytes, most_unit
 from .partition import LayerSize
+
+if TYPE_CHECKING:
+    from .prediction import ExpertPlans
 
 LOGITS_COPIES = 6
 """Times that a token's logits are there while one is chosen by them."""
@@ -155,6 +159,11 @@ class ModelSize(ActivationSize):
     recurrences: int = 0
     reuse: int = REUSE_BYTES
     most_unit: int = most_unit(ARRAY_BYTES)
+
+    @cached_property
+    def on_demand(self) -> ExpertPlans | None:
+        """What makes plans that read experts one by one (``prediction.ExpertPlans``); None: there are none."""
+        return next((layer.experts.on_demand for layer in self.layers if layer.experts is not None), None)
 
     def graph(self, on_cpu: bool) -> Graph:
         """What building forward passes takes."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..sizes import format_size, slot_bytes
-from .model_size import ModelSize
-from .partition import StreamedPart, pooled_sweep
+from .partition import StreamedPart
 
 ANSWER = 256
 """Tokens of an answer, as long as they usually are."""
@@ -121,11 +120,6 @@ class Plan(MemoryUse):
     def streams(self) -> bool:
         """Whether anything at all is streamed."""
         return bool(self.streamed) or self.head_streamed
-
-    def goes_to_pools(self, size: ModelSize, tokens: int) -> bool:
-        """Whether a sweep over so many tokens takes experts from pools."""
-        shapes = [(e.count, e.used, n) for i, n in self.pools if (e := size.layers[i].experts) is not None]
-        return bool(shapes) and pooled_sweep(tokens, shapes)
 
     @property
     def run_s(self) -> float:

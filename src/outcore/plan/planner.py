@@ -18,7 +18,6 @@ from ..errors import BudgetError, UsageError
 from ..sizes import format_size
 from ..text import counted
 from .candidate import Candidate, Candidates
-from .expert_plan import expert_plan, smallest_pooled, with_pools
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .partition import held_between, smallest_slot, spread, unit_sizes
@@ -150,8 +149,8 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
     # The least memory may be taken by a larger step, where each pass holds something for later layers.
     enough = [s for s in steps if s <= ENOUGH_STEP or s == _thriftiest_step(size)] or steps
     pooled: Plan | None = None
-    if asked.resident is None and asked.experts != 0 and False in heads and not size.on_disk:
-        pooled = expert_plan(
+    if size.on_demand and asked.resident is None and asked.experts != 0 and False in heads and not size.on_disk:
+        pooled = size.on_demand.best(
             size, budget, least, rings=asked.rings, steps=enough, slots=asked.experts, calibration=calibration
         )
     if asked.experts:
@@ -230,8 +229,8 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
 def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
     """As ``smallest_budget``, with keys and values where ``size`` says. Every budget of a curve asks for it."""
     step = asked.prefill_step or _thriftiest_step(size)
-    if asked.experts and asked.resident is None:
-        pooled = smallest_pooled(size, rings=asked.rings, step=step, slots=asked.experts)
+    if size.on_demand and asked.experts and asked.resident is None:
+        pooled = size.on_demand.smallest(size, rings=asked.rings, step=step, slots=asked.experts)
         if pooled is not None:
             return pooled
     candidates, slots = Candidates(size, asked.placement), asked.slots or SLOTS[-1]
@@ -264,8 +263,8 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
     """The plan with other layers resident, the ring as it is; for a model that may have grown."""
     made = _replanned(size, plan, resident)
-    if plan.pools:
-        return with_pools(size, made, plan.pools, calibration)
+    if plan.pools and size.on_demand is not None:
+        return size.on_demand.with_pools(size, made, plan.pools, calibration)
     return predict(size, made, calibration)
 
 

@@ -1,4 +1,4 @@
-"""The seconds that a plan takes: a simulated ring, or waits for routers and what they miss, on a calibrated machine.
+"""The seconds that a plan takes: a simulated ring on a calibrated machine.
 
 The ring is not a maximum of reading and computing: a unit can be read only when a slot is free, and a slot is free only
 when what was read into it has been computed. Where units differ in size, or residents lie between them, one waits for
@@ -12,18 +12,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from operator import attrgetter
+from typing import Protocol
 
-from .draft_cost import Draft
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import LayerSize, StreamedPart
+from .partition import StreamedPart
 from .plan import Plan
+
+
+class ExpertPlans(Protocol):
+    """Plans that keep all but routed experts in memory, and read those one by one (``expert_plan.OnDemand``)."""
+
+    def best(
+        self,
+        size: ModelSize,
+        budget: int,
+        least: int,
+        *,
+        rings: Sequence[int],
+        steps: Sequence[int],
+        slots: int | None,
+        calibration: Calibration,
+    ) -> Plan | None:
+        """The fastest one; None where the budget has no room."""
+
+    def smallest(self, size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
+        """The smallest budget in bytes with so many slots for each layer's experts; None: there is none."""
+
+    def with_pools(
+        self, size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration
+    ) -> Plan:
+        """The plan with so many slots for experts of these layers."""
+
+    def reads(self, plan: Plan, size: ModelSize, tokens: int) -> bool:
+        """Whether a forward pass over so many tokens reads the experts that it uses; else all of them."""
+
+    def turns(self, size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
+        """What a token of every sequence is made of then."""
 
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
     """The plan with the seconds that it will take on a calibrated machine."""
-    if plan.goes_to_pools(size, size.sequences):
-        token_s = sum(turn.compute_s for turn in pooled_turns(size, plan, calibration))
+    if size.on_demand is not None and size.on_demand.reads(plan, size, size.sequences):
+        token_s = sum(turn.compute_s for turn in size.on_demand.turns(size, plan, calibration))
     else:
         token_s = _timing(size, plan, calibration, [(size.sequences, 1)], size.context).sweep_s
     prompt = _timing(size, plan, calibration, _passes(size.prompt, plan.prefill_step), size.prompt)
@@ -36,59 +67,6 @@ def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, 
     token of one text what ``predict`` says."""
     passes = [(tokens, texts)] if blocks else [(1, tokens * texts)]
     return _timing(size, plan, calibration, passes, size.context).sweep_s
-
-
-def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
-    """Seconds in which a draft that is in memory computes a token: a copy of the model takes as long as the model
-    itself where all of it stays."""
-    outside = size.non_layer - size.tables
-    if draft.bits is None:
-        # Another model's weights are all there are; a multi-token-prediction head goes on to the model's own.
-        own = _compute(size.rest_kind, outside - draft.weights, calibration, [(1, 1)]) if draft.uses_head else 0.0
-        return draft.weights / calibration.weight_gbps / 1e9 + own + calibration.sync_s
-    layers = sum(_compute(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
-    return layers + _compute(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s
-
-
-FORESEEN = 0.55
-"""Of the experts that are missing, those that the layer before asks for, where there is time to read them (56 to 65 %
-of code and prose with py-qwen35moe-30m, a quarter and a half of the experts in memory)."""
-
-
-def pooled_turns(size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-    """What a token of every sequence is made of where experts are read one by one: computing, a wait for each router,
-    and what is missing then and was not read while the layer before was computed."""
-    passes = [(size.sequences, 1)]
-    head = size.head if plan.head_streamed else None
-    outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
-    rest = _compute(size.rest_kind, outside, calibration, passes)
-    rest += calibration.read_latency_s if size.tables else 0.0
-    slots = dict(plan.pools)
-    turns = []
-    for i, layer in enumerate(size.layers):
-        experts = layer.experts
-        compute = seconds = _compute(layer.kind, active_bytes(layer), calibration, passes)
-        if i in slots and experts is not None:
-            missing = experts.missing(slots[i], size.sequences)
-            reading = missing * experts.read / calibration.read_gbps / 1e9
-            groups = -(-min(experts.count, experts.used * size.sequences) // slots[i])
-            if groups > 1:
-                # One after the other, each read, waited for and computed with for all tokens; nothing is foreseen.
-                share = experts.used * experts.resident / active_bytes(layer)
-                seconds += (groups - 1) * (compute * share + calibration.sync_s + calibration.read_latency_s)
-            else:
-                reading -= min(FORESEEN * reading, compute)
-            seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
-        turns.append(Turn(i, seconds))
-    return [*turns, Turn(None, rest)]
-
-
-def active_bytes(layer: LayerSize) -> int:
-    """Bytes of a layer's weights that one token is computed with."""
-    experts = layer.experts
-    if experts is None:
-        return layer.resident
-    return layer.resident - (experts.count - experts.used) * experts.resident
 
 
 UNEVEN = 0.8
@@ -148,7 +126,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
     for i, layer in enumerate(size.layers):
         key = layer.kind, layer.joined or layer.resident
         if key not in computing:
-            computing[key] = _compute(*key, calibration, passes)
+            computing[key] = computing_s(*key, calibration, passes)
         compute, mine = computing[key], parts.get(i)
         if mine is None:
             turns.append(Turn(i, compute))
@@ -169,7 +147,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
     # Of a prompt only the last token gets logits.
-    rest = _compute(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
+    rest = computing_s(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
     if plan.streams and size.tables:
         rest += calibration.read_latency_s
     if head is None:
@@ -179,7 +157,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
     return turns + [Turn(None, each, head.read // slices / rate)] * slices
 
 
-def _compute(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
+def computing_s(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
     """Seconds of some passes over a layer, or what is not a layer; a guess by its bytes where it was not measured."""
     seconds = 0.0
     for tokens, times in passes:

@@ -193,14 +193,10 @@ def _go(ranks: RankProcesses, ports: Sequence[int]) -> None:
     names = [rank.host.name for rank in ranks.ranks]
     run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
     ranks.begun = True
-    for rank in ranks.ranks:
-        place = sum(_same(rank.host, other.host) for other in ranks.ranks[: rank.number])
-        there = sum(_same(rank.host, other.host) for other in ranks.ranks)
-        rank.say(go={**run, "rank": rank.number, "start_s": START_S, "place": place, "there": there})
-
-
-def _same(a: Host, b: Host) -> bool:
-    return a.name == b.name or (a.local and b.local)
+    where = ["local" if rank.host.local else rank.host.name for rank in ranks.ranks]
+    for n, rank in enumerate(ranks.ranks):
+        place, there = where[:n].count(where[n]), where.count(where[n])
+        rank.say(go={**run, "rank": n, "start_s": START_S, "place": place, "there": there})
 
 
 def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStack, stream: str, text: str) -> None:
@@ -295,7 +291,7 @@ def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
-    told = first is head or _named(head, ranks) is first or "error" in args.result.record
+    told = _named(first, ranks) is head or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has told why, where this would
     # Who has heard of it may have ended before whose fault it is.

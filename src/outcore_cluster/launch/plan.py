@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import name_of
-from outcore.cli.console import PlainConsole
 from outcore.cli.engine import model_folder, progress_bar
 from outcore.cli.output import tell
 from outcore.cli.plan import FEWER_TOKENS, plan_options
 from outcore.errors import BudgetError
 from outcore.loading.preparation import Preparation, prepare
 from outcore.sizes import format_size
-from outcore_cluster.forecast import RanksPlan
+from outcore.text import printable
+from outcore_cluster.forecast import RankPart, RanksPlan
 from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare
 
@@ -29,8 +27,6 @@ LAYOUTS = {
     "in blocks": "Layers lie in blocks: each machine's follow each other, so that little goes between them.",
     "": "All layers are on one machine.",
 }
-WIDTH = 120
-"""Characters of a line where standard output is no terminal."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,12 +42,9 @@ def run(args: argparse.Namespace) -> None:
     notes = list(prepared.notes)
     if not forecast.calibrated:
         notes.append("predicted from assumptions: not all machines were measured for this model (outcore calibrate)")
-    console = PlainConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_together(name, forecast), markup=False)
-    console.print(LAYOUTS[forecast.layout], markup=False)
-    console.print(ranks_table(forecast))
-    for note in notes:
-        console.print(f"Note: {note}", markup=False)
+    parts = [_part(rank, part) for rank, part in enumerate(forecast.parts)]
+    for line in (_together(name, forecast), LAYOUTS[forecast.layout], *parts, *(f"Note: {note}" for note in notes)):
+        print(printable(line))
     args.result.record = {"model": name, **forecast.record(), "notes": notes}
     sys.stdout.flush()
 
@@ -86,21 +79,10 @@ def _together(name: str, shared: RanksPlan) -> str:
     )
 
 
-def ranks_table(shared: RanksPlan) -> Table:
-    """A row for each machine."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("rank", "host", "layers", "resident", "read a\ntoken", "disk", "memory", ""):
-        left, fold = title in ("host", ""), title == "host"
-        table.add_column(title, justify="left" if left else "right", no_wrap=not fold, overflow="fold")
-    for rank, part in enumerate(shared.parts):
-        table.add_row(
-            str(rank),
-            part.host,
-            str(part.layers),
-            str(part.resident),
-            format_size(part.bytes_per_token) if part.bytes_per_token else "-",
-            f"{format_size(round(part.read_gbps * 1e9))}/s",
-            f"{format_size(part.peak_bytes)} of {format_size(part.budget_bytes)}",
-            "" if part.calibrated else "assumed",
-        )
-    return table
+def _part(rank: int, part: RankPart) -> str:
+    read = format_size(part.bytes_per_token) if part.bytes_per_token else "nothing"
+    return (
+        f"rank {rank} ({part.host}): {part.layers} layers, {part.resident} of them in memory; reads {read} a token, at "
+        f"{format_size(round(part.read_gbps * 1e9))}/s; holds {format_size(part.peak_bytes)} of "
+        f"{format_size(part.budget_bytes)}{'' if part.calibrated else '; assumed, not measured'}."
+    )

@@ -14,7 +14,10 @@ from collections import deque
 from contextlib import suppress
 from enum import IntEnum
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .socket_link import Receive
 
 MAGIC = b"OCLF"
 _HEADER = struct.Struct("!4sB3xQQ")
@@ -37,13 +40,6 @@ class Kind(IntEnum):
     BYE = 8
 
 
-class Posted(Protocol):
-    """A receive that data goes into."""
-
-    into: memoryview
-    done: bool
-
-
 class Connection:
     """One end of it; its socket does not block.
 
@@ -58,7 +54,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.rank, self.data, self.events, self.lost = sock, rank, data, 0, False
         self.leaving: deque[memoryview] = deque()
-        self.posted: deque[Posted] = deque()
+        self.posted: deque[Receive] = deque()
         self._sent = self._received = 0
         self._kind: Kind | None = None
         self._read = bytearray(_HEADER.size)

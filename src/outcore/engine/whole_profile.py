@@ -1,0 +1,124 @@
+"""A model as ``load`` opens it: what lies in packed copies is streamed, too, and experts can be read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from ..checkpoint.checkpoint import TensorInfo
+from ..checkpoint.lazy_model import LazyModel, longest_context, position_limit
+from ..checkpoint.packed_store import Overlay, overlay, places
+from ..errors import UsageError
+from ..machine.device import on_cpu
+from ..modules.layers import Layer, Projection
+from ..modules.module_tree import named_modules
+from ..modules.switches import Switch, find_switch, switches_in
+from ..plan.expert_plan import ExpertSize
+from ..plan.partition import ExpertNumbers
+from ..plan.workload import planned_context
+from . import model_profile
+from .expert_cache import Stacked
+from .layer_sizes import Cast, Place, nbytes
+from .model_profile import ModelProfile
+from .seams import Sources
+
+
+class AllSources(Sources):
+    """Where a model's parameters lie: in its folder, or packed; and its experts."""
+
+    def loaded(self, lazy: LazyModel) -> Collection[str]:
+        return lazy.loaded
+
+    def places(self, lazy: LazyModel, layers: Sequence[Layer]) -> tuple[Mapping[str, TensorInfo], Overlay]:
+        planned = overlay(lazy)
+        return places(lazy, layers, planned), planned
+
+    def routed(self, layer: Layer) -> Sequence[nn.Module]:
+        return switches_in(layer)
+
+    def experts(
+        self,
+        layer: Layer,
+        pieces: Sequence[Projection],
+        casts: Sequence[mx.Dtype | None],
+        place: Place,
+        used: int,
+        to: Cast,
+    ) -> tuple[Switch | None, ExpertNumbers | None]:
+        switch = find_switch(layer, pieces)
+        return switch, None if switch is None or not used else expert_size(layer, switch, casts, place, used, to)
+
+
+def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
+    """As ``model_profile.profile_of``, from all sources.
+
+    Args:
+        context: tokens of prompt and answer; None: as many as are usual.
+        prompt: tokens of the longest prompt, if known.
+
+    Raises:
+        UsageError, PromptError: as ``planned_context``.
+    """
+    context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
+    prompt = min(context, prompt or context)
+    return model_profile.profile_of(lazy, context=context, prompt=prompt, sources=AllSources(), **how)
+
+
+def expert_size(
+    layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
+) -> ExpertSize:
+    """What one of a layer's experts weighs."""
+    tensors = stacked(layer, switch, casts, place)
+    held = sum(t.held_bytes for t in tensors)
+    read = sum(t.read_bytes for t in tensors)
+    cast = any(t.dtype is not None for t in tensors)
+    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
+    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
+
+
+def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
+    """A switch's tensors, as they lie on disk."""
+    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
+
+
+def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
+    """Refuse experts that MLX's CPU device does not gather: GatherMM of 0.32.4 takes float32; quantized ones have their
+    own.
+
+    Args:
+        compute: what is computed in; None: as the checkpoint says.
+
+    Raises:
+        UsageError: a dtype that it does not take.
+    """
+    if not on_cpu():
+        return
+    to = Cast(lazy.model, compute)
+
+    def computed(path: str, module: nn.Module, key: str) -> mx.Dtype:
+        return to.target(f"{path}.{key}", module[key].dtype) or module[key].dtype
+
+    for path, module in named_modules(lazy.model):
+        if isinstance(module, SwitchLinear) and (dtype := computed(path, module, "weight")) != mx.float32:
+            raise UsageError(
+                f"{lazy.checkpoint.folder}: experts in {_named(dtype)}, which MLX computes on a GPU only; on the CPU "
+                "device give --dtype float32, or a quantized model"
+            )
+        # An adapter's, beside quantized experts: these put out what their scales are in.
+        base = module.get("linear")
+        if "lora_a" not in module or module["lora_a"].ndim != 3 or "scales" not in base:
+            continue
+        dtype = computed(path, module, "lora_a")
+        if mx.float32 not in (dtype, computed(f"{path}.linear", base, "scales")):
+            raise UsageError(
+                f"{lazy.arguments['adapter_path']}: an adapter of experts in {_named(dtype)}, which MLX computes on a "
+                "GPU only; on the CPU device give --dtype float32"
+            )
+
+
+def _named(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
