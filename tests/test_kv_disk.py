@@ -35,7 +35,7 @@ from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.loading.preparation import prepare
 from outcore.modules.away import Away
-from outcore.modules.cache_form import check_cache
+from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
 
