@@ -30,7 +30,7 @@ from outcore.cli.generate import prompt_cache
 from outcore.decode.batch_file import Output, line_error, read_lines
 from outcore.decode.preparation import prepare
 from outcore.machine.budget import asked_budget
-from outcore.modules.cache_form import check_cache
+from outcore.modules.cache_check import check_cache
 from outcore.plan.planner import ASSUMED
 from outcore_bench.report.inputs import read_inputs
 

@@ -515,7 +515,7 @@ def test_what_fails_in_one_thread_is_no_others_trouble(
     model.outcore.close()
 
 
-@pytest.mark.parametrize("slots", [1, 5, 12])
+@pytest.mark.parametrize("slots", [1, 5])
 def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
     """A part at a time, as the governor gives and takes; also where a part is less than a slot a layer."""
     model = held(folder, slots)

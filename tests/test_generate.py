@@ -177,7 +177,7 @@ def test_everything_resident_is_plain_mlx_lm(served: Path, resident: Any) -> Non
     )
 
 
-@pytest.mark.parametrize(("budget", "prompt_tokens"), [(9_000_000, 5), (14_000_000, 20), (20_000_000, 300)])
+@pytest.mark.parametrize(("budget", "prompt_tokens"), [(9_000_000, 5), (20_000_000, 300)])
 def test_the_budget_holds_while_generating(quick_model: Path, budget: int, prompt_tokens: int) -> None:
     weights = (quick_model / "model.safetensors").stat().st_size
     gc.collect()
@@ -275,7 +275,6 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
     "options",
     [
         {"resident": 7, "placement": "last"},
-        {"resident": 2},
         {"resident": 8, "head_resident": False},
         {"parts": True, "resident": 0},
     ],
@@ -306,7 +305,7 @@ def test_a_prompt_of_many_chunks_keeps_to_the_plan(
         assert session.metrics.sweeps == 2
 
 
-@pytest.mark.parametrize("memory", ["15MB", "60MB"])
+@pytest.mark.parametrize("memory", ["15MB"])
 def test_a_model_that_is_dropped_frees_memory_threads_and_files(demo_model: Path, memory: str) -> None:
     gc.collect()
     before, files = mx.get_active_memory(), psutil.Process().num_fds()

@@ -31,8 +31,7 @@ class Screen(io.StringIO):
         return self.terminal
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(("command", "terminal"), [("generate", True), ("generate", False), ("chat", True)])
 def test_what_a_model_says_moves_no_terminal(
     command: str, terminal: bool, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from outcore.decode.preparation import prepare
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.modules.away import Away
-from outcore.modules.cache_form import check_cache
+from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
 
@@ -209,7 +209,7 @@ def test_drafts_are_verified_against_keys_and_values_on_disk(short_model: Path) 
         model, tokenizer = outcore.load(str(short_model), **options)
         with model.outcore:
             prompt = tokenizer.encode("def f(x):\n    return x + 1\n\n" * 24)
-            found = outcore.stream_generate(model, tokenizer, prompt, 30, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, prompt, 12, prompt_cache=make_prompt_cache(model))
             tokens = [(r.token, r.from_draft) for r in found]
             assert (model.outcore.plan.kv_slot > 0) == (options["kv_disk"] == "on")
             assert model.outcore.metrics.drafted > 0 or options["draft"] == "none"
@@ -487,7 +487,7 @@ def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
         model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=8, draft="none", **options)
         with model.outcore as session:
-            found = outcore.stream_generate(model, tokenizer, ids(2000), 60, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, ids(2000), 8, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
 
     with pytest.raises(BudgetError) as least:

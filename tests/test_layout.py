@@ -72,7 +72,7 @@ def test_every_parameter_arrives_whole_wherever_its_bytes_lie(direct: bool, alig
             assert f.at >= 0 and f.at + f.nbytes <= unit.slot_bytes
             assert f.at % align == 0
             assert slot[f.at : f.at + f.nbytes] == files[s.file][s.offset : s.offset + s.nbytes], (seed, s)
-        assert unit.weight_bytes == sum(s.nbytes for s in sources)
+        assert sum(f.nbytes for f in unit.fields) == sum(s.nbytes for s in sources)
 
 
 @pytest.mark.parametrize("align", [1, 8, GPU_ALIGN])

@@ -255,7 +255,7 @@ def assert_streams_as_planned(session: Session) -> None:
     assert reads == sum(u.unit.read_bytes for u in units if u.rows is None), "with what lies between and is read too"
 
 
-@pytest.mark.parametrize("memory", [7_400_000, 19_000_000, 22_000_000, 34_000_000])
+@pytest.mark.parametrize("memory", [7_400_000, 22_000_000])
 def test_a_prompt_longer_than_was_planned_for_keeps_to_the_budget(quick_model: Path, memory: int) -> None:
     gc.collect()
     mx.clear_cache()
@@ -387,7 +387,7 @@ def watched(session: Session, room: Room) -> Watch:
     return session.watch
 
 
-@pytest.mark.parametrize(("resident", "draft"), [(None, "none"), (12, "none"), (None, "ngram")])
+@pytest.mark.parametrize(("resident", "draft"), [(12, "none"), (None, "ngram")])
 def test_the_watch_sheds_when_memory_is_short_and_regrows_when_there_is_room(
     quick_model: Path, quick_expected: list[int], resident: int | None, draft: str
 ) -> None:

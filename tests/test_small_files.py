@@ -34,7 +34,8 @@ from outcore.errors import (
     UsageError,
 )
 from outcore.machine.small_files import parse_json, read_small
-from outcore.modules.cache_form import check_cache, forms_of
+from outcore.modules.cache_check import check_cache
+from outcore.modules.cache_form import forms_of
 from test_pack import refusal
 from test_random_state import adapter
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from outcore.engine.model_profile import ModelProfile
+from outcore.machine.allocator import clear_cache
+from outcore.machine.device import on_cpu
+from outcore.modules.split_linear import split_rows
 from outcore.plan.draft_cost import MTP, Draft
 from outcore.sizes import held_bytes
 
-from .head import SharedParts, has_mtp, head_bytes, kv_bytes, load_mtp, open_mtp
+from .head import SharedParts, has_mtp, head_bytes, kv_bytes, open_mtp
 from .hidden_states import WINDOW, HiddenStates
 from .source import MtpSource
 
@@ -48,8 +53,12 @@ def hidden(shared: SharedParts) -> HiddenStates:
 
 
 def load_head(profile: ModelProfile, source: Path | None, cpu_streams: int) -> nn.Module:
-    """The model's head, in memory."""
+    """The model's head, in memory; read array by array: what quantizing takes beside it is one of them."""
     head = open_mtp(profile.lazy, source, profile.cast.target)
     assert head is not None
-    load_mtp(head, cpu_streams)
+    for _, array in tree_flatten(head.parameters()):
+        mx.eval(array)
+    clear_cache()
+    if on_cpu():
+        split_rows(head, cpu_streams)
     return head

@@ -27,11 +27,8 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.errors import CheckpointError, UnsupportedModelError
-from outcore.machine.allocator import clear_cache
-from outcore.machine.device import on_cpu
 from outcore.machine.random_state import random_state_kept
-from outcore.modules.hidden_tap import HiddenTap
-from outcore.modules.split_linear import split_rows
+from outcore.modules.hooks import HiddenTap
 from outcore.text import one_line
 
 from .layouts import (
@@ -238,15 +235,6 @@ def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
     for name, each in experts.items():
         made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
     return made
-
-
-def load_mtp(head: MtpHead, cpu_streams: int) -> None:
-    """Read a head, array by array: what quantizing takes beside it is one of them."""
-    for _, array in tree_flatten(head.parameters()):
-        mx.eval(array)
-    clear_cache()
-    if on_cpu():
-        split_rows(head, cpu_streams)
 
 
 def head_bytes(head: MtpHead) -> int:

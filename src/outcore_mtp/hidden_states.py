@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from outcore.modules.call_values import copy_of
-from outcore.modules.hidden_tap import HiddenTap
+from outcore.modules.hooks import HiddenTap
 
 WINDOW = 256
 """Tokens whose states are held at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,14 @@ from unittest.mock import patch
 import mlx.core as mx
 
 import outcore
+import outcore.decode.prefix_cache
+import outcore.serve.prompting
 from combined_cases import Case, named, parsed
-from combined_faces import FACES, Clients, Face, Place, disturbing, exact, on_cpu
+from combined_faces import BLOCK, FACES, Clients, Face, Place, disturbing, exact, on_cpu
 from combined_faults import Fault
 from combined_models import Shelf
 from combined_reference import SEED, Reference, Text, unlikely
-from outcore.decode import one_text
+from outcore.decode import one_text, prefix
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore_cluster.group import RankGroup
 
@@ -56,7 +59,7 @@ def run(case: Case, shelf: Shelf, ranks: Any = None) -> Result:
     """
     result, began = Result(str(case)), time.process_time()
     try:
-        with scales_on_cpu(), always_drafting():
+        with scales_on_cpu(), always_drafting(), small_blocks():
             _run(case, shelf, ranks, result)
     except outcore.OutcoreError as e:
         result.end, result.why = REFUSED, f"{type(e).__name__}: {e}"
@@ -125,7 +128,7 @@ def on_rank(link: Any, line: str, root: Path, cpu: bool) -> Any:
     if cpu:
         mx.set_default_device(mx.cpu)
     try:
-        with scales_on_cpu(), always_drafting():
+        with scales_on_cpu(), always_drafting(), small_blocks():
             answers = scenario(place, result, ranks=RankGroup(link))
     except outcore.OutcoreError as e:
         return f"{type(e).__name__}: {e}"
@@ -230,6 +233,17 @@ def always_drafting() -> Any:
         return DraftLengthPolicy(min(most, 3), *args, fixed=True)
 
     return patch.object(one_text, "DraftLengthPolicy", control)
+
+
+@contextlib.contextmanager
+def small_blocks() -> Iterator[None]:
+    """Few tokens fill a block of the prefix cache, and tiny models' states are kept behind so few."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("outcore.") and "GRID" in vars(module):
+                stack.enter_context(patch.object(module, "GRID", BLOCK))
+        stack.enter_context(patch.object(prefix, "STATE_SHARE", 1e6))
+        yield
 
 
 @contextlib.contextmanager

@@ -81,22 +81,25 @@ def times_of(
         progress("measuring the layers", i, len(TOKENS))
         if n > 1 and took * n / TOKENS[i - 1] > left:
             break
-        # What is made or compiled once for a number of tokens is no layer's time. Products are known behind a whole
-        # pass.
-        began = clock()
-        made.watched(n, kinds.issubset) if n > 1 else made.watched(n)
-        made.head(n)
-        if n > 1 and clock() - began > COMPILE_S:
-            break
+        if n == 1:
+            made.watched(1)  # products with tables are known behind a whole pass
+        elif not on_cpu():
+            # MLX compiles a GPU's kernels when they are first needed.
+            began = clock()
+            made.watched(n, kinds.issubset)
+            if clock() - began > COMPILE_S:
+                break
         began = clock()
         until = began + left / (len(TOKENS) - i)
         seen = made.watched(n, partial(_enough, kinds, clock, until))
         head, computed = made.head(n)
         took = seen.seconds / min(map(len, seen.layers.values()), default=1) + head
         times = {kind: median(samples) for kind, samples in seen.layers.items()}
-        if n == 1 and (calls := Counter(layer.kind for layer in size.layers)) and 4 * STEPS * took < left:
+        if n == 1:
+            calls = Counter(layer.kind for layer in size.layers)
             alone = sum(calls[kind] * s for kind, s in times.items()) + seen.prelude + computed
-            waiting = max(0.0, alone - median(made.passes(STEPS))) / calls.total()
+            if 2 * STEPS * alone < left:
+                waiting = max(0.0, alone - median(made.passes(STEPS))) / calls.total()
         left -= clock() - began
         for kind, s in times.items():
             found[kind][n] = max(s - waiting, s / 2)

@@ -7,6 +7,7 @@ only what ``sanitize`` changed, which exists nowhere else. This module reads cop
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -237,15 +238,13 @@ def overlay(lazy: LazyModel) -> Overlay:
 
 
 def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None) -> dict[str, TensorInfo]:
-    """Where each parameter of the layers lies, or will lie once ``pack_overlay`` has run. Writes nothing.
+    """Where each parameter of the layers lies, or will lie once ``pack_overlay`` has run, by its full path; without
+    parameters that did not come from the checkpoint (an adapter's).
 
     To be called while the model still holds its lazy arrays, in the dtypes that they were loaded in.
 
     Args:
         planned: the model's ``overlay``, if it is there already.
-
-    Returns:
-        Full parameter path → place; without parameters that did not come from the checkpoint (an adapter's).
     """
     folder, files = planned or overlay(lazy)
     found = {info.name: info for file in files for info in file.places(folder)}
@@ -272,12 +271,8 @@ def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source
     records = found.files if found.source.same(source) else {}
     whole = {}
     for file in files:
-        if file.name not in records:
-            continue
-        try:
-            tensors = check_file(folder / file.name, records[file.name])
-        except StoreError:
-            continue
-        if tensors == {info.name: info for info in file.places(folder)}:
-            whole[file.name] = records[file.name]
+        with contextlib.suppress(StoreError, KeyError):
+            record = records[file.name]
+            if check_file(folder / file.name, record) == {info.name: info for info in file.places(folder)}:
+                whole[file.name] = record
     return whole

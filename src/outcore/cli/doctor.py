@@ -31,8 +31,8 @@ from ..disk.reader import FileReader
 from ..disk.ring import Slot
 from ..errors import OutcoreError, StoreError
 from ..machine.cache_folder import make_cache
-from ..machine.device import device_facts, device_kind
-from ..machine.hardware import cpu_name, gpu_name
+from ..machine.device import device_kind
+from ..machine.hardware import cpu_name, device_facts, gpu_name
 from ..machine.memory import default_budget
 from ..sizes import BLOCK, format_size, round_up
 from ..text import one_line

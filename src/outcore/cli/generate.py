@@ -16,7 +16,7 @@ from ..decode.loader import load_model
 from ..decode.prompt import cached_tokens
 from ..errors import UsageError
 from ..machine.settings import setting
-from ..modules.cache_form import check_cache
+from ..modules.cache_check import check_cache
 from ..options import AUTO
 from ..text import counted
 from .answering import (

@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, UsageError
 from ..machine.interrupts import check
-from ..modules.cache_form import check_cache
+from ..modules.cache_check import check_cache
 from ..modules.call_values import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload

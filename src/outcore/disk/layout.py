@@ -88,11 +88,6 @@ class Unit:
         """Bytes that the extents ask for (block rounding not counted)."""
         return sum(e.nbytes for e in self.extents)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters themselves."""
-        return sum(f.nbytes for f in self.fields)
-
 
 def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int = 1) -> Unit:
     """Lay a unit's parameters out in a slot.

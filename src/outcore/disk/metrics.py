@@ -8,20 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 
-@dataclass(frozen=True)
-class Event:
-    """One bar of a timeline: ``kind`` is ``read`` (first byte asked for to last byte there) or ``compute``.
-
-    A compute bar begins when the unit before it was done and its own work had been handed to the device, and ends when
-    the loop saw that it was done, which may be later than it was. Seconds of the metrics' clock.
-    """
-
-    kind: str
-    unit: str
-    begin: float
-    end: float
-
-
 @dataclass
 class Metrics:
     """Counters of one streamed model since it was loaded, or since ``reset``.
@@ -38,7 +24,6 @@ class Metrics:
             ``experts_read``; ``experts_wasted``: of these, those that were not asked for then.
         prompt_found: tokens of prompts that the prefix cache had. ``tokens``: of answers. ``drafted``, ``accepted``:
             tokens that were drafted, and of them those that became part of the text.
-        timeline: events are added to this list while it is one; None (the default) records nothing.
     """
 
     sweeps: int = 0
@@ -58,7 +43,6 @@ class Metrics:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    timeline: list[Event] | None = None
     clock: Callable[[], float] = time.perf_counter
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _reading: int = field(default=0, repr=False)
@@ -76,12 +60,6 @@ class Metrics:
             self._reading -= 1
             if self._reading == 0:
                 self.read_s += self.clock() - self._since
-
-    def note(self, kind: str, unit: str, begin: float) -> None:
-        """Add an event that ends now to the timeline, if one is kept. Called from any thread."""
-        timeline = self.timeline
-        if timeline is not None:
-            timeline.append(Event(kind, unit, begin, self.clock()))
 
     def reading(self) -> tuple[int, float]:
         """Bytes read, and seconds with a read under way, one that has not ended included."""

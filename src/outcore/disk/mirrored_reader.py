@@ -319,5 +319,4 @@ class MirroredReader:
 
 
 def _pass_on(whole: Read, part: Read) -> None:
-    whole.began = whole.began or part.began
     whole.finish(part.error, part.nbytes)

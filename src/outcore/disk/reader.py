@@ -41,7 +41,6 @@ class Read:
         self.error: ReadError | None = None
         self.passing = False
         self.nbytes = 0
-        self.began = 0.0  # when the first chunk was taken up; 0 before
         self._part_of, self._then = part_of, then
         self._cancelled = False
         self._left = 1  # one is held by the submitter until every chunk is queued
@@ -52,8 +51,8 @@ class Read:
         with self._lock:
             self._left += chunks
 
-    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> bool:
-        """One chunk less; returns whether it was the last."""
+    def finish(self, error: ReadError | None = None, nbytes: int = 0) -> None:
+        """One chunk less."""
         with self._lock:
             self.error = self.error or error
             self.nbytes += nbytes
@@ -63,7 +62,6 @@ class Read:
             if self._then is not None:
                 self._then(self)
             self._done.set()
-        return last
 
     @property
     def ready(self) -> bool:
@@ -251,7 +249,6 @@ class FileReader:
             read.finish(ReadError(f"{file.path}: reading {read.name} was cancelled"))
             return
         self.metrics.read_started()
-        read.began = read.began or self.metrics.clock()
         done, why, error = 0, "", None
         try:
             done, refused = read_chunk(chunk, bounce, self._calls, self.move, self.bounces)
@@ -272,8 +269,7 @@ class FileReader:
             file.read = True
         # Counted before the read is finished: who waits for it sees the bytes that it brought.
         self.metrics.read_ended(done)
-        if read.finish(error, done):
-            self.metrics.note("read", read.name, read.began)
+        read.finish(error, done)
 
 
 def pieces(extent: Extent, most: int) -> list[tuple[int, int]]:

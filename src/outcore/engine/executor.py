@@ -47,7 +47,7 @@ class InFlightQueue:
         self.done: Callable[[Lease], None] | None = None
         self.settled = self.waited_s = 0.0
         self._metrics, self._transport = metrics, transport
-        self._pending: deque[tuple[Lease, list[mx.array], float]] = deque()
+        self._pending: deque[tuple[Lease, list[mx.array]]] = deque()
 
     def arrive(self, lease: Lease) -> None:
         """Wait for the unit's bytes to be in its slot."""
@@ -60,7 +60,7 @@ class InFlightQueue:
 
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
         """Have the device compute ``arrays``: all that is derived from the lease's slot."""
-        self._pending.append((lease, arrays, self._metrics.clock()))
+        self._pending.append((lease, arrays))
         with self._transport.working():
             mx.async_eval(arrays)
         note_held()
@@ -69,12 +69,11 @@ class InFlightQueue:
         """Wait for all that was handed to the device but the last ``lag`` units, and give the slots back for reading
         ahead."""
         while len(self._pending) > lag:
-            lease, arrays, handed = self._pending[0]
+            lease, arrays = self._pending[0]
             with self._transport.working():
                 mx.eval(arrays)
             note_held()
             self._pending.popleft()
-            self._metrics.note("compute", self.ring.units[lease.unit].name, max(handed, self.settled))
             self.settled, self.waited_s = self._metrics.clock(), self._metrics.ranks_s
             if self.done is not None:
                 self.done(lease)
@@ -86,7 +85,7 @@ class InFlightQueue:
 
     def abandon(self) -> None:
         """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
-        for _, arrays, _ in self._pending:
+        for _, arrays in self._pending:
             with contextlib.suppress(RuntimeError):
                 mx.eval(arrays)
         self._pending.clear()
