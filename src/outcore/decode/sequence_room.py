@@ -136,9 +136,8 @@ class SequenceRoom:
                 self.records = False
             return max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
-        same = (
-            size.sequences == len(lengths) and not joining and not given_up and self._captured == self._to_keep(begun)
-        )
+        kept = self._to_keep(begun) if self.apart else 0
+        same = size.sequences == len(lengths) and not joining and not given_up and self._captured == kept
         if same and longest + self.drafted <= size.context:
             return size.context
         drafted = self.drafted if same else self._base.drafted if self._drafts_pay(len(lengths)) else 0
@@ -179,7 +178,7 @@ class SequenceRoom:
 
     def _to_keep(self, prompts: Sequence[int]) -> int:
         """Bytes of states that are kept of prompts that are computed, of several drafted sequences."""
-        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if self.apart else 0
+        return sum(captured_bytes(self._session, tokens) for tokens in prompts)
 
     def _drafts_pay(self, texts: int) -> bool:
         """Whether several texts are written faster with drafts, each in caches of its own."""
