@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,11 +12,12 @@ import pytest
 
 import outcore
 from fake_darwin_memory import FakeDarwin
+from outcore.decode.preparation import prepare
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
-from outcore.loading.preparation import prepare
 from outcore.machine import device
-from outcore.machine.device import device_facts, most_slot_bytes
+from outcore.machine.device import most_slot_bytes
+from outcore.machine.hardware import device_facts
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
@@ -130,8 +130,7 @@ def test_layers_that_fit_are_looked_at_as_ever() -> None:
 
 def small_buffers(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """This machine, with a largest buffer."""
-    facts = replace(device_facts(), slot=limit)
-    monkeypatch.setattr(device, "device_facts", lambda: facts)
+    monkeypatch.setattr(device, "metal_info", lambda: {"max_buffer_length": limit})
 
 
 def test_a_slot_that_cannot_be_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from outcore.decode.prompt import cached_tokens
 from outcore.engine.session import Session
 from outcore.errors import UsageError
 from outcore.machine.allocator import limits
-from outcore.modules.cache_form import check_cache
+from outcore.modules.cache_check import check_cache
 
 from .request_guard import check_room
 from .settings import warn_of_defaults

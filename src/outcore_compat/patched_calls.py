@@ -24,12 +24,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load as their_load
 
 from outcore.checkpoint.find_model import resolve_model
-from outcore.decode import batch
+from outcore.decode import batch, loader
 from outcore.decode import generate as generation
 from outcore.decode.prompt import cached_tokens, encode
 from outcore.engine.session import Session
 from outcore.errors import UsageError
-from outcore.loading import loader
 from outcore.machine.random_state import set_random_state
 from outcore.options import LoadOptions
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
-from ..modules.cache_form import impossible
+from ..modules.cache_check import impossible
 from ..modules.call_values import flat
 from ..modules.mlx_lm_compat import BaseCache
 from .checkpoint import read_header

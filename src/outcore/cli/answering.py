@@ -74,7 +74,7 @@ def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) ->
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         coupled=args.seed is not None,
     )
-    limits = {name: getattr(args, name) for name in ("max_tokens", "max_kv_size", "kv_eviction")}
+    limits = {name: getattr(args, name) for name in ("max_tokens", "max_kv_size")}
     return {"sampler": sampler, **args.preset.options(), **limits, **cache_options(args), **draft_tokens(args)}
 
 

@@ -26,7 +26,8 @@ def cache_dir() -> Path:
         StoreError: it is there, and others could have put something into it; or there is no home folder.
     """
     try:
-        path = _named()
+        own = setting("cache")
+        path = Path(own.value).expanduser() if own else PlatformDirs("outcore").user_cache_path
     except RuntimeError as error:  # pathlib's and platformdirs's: no home folder
         raise StoreError(f"no folder for packed copies: {' '.join(str(error).split())[:200]}; {_ADVICE}") from error
     require_own(path)
@@ -49,12 +50,6 @@ def make_cache() -> Path:
         raise OSError(e.errno, f"{e.strerror} ({where}); {_ADVICE}", str(path)) from e
     require_own(path)
     return path
-
-
-def _named() -> Path:
-    if own := setting("cache"):
-        return Path(own.value).expanduser()
-    return PlatformDirs("outcore").user_cache_path
 
 
 def require_own(path: Path) -> None:

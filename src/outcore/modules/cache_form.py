@@ -1,7 +1,4 @@
-"""What is known of a model's caches: what they look like, whether a cache that somebody brings is one of them, and what
-they hold after so many tokens.
-
-A cache of another model is no error to MLX where shapes happen to broadcast: it would be read, and make other text.
+"""What is known of a model's caches: what they look like, and what they hold after so many tokens.
 
 mlx-lm's own caches grow by known rules, so a handful of tokens shows all there is to know. A cache of a class that is
 not known here (single model files bring their own) is looked at after two longer texts, and goes on along the line
@@ -25,9 +22,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from ..errors import UsageError
 from ..sizes import KV_STEP, Growing
-from .cache_rollback import is_away
 from .call_values import flat
 from .hooks import arrays_in
 
@@ -38,20 +33,12 @@ INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
 KEYED = INSTEAD | {"ChunkedKVCache"}
 """Those with keys and values of shape (1, heads, tokens, features)."""
 
-COUNTS = ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size")
-"""Attributes in which mlx-lm's caches count tokens and others."""
-
-MOST = 2**31 - 1
-"""Tokens: an MLX shape is int32."""
-
 FEW = 16
 """Tokens that show how a known cache grows. Convolutions keep fewer: what still changes after these is not known."""
 
 PROBES = (512, 1024)
 """Tokens, and one more, after which unknown caches are looked at: one token beyond a power of two, where buffers that
 grow in steps or by doubling have just grown."""
-
-MAKE = "make_prompt_cache(model) makes one"
 
 
 @dataclass(frozen=True)
@@ -72,10 +59,10 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
         known: whether it is known from there which axes the text changes; if not, only the outer ones are kept.
     """
     found = []
-    for n, (at, c) in enumerate(_placed(cache)):
+    for n, (at, c) in enumerate(placed(cache)):
         earlier = dict(before[n].arrays) if before else {}
         arrays = []
-        for path, shape in _shapes(c):
+        for path, shape in shapes_of(c):
             old = earlier.get(path, shape)
             axes = [a if a == b else None for a, b in zip(shape, old, strict=False)]
             if type(c).__name__ in KEYED:
@@ -87,85 +74,12 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
     return tuple(found)
 
 
-def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: str = "prompt_cache") -> None:
-    """Refuse a cache that is not of the model whose caches have these forms. Nothing is computed.
-
-    Args:
-        forms: none: nothing is known of them. ``cache``: None: there is none.
-        name: for the error.
-
-    Raises:
-        UsageError: another number, other classes or other shapes; or a state that no text leaves behind.
-    """
-    if not forms or cache is None:
-        return
-    if not isinstance(cache, list | tuple):
-        raise UsageError(f"{name}: a {type(cache).__name__}, not a list; {MAKE}")
-    try:
-        given = _placed(cache)
-    except (AttributeError, TypeError):
-        raise UsageError(f"{name}: not a list of mlx-lm's caches; {MAKE}") from None
-    if len(given) != len(forms):
-        raise UsageError(
-            f"{name}: {len(given)} caches, and this model has {len(forms)}: it was made with another model"
-        )
-    if [at for at, _ in given] != [form.at for form in forms]:
-        raise UsageError(f"{name}: its caches are nested otherwise; {MAKE} for each layer")
-    if len({id(c) for _, c in given}) < len(given):
-        raise UsageError(f"{name}: the same cache stands in it twice; {MAKE} for each layer")
-    for n, ((_, c), form) in enumerate(zip(given, forms, strict=True)):
-        if is_away(c):
-            continue  # it was looked at before it was put away
-        why = _differs(c, form) or impossible(c)
-        if why is not None:
-            raise UsageError(f"{name}: cache {n} {why}: it was made with another model, or is damaged")
-
-
-def _placed(cache: Sequence[Any]) -> list[tuple[int, Any]]:
+def placed(cache: Sequence[Any]) -> list[tuple[int, Any]]:
     """Every cache, in place of lists of them what they hold, and the number of what it is a part of."""
     return [(at, part) for at, c in enumerate(cache) for part in flat([c])]
 
 
-def _differs(cache: Any, form: CacheForm) -> str | None:
-    kind = type(cache).__name__
-    if kind != form.kind and not (form.kind == PLAIN and kind in INSTEAD):
-        return f"is a {kind}, and this model has a {form.kind} there"
-    try:
-        shapes = dict(_shapes(cache))
-    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError):
-        return "has no state that could be read"
-    for path, axes in form.arrays:
-        shape = shapes.get(path)
-        if shape is None:
-            if kind in KEYED and shapes:
-                return "holds keys without values"
-            continue  # nothing is in it yet
-        if len(shape) != len(axes) or any(b is not None and a != b for a, b in zip(shape, axes, strict=True)):
-            here = "x".join("n" if b is None else str(b) for b in axes)
-            return f"has a state of shape {'x'.join(map(str, shape))}, and this model has {here} there"
-    return None
-
-
-def impossible(cache: Any) -> str | None:
-    """Why the counts that a cache keeps do not fit to what it holds; None: they do."""
-    kind, counts = type(cache).__name__, {name: getattr(cache, name, 0) for name in COUNTS}
-    # A model's own caches may count several sequences' tokens in arrays.
-    told = [n for n in counts.values() if kind in KEYED or not isinstance(n, mx.array)]
-    if any(type(n) is not int or not 0 <= n <= MOST for n in told):
-        return "counts tokens with what is no count"
-    if kind not in KEYED:
-        return None
-    shapes = [shape for _, shape in _shapes(cache)]
-    if any(len(shape) != 4 for shape in shapes) or len({shape[2] for shape in shapes}) > 1 or len(shapes) == 1:
-        return "holds more keys than values"
-    rotating, room = kind == "RotatingKVCache", shapes[0][2] if shapes else 0
-    used = counts["_idx"] if rotating else counts["offset"] - counts["start_position"]
-    if not 0 <= used <= room or (rotating and counts["max_size"] < 1):
-        return f"counts {used} tokens and has room for {room}"
-    return None
-
-
-def _shapes(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Path and shape of each array of a state; of keys and values that are quantized, as they would be if not."""
     if type(cache).__name__ == "QuantizedKVCache":
         for path, packed in (("0", cache.keys), ("1", cache.values)):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..modules.call_values import copy_of
-from ..modules.hooks import HiddenTap
+from outcore.modules.call_values import copy_of
+from outcore.modules.hooks import HiddenTap
 
 WINDOW = 256
 """Tokens whose states are held at most."""
@@ -31,7 +31,7 @@ class HiddenStates:
 
     def __init__(self, tap: HiddenTap, window: int = WINDOW) -> None:
         self._tap = tap
-        self._window = window
+        self.window = window
         self._first = 0  # token of a prompt from which on states are wanted
         self._parts: list[tuple[int, mx.array]] = []  # first token, and states (1, tokens, hidden); without gaps
         self.end = 0
@@ -43,7 +43,7 @@ class HiddenStates:
 
     def expect(self, tokens: int) -> None:
         """A prompt is computed that ends before this token."""
-        self._first = tokens - self._window
+        self._first = tokens - self.window
 
     @contextmanager
     def watch(self, first: int, tokens: int) -> Iterator[None]:
@@ -64,7 +64,7 @@ class HiddenStates:
         if known < states.shape[1]:
             self._parts.append((first + known, states[:, known:] if known else states))
             self.end = first + states.shape[1]
-        while self._parts and self.end - sum(self._shape(0)) >= self._window:
+        while self._parts and self.end - sum(self._shape(0)) >= self.window:
             del self._parts[0]
 
     def _shape(self, part: int) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class HiddenStates:
 
     def settle(self) -> None:
         """What is held was evaluated. A long part's older tokens go, and with them its memory."""
-        if self._parts and (old := self.end - self._window - self._parts[0][0]) > 0:
+        if self._parts and (old := self.end - self.window - self._parts[0][0]) > 0:
             first, states = self._parts[0]
             own = copy_of(states[:, old:])
             mx.eval(own)
