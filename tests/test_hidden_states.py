@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from outcore.decode.hidden_states import HiddenStates
-from outcore.modules.hooks import HiddenTap
+from outcore.modules.hidden_tap import HiddenTap
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from ..modules.call_values import copy_of
-from ..modules.hooks import HiddenTap
+from ..modules.hidden_tap import HiddenTap
 
 WINDOW = 256
 """Tokens whose states are held at most."""
