@@ -30,7 +30,7 @@ from outcore.calibration.rates import decode_gbps
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import SPLIT
 from outcore.checkpoint.pack import pack_model
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
 from outcore.machine.device import on_cpu
 from outcore.modules.call_values import handles
 from outcore.modules.split_exponents import SplitDecoder, beside_rows

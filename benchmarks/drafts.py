@@ -30,8 +30,8 @@ import _support  # noqa: F401
 import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
-from outcore.loading import opened
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
+from outcore.decode.speculative import opened
 from outcore.plan.planner import resident_budget
 from result_file import write_result
 from slow_disk import slow_disk

@@ -38,7 +38,7 @@ import mlx.core as mx
 import _support  # noqa: F401
 import zoo
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
 from outcore.plan.planner import resident_budget
 from result_file import write_result
 

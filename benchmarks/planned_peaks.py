@@ -34,7 +34,7 @@ import _support  # noqa: F401
 import make_checkpoint
 import outcore
 import zoo
-from outcore.loading.preparation import Preparation, prepare
+from outcore.decode.preparation import Preparation, prepare
 from outcore.machine.memory import peak_rss, rss
 from outcore.plan.candidate import Candidate, Candidates
 from outcore.plan.expert_plan import ON_DEMAND

@@ -36,11 +36,11 @@ from rich.table import Table
 from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
+from outcore.decode import loader
+from outcore.decode.preparation import Preparation, prepare
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError
-from outcore.loading import loader
-from outcore.loading.preparation import Preparation, prepare
 from outcore.machine.allocator import clear_cache
 from outcore.plan.planner import resident_budget
 from outcore_bench.jobs import BenchJob, RunSettings

@@ -17,7 +17,7 @@ import benchmark
 import outcore
 from benchmark import Result
 from outcore.checkpoint.checkpoint import open_checkpoint
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
 from outcore.machine.memory import peak_rss, process_memory_limit
 from outcore_bench.disk import disk_rate
 from outcore_bench.measure import prompt_ids

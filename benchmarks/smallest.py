@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outcore.checkpoint.find_model import resolve_model
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError
-from outcore.loading.loader import load_model
-from outcore.loading.preparation import prepare
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.memory import peak_rss
 from result_file import write_result

@@ -21,7 +21,7 @@ import mlx.core as mx
 import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode import one_text
-from outcore.decode.hidden_states import HiddenStates
+from outcore.decode.passes import HiddenKeeper
 from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.draft_model import State
@@ -74,7 +74,7 @@ def alone(
     how: DrawForecast | MlxLmSampler | None,
     vocabulary: int,
     state: State,
-    hidden: HiddenStates | None = None,
+    hidden: HiddenKeeper | None = None,
 ) -> Proposer:
     """The model's guesses without the text's repetitions."""
     return self.by_model(how, vocabulary, state, hidden)

@@ -19,8 +19,8 @@ import pytest
 import quick_compiler
 import quick_transformers
 import zoo
+from outcore.calibration import first_use
 from outcore.disk.disk_probe import wrong_reads
-from outcore.loading import first_use
 from outcore.machine.allocator import AllocatorLimits, limits
 from rank_processes import RankProcesses, WaitingRanks
 

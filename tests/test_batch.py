@@ -20,8 +20,8 @@ import zoo
 from outcore import BudgetError, PromptError, UsageError
 from outcore.decode.batch import Progress, answers
 from outcore.decode.batch_engine import Request
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import own_sampler
-from outcore.loading.preparation import prepare
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.planner import make_plan

@@ -137,7 +137,7 @@ def _umask() -> int:
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(
     quick: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outcore.loading.loader.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "folder.safetensors").mkdir()
     for name, says in ((tmp_path / "no" / "c", "No such file"), (tmp_path / "folder", "no prompt cache")):
         args = ["cache-prompt", "--model", str(quick), "--prompt", "x", "--prompt-cache-file", str(name)]

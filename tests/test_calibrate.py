@@ -27,6 +27,7 @@ from outcore.calibration import calibrate, calibration_file, disk, layers, rates
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.calibration.disk import GAIN, Bench, ReadSetting, best_setting, choose
 from outcore.cli.main import main
+from outcore.decode.preparation import Preparation, prepare
 from outcore.disk import chunk
 from outcore.disk import cold_ranges as unread
 from outcore.disk.cold_ranges import SCRATCH, UnreadRanges, scratch_file
@@ -34,7 +35,6 @@ from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
-from outcore.loading.preparation import Preparation, prepare
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK
 

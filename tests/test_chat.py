@@ -38,11 +38,10 @@ from outcore.cli.kept_chat import KeptChat
 from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.conversation import ChatTemplate
-from outcore.decode.eviction import halved
+from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, CheckpointError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.machine.cache_folder import cache_dir
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
@@ -135,32 +134,6 @@ def test_three_turns_equal_the_whole_conversation_computed_anew(
     if streamed:
         assert len(record["tokens"]) == record["sweeps"] + record["accepted_tokens"]
         assert (record["drafted_tokens"] > 0) == (draft == "ngram")
-
-
-def test_of_a_long_conversation_the_older_half_goes(
-    anew: Any, tokenizer: TokenizerWrapper, demo_model: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    bound = 32
-    flags = ["--max-kv-size", str(bound), "--kv-eviction", "halve"]
-    record, _, err = chat(capsys, monkeypatch, demo_model, MESSAGES, "--memory", "29MB", "-m", "12", *flags)
-    text: list[int] = []
-    went = 0
-    told: list[str] = []
-    for message, turn in zip(MESSAGES, record["turns"], strict=True):
-        between = "" if not text else "\n" if text[-1] == 2 else "<|im_end|>\n"
-        text += tokenizer.encode(f"{between}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
-        said: list[int] = []
-        gone = 0
-        while len(said) < 12 and said[-1:] not in ([0], [2]):
-            if said or len(text) > bound:
-                gone += len(text) - len(halved(text, bound))
-                text, went = halved(text, bound), went + 1
-            new = anew(tuple(text), min(bound - len(text) + 1, 12 - len(said)))
-            said, text = [*said, *new], [*text, *new]
-        assert turn["tokens"] == said
-        told += [str(gone)] * bool(gone)
-    assert re.findall(r"in the conversation, (\d+) older ones went", err) == told
-    assert went >= 2 and record["context_tokens"] == len(text) <= bound + 1
 
 
 def tight(folder: Path, context: int, **options: Any) -> list[str]:

@@ -18,8 +18,8 @@ import zoo
 from outcore.checkpoint import find_model
 from outcore.checkpoint.checkpoint import ITEM_BYTES, open_checkpoint, read_header
 from outcore.checkpoint.find_model import resolve_model
+from outcore.decode import loader
 from outcore.errors import CheckpointError, HeaderError, MissingFileError, OutcoreError, UsageError
-from outcore.loading import loader
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

@@ -23,9 +23,9 @@ from outcore.checkpoint.checkpoint import read_header
 from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
+from outcore.decode import preparation
+from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore.loading import preparation
-from outcore.loading.preparation import prepare
 from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows
 from outcore.plan.machine_profile import Calibration
 from stand_ins import TokensOnly

@@ -21,10 +21,10 @@ from outcore import BudgetError
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
-from outcore.decode.one_text import Alone
+from outcore.decode.drafted_sweeps import SpeculativeDecoder
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.loading.preparation import prepare
 from outcore.modules.hooks import arrays_in
 from outcore.plan.cache_size import SHARED_STEP
 from test_batch import assert_same
@@ -142,7 +142,7 @@ def test_one_that_stays_alone_keeps_its_drafts_and_gets_them_back(
         # Another one comes and goes: shared sweeps have no drafts, those before and after do.
         done = write(engine, {0: [Request(0, AGAIN, 24)], 3: [Request(1, [5, 6], 2)]})
         assert_same(done.tokens[0], plain)
-        assert done.most == 2 and isinstance(engine._batch, Alone) and session.metrics.accepted > 2
+        assert done.most == 2 and isinstance(engine._batch, SpeculativeDecoder) and session.metrics.accepted > 2
         engine.close()
 
 

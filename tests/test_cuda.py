@@ -9,10 +9,10 @@ import pytest
 
 import zoo
 from equality import differences
+from outcore.decode import loader
 from outcore.engine import model_profile
 from outcore.engine import streamed_layers as weights
 from outcore.errors import BudgetError
-from outcore.loading import loader
 
 
 @pytest.fixture

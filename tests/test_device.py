@@ -12,9 +12,9 @@ import pytest
 
 import outcore
 from fake_darwin_memory import FakeDarwin
+from outcore.decode.preparation import prepare
 from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
-from outcore.loading.preparation import prepare
 from outcore.machine import device
 from outcore.machine.device import most_slot_bytes
 from outcore.machine.hardware import device_facts

@@ -19,6 +19,7 @@ import pytest
 import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
+from outcore.calibration import first_use
 from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli import doctor
@@ -28,7 +29,6 @@ from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
-from outcore.loading import first_use
 from outcore.plan.machine_profile import Calibration
 
 MIB = 1 << 20
@@ -294,7 +294,7 @@ def test_a_file_that_somebody_writes_to_is_no_broken_machine(model: Path, monkey
 def test_what_is_checked_is_how_weights_will_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     monkeypatch.setattr(first_use, "wrong_reads", lambda _, io: ways.append(io) or ())
-    monkeypatch.setattr("outcore.loading.preparation.load_calibration", lambda *_: Calibration(io="cached"))
+    monkeypatch.setattr("outcore.decode.preparation.load_calibration", lambda *_: Calibration(io="cached"))
     loaded, _ = outcore.load_model(model, memory="1GB", context=32)
     loaded.outcore.close()
     assert ways == ["cached"]

@@ -68,6 +68,14 @@ class Follower(Coin):
         self.fed = len(text)
 
 
+def saw(
+    control: DraftLengthPolicy, guesses: Sequence[Guess], text: Sequence[int], tokens: int, seconds: float, *more: float
+) -> None:
+    """A sweep over so many tokens, and what became of a draft."""
+    control.judged(guesses, text, seconds)
+    control.swept(tokens, seconds, *more)
+
+
 def seconds_for(machine: Machine, source: Proposer, n: int = 2000) -> float:
     """For a text of ``n`` tokens, each of which is 1, with as many drafted as seems worth it."""
     control = DraftLengthPolicy(MOST, clock=lambda: machine.now)
@@ -78,7 +86,7 @@ def seconds_for(machine: Machine, source: Proposer, n: int = 2000) -> float:
         guesses = control.draft(source, text, n - len(text))
         swept = machine.sweep(1 + len(guesses))
         right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
-        control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *swept)
+        saw(control, guesses, [1] * (right + 1), 1 + len(guesses), *swept)
         text += [1] * (right + 1)
     return machine.now - began
 
@@ -198,7 +206,7 @@ def test_a_first_guess_that_kernels_were_compiled_for_does_not_keep_drafts_short
         guesses = control.draft(source, text, 200)
         machine.guess = 0.002
         swept = machine.sweep(1 + len(guesses))
-        control.saw(guesses, [1] * (len(guesses) + 1), 1 + len(guesses), *swept)
+        saw(control, guesses, [1] * (len(guesses) + 1), 1 + len(guesses), *swept)
         text += [1] * (len(guesses) + 1)
         sweeps += 1
     assert sweeps < 15
@@ -265,7 +273,7 @@ def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
             text.append(token)
             if g.token != token:
                 break
-        control.saw(guesses, text, 1 + len(guesses), 1.0, 0.9)
+        saw(control, guesses, text, 1 + len(guesses), 1.0, 0.9)
     assert {g.token for g in control.draft(both, [0], 4)} == {token}
     before = model.asked
     control.draft(both, [0], 4)
@@ -294,7 +302,7 @@ def test_what_is_foreseen_is_drafted_before_any_sweep_was_seen() -> None:
     # And what was thought of it gives way to what is seen.
     for _ in range(12):
         guesses = control.draft(Coin(machine, [0.1]), [1], 100)
-        control.saw(guesses, [1], 1 + len(guesses), *machine.sweep(1 + len(guesses)))
+        saw(control, guesses, [1], 1 + len(guesses), *machine.sweep(1 + len(guesses)))
     assert learnt.typical("coin") < 0.4
 
 
@@ -310,7 +318,7 @@ def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() 
         for _ in range(12):
             guesses = control.draft(source, [1], 100)
             right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
-            control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *machine.sweep(1 + len(guesses)))
+            saw(control, guesses, [1] * (right + 1), 1 + len(guesses), *machine.sweep(1 + len(guesses)))
             lengths.append(len(guesses))
         return lengths
 
@@ -323,7 +331,7 @@ def test_a_sweep_whose_bytes_were_there_is_not_thought_to_read_nothing() -> None
     """Seen: behind a long draft all was read ahead, and then one token was drafted at a time."""
     control = DraftLengthPolicy()
     control.ahead = 1.0
-    control.saw([], [1], 29, 0.75, 0.0, 1.06)
+    saw(control, [], [1], 29, 0.75, 0.0, 1.06)
     assert control.sweep_s(2) < 0.1
     control.reading_s = 1.05
     assert control.sweep_s(2) == pytest.approx(1.05) and control.sweep_s(2, 0.4) == pytest.approx(0.65)
@@ -347,7 +355,7 @@ def test_a_disk_that_was_slow_is_forgotten(ahead: float) -> None:
                 swept = machine.sweep(1 + len(guesses))
                 right = next((i for i, g in enumerate(guesses) if g.token == 0), len(guesses))
                 text += [1] * (right + 1)
-                control.saw(guesses, [1] * (right + 1), 1 + len(guesses), *swept)
+                saw(control, guesses, [1] * (right + 1), 1 + len(guesses), *swept)
                 read, reading = read + 1000, reading + machine.read
             seconds[machine.read] = (machine.now - began) / (len(text) - before)
     assert seconds[2.0] < 0.8 and seconds[0.02] < 0.033, "without: 2 and 0.03"
@@ -358,7 +366,7 @@ def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     control = DraftLengthPolicy(clock=lambda: machine.now)
     for tokens in (1, 10, 20):
         seconds, stall, idle = machine.sweep(tokens)
-        control.saw([], [1], tokens, seconds, stall, idle)
+        saw(control, [], [1], tokens, seconds, stall, idle)
     source = Coin(machine, [0.8])
     control.experience.expect(source.name, 0.8, 8)
     alone = len(control.draft(source, [1, 2], 32))

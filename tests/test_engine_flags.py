@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import outcore.loading.preparation
+import outcore.decode.preparation
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.errors import OutcoreError
-from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore_bench import modes
 from outcore_bench.commands.bench import settings
@@ -99,7 +99,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(vars(options or LoadOptions(**{k: v for k, v in arguments.items() if k != "least"})))
         raise Asked("asked")
 
-    real = outcore.loading.preparation.prepare
+    real = outcore.decode.preparation.prepare
     for command in NEEDED:
         pkgutil.resolve_name(parser_of(command).run)
     for name, module in sys.modules.items():

@@ -25,7 +25,7 @@ import outcore
 import zoo
 from outcore import ClosedError, PromptError, UsageError
 from outcore.decode.passes import chunks
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
 from outcore.plan import planner
 from stand_ins import TokensOnly
 

@@ -28,12 +28,11 @@ from mlx_lm.models.cache import (
 
 import outcore
 import zoo
-from outcore.decode.kv_slices import KvBits
-from outcore.decode.one_text import generate_step
-from outcore.decode.passes import MLX_LM_STEP
+from outcore.decode.generate import generate_step
+from outcore.decode.passes import MLX_LM_STEP, KvBits
+from outcore.decode.preparation import prepare
 from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.modules.away import Away
 from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
@@ -86,7 +85,7 @@ def answer(model: Any, cache: list[Any], prompt: mx.array, tokens: int = 5, **op
         **options,
     )
     found = []
-    for token, logprobs, _ in steps:
+    for token, logprobs in steps:
         mx.eval(logprobs)
         found.append((token, mx.array(logprobs)))
     return found

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import outcore
 import zoo
 from outcore import UsageError
-from outcore.loading.loader import load_model
+from outcore.decode.loader import load_model
 from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
 from outcore.modules.layers import find_layers, is_matrix
 from outcore.modules.trace import rehearse

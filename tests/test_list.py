@@ -12,7 +12,7 @@ import pytest
 
 import zoo
 from outcore.cli.main import main
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
 from outcore.plan.planner import resident_budget
 
 

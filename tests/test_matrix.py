@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan
 from outcore.sizes import format_size

@@ -25,6 +25,7 @@ from outcore.checkpoint import mirror as mirror_files
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.mirror import find_mirror
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.disk.disk_calls import DiskCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
@@ -32,7 +33,6 @@ from outcore.disk.mirrored_reader import FolderPace, MirroredReader, Replica, Re
 from outcore.disk.open_file import state_of
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.sizes import BLOCK
 from test_reader import make_file, random_extents, target

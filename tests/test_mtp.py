@@ -19,15 +19,14 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
-from outcore.decode import one_text
-from outcore.decode.hidden_states import WINDOW
+from outcore.decode import one_text, preparation
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
-from outcore.loading import preparation
 from outcore.plan.machine_profile import Calibration
 from outcore_mtp.head import SharedParts, open_mtp
+from outcore_mtp.hidden_states import WINDOW
 from outcore_mtp.layouts import find_mtp
 from outcore_mtp.source import MtpSource
 from stand_ins import TokensOnly

@@ -18,9 +18,9 @@ import outcore
 import zoo
 from adapters import DORA, LORA, save_adapter
 from outcore.checkpoint.nested import nested_modules
+from outcore.decode.preparation import prepare
+from outcore.decode.speculative import opened
 from outcore.engine import binding, engine
-from outcore.loading import opened
-from outcore.loading.preparation import prepare
 from outcore.modules.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from outcore.modules.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore.modules.split_linear import split_rows

@@ -17,8 +17,8 @@ from outcore.calibration import layers as calibrate_layers
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.disk import cold_ranges as unread
-from outcore.loading.preparation import prepare
 from outcore.plan.joint_plan import Planning, computing_from, knee, speed_curve
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize

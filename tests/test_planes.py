@@ -22,8 +22,8 @@ from outcore.checkpoint.nested import nested_modules
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
 from outcore.checkpoint.stored_planes import Planes
+from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore.loading.preparation import prepare
 from outcore.modules.code_planes import BITS, high_words, low_plane
 from stand_ins import TokensOnly
 from test_nested import IDS, expected, same

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 import zoo
 from outcore.decode import blocks
-from outcore.loading.preparation import prepare
+from outcore.decode.preparation import prepare
 from outcore.modules.layers import find_layers
 from outcore.plan.model_size import Graph
 from outcore.plan.planner import resident_budget

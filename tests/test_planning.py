@@ -16,9 +16,9 @@ import outcore
 import zoo
 from outcore.checks import parse_size
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.decode.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.errors import BudgetError, PromptError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.plan.joint_plan import Planning
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
@@ -198,8 +198,8 @@ def test_a_prompt_longer_than_what_a_model_was_made_for_is_planned_for(folders: 
 def test_what_a_model_weighs_is_told_however_much_that_is(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outcore.loading.preparation.last_resort", lambda: 1000)
-    monkeypatch.setattr("outcore.loading.preparation.asked_budget", lambda memory, profile: 1000)
+    monkeypatch.setattr("outcore.decode.preparation.last_resort", lambda: 1000)
+    monkeypatch.setattr("outcore.decode.preparation.asked_budget", lambda memory, profile: 1000)
     main(["info", str(folders["llama"]), "--json", "--context", "100"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "too small" in record["error"] and record["smallest_budget_bytes"] > 1000

@@ -25,12 +25,11 @@ import zoo
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
 from outcore.decode import blocks as on_disk
-from outcore.decode import known
 from outcore.decode import prefix as prompts
+from outcore.decode import prefix_cache as made
 from outcore.decode.batch_engine import Request
 from outcore.decode.blocks import BlockFiles
 from outcore.decode.continuous import Continuous
-from outcore.loading import prefix as made
 from outcore.serve.events import Begun, Finished, GenerationRequest
 from test_service import heard, serving, text_of
 
@@ -41,7 +40,7 @@ TEXT = [(7 * i * i + 3 * i + 1) % 60 + 1 for i in range(400)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 tokens: what 512 take is the same, and longer. And a disk that always has room."""
-    for module in (prompts, known, made):
+    for module in (prompts, made):
         monkeypatch.setattr(module, "GRID", BLOCK)
     monkeypatch.setattr(on_disk, "LEAST_FREE", 0)
     # Tiny models' states are larger than what they remember of few tokens.

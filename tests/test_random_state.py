@@ -21,9 +21,9 @@ import zoo
 from outcore.calibration.layers import rig
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler
-from outcore.loading.loader import load_model
-from outcore.loading.preparation import prepare
 from outcore.machine.random_state import random_state_kept
 from test_pack import original
 

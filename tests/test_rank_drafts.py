@@ -17,11 +17,12 @@ import zoo
 from link_ranks import in_threads, linked
 from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
-from outcore.decode.speculative.speculate import Sampler, Waits
+from outcore.decode.drafted_sweeps import Waits
+from outcore.decode.sampling import Sampler
+from outcore.decode.speculative.opened import measured
 from outcore.disk.metrics import Metrics
 from outcore.engine.transport import Solo
 from outcore.errors import LinkError
-from outcore.loading.opened import measured
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import NGRAM
 from outcore.plan.planner import ASSUMED

@@ -26,9 +26,9 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import calibrate, demo, doctor, serve
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
-from outcore.loading.budget import given_budget
-from outcore.loading.preparation import prepare
+from outcore.machine.budget import given_budget
 from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
 from stand_ins import TokensOnly
@@ -184,7 +184,7 @@ REFUSED: list[tuple[list[str], str]] = [
 def test_what_cannot_be_meant_is_wrong_usage_before_anything_is_loaded(
     args: list[str], says: str, model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outcore.loading.loader.Session", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("outcore.decode.loader.Session", lambda *_, **__: pytest.fail("it was loaded"))
     plain = [] if "template" in args[0] or args[0] == "--system-prompt" else ["--ignore-chat-template"]
     status, out, err = run(capsys, "generate", "--model", str(model), *plain, *args)
     assert (status, out) == (2, "") and says in err and err.count("\n") == 1, err

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 PLANTED = {
     "monitoring/files.py": "from ..decode import generate",
-    "disk/reader.py": "from ..loading import loader",
+    "disk/reader.py": "from ..decode import loader",
     "plan/plan.py": "def late() -> None:\n    import mlx.core",
     "machine/memory.py": "import mlx_lm.utils",
     "engine/executor.py": "from . import kv_disk",
@@ -43,7 +43,7 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     assert "4 broken" in done.stdout
     for broken in (
         "outcore.monitoring.files -> outcore.decode.generate",
-        "outcore.disk.reader -> outcore.loading.loader",
+        "outcore.disk.reader -> outcore.decode.loader",
         "outcore.plan.plan -> mlx",
         "outcore.machine.memory -> mlx_lm",
         "outcore.engine.executor -> outcore.engine.kv_disk",

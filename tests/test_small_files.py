@@ -21,6 +21,8 @@ from outcore.checkpoint.manifest import is_packed, read_manifest
 from outcore.checkpoint.packed_store import open_model
 from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.cli.main import main
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
 from outcore.decode.speculative.drafting import check_tokenizers
 from outcore.errors import (
     BudgetError,
@@ -31,8 +33,6 @@ from outcore.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from outcore.loading.loader import load_model
-from outcore.loading.preparation import prepare
 from outcore.machine.small_files import parse_json, read_small
 from outcore.modules.cache_check import check_cache
 from outcore.modules.cache_form import forms_of

@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,10 @@ import outcore
 import zoo
 from outcore.cli.main import main
 from outcore.decode import one_text
-from outcore.decode.sampling import MlxLmSampler, make_sampler
+from outcore.decode.sampling import MlxLmSampler, Sampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.draft_model import CopySource, State
 from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
-from outcore.decode.speculative.speculate import Sampler, Speculation, speculate
-from outcore.disk.metrics import Metrics
 from outcore.errors import BudgetError, UsageError
 from stand_ins import Oracle, TokensOnly
 
@@ -221,28 +218,6 @@ class Tilted:
         return Guess(int(token), ("tilted", 0), q if self.draws else None, int(mx.argmax(q)) if self.draws else None)
 
 
-class Table:
-    """Stands for a model: the next token's logits depend on the last token alone."""
-
-    verifies, behind, computed = True, 0, 1
-
-    def __init__(self, logits: Any) -> None:
-        self.logits = mx.array(logits)
-
-    def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
-        return [self.logits[t][None] for t in (token, *drafted)]
-
-    def step(self, token: int) -> mx.array:
-        return self.logits[token][None]
-
-    def drain(self) -> None: ...
-
-    def transaction(self, tokens: int) -> nullcontext[None]:
-        return nullcontext()
-
-    def keep(self, accepted: int) -> None: ...
-
-
 @pytest.mark.parametrize("options", [{"temp": 0.9, "top_p": 0.95, "xtc_probability": 0.5}], ids=str)
 def test_one_seed_gives_one_text_drafted_or_not(
     options: dict[str, Any], short_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,12 +256,18 @@ def test_sampled_text_is_distributed_like_plain_sampling(kind: str, temp: float)
     if kind == "both":
         # Repetitions are followed where they differ from the model's likeliest token.
         source = Both(NGram(), source, lambda key: {"ngram": 0.1, "against": 0.9, "tilted": 0.5}[key[0]])
-    how = Speculation(source, control, Metrics())
-    target: Any = Table(logits)
-    text = [t for t, *_ in speculate(0, target, chooser, how, tokens=1500, reserve=lambda _: None)]
-    assert 0 < how.metrics.accepted < how.metrics.drafted
+    drafted = accepted = 0
+    while len(chooser.text) < 1500:
+        guesses = control.draft(source, chooser.text, 3)
+        drafted += len(guesses)
+        for guess in (*guesses, None):
+            _, _, right = chooser.choose(mx.array(logits[chooser.text[-1]])[None], guess)
+            accepted += right
+            if not right:
+                break
+    assert 0 < accepted < drafted
     for before in range(6):
-        after = [b for a, b in pairwise(text) if a == before]
+        after = [b for a, b in pairwise(chooser.text) if a == before]
         assert chi_squared_passes(np.bincount(after, minlength=6), p[before])
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from outcore.decode.one_text import generate_step
+from outcore.decode.generate import generate_step
+from outcore.decode.loader import load_model
 from outcore.disk.reader import THREADS, FileReader, Read
 from outcore.disk.ring import Slot
-from outcore.loading.loader import load_model
 from outcore_bench import fingerprint
 from outcore_bench.measure import prompt_ids
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decode.batch import batch_generate
     from .decode.generate import generate, stream_generate
+    from .decode.loader import load, load_model
+    from .decode.preparation import plan_model
     from .engine.session import Session
     from .errors import (
         BudgetError,
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from .loading.loader import load, load_model
-    from .loading.preparation import plan_model
     from .options import LoadOptions
     from .plan.plan import Plan
 
@@ -71,9 +71,9 @@ _HOMES = {
     "Session": "engine.session",
     "batch_generate": "decode.batch",
     "generate": "decode.generate",
-    "load": "loading.loader",
-    "load_model": "loading.loader",
-    "plan_model": "loading.preparation",
+    "load": "decode.loader",
+    "load_model": "decode.loader",
+    "plan_model": "decode.preparation",
     "stream_generate": "decode.generate",
 }
 

@@ -33,9 +33,6 @@ PUBLISHED_PRIORITIES = {"maxTPS": "speed", "maxContext": "context"}
 PROFILES = ("safety", "balanced", "performance")
 PLACEMENTS = ("even", "interleaved", "first", "last")
 KV_DISK = (AUTO, "on", "off")
-KV_EVICTIONS = ("window", "halve", "none")
-LEAST_HALVED = 16
-"""Tokens of a text of which a half can go."""
 IO_MODES = ("auto", "direct", "cached")
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 from mlx.utils import tree_flatten
 
-from outcore.loading.preparation import Preparation
+from outcore.decode.preparation import Preparation
 from outcore.machine.hardware import cpu_name, filesystem, gpu_name
 from outcore.version import __version__
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from outcore.checks import choice, whole
 from outcore.errors import UsageError
-from outcore.loading.budget import given_budget
+from outcore.machine.budget import given_budget
 from outcore.options import DTYPES, IO_MODES
 
 from .words import AUTO, CACHES, OUTCORE, WAYS

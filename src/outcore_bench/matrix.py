@@ -13,9 +13,9 @@ from typing import Any
 
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checks import choice, parse_size, whole
+from outcore.decode.preparation import prepare
 from outcore.disk.reader import FileReader
 from outcore.errors import BudgetError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.machine.memory import last_resort
 from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan, resident_budget, smallest_budget

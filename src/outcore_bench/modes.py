@@ -13,9 +13,9 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
-from outcore.decode.one_text import generate_step
+from outcore.decode.generate import generate_step
+from outcore.decode.loader import load_model
 from outcore.engine.session import Session
-from outcore.loading.loader import load_model
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP

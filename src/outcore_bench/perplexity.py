@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_lm.perplexity import load_data
 
 from outcore.checks import not_endless
+from outcore.decode.loader import load_model
 from outcore.errors import BudgetError, UsageError
-from outcore.loading.loader import load_model
 from outcore.text import one_line
 
 PYTHON_TEXT = "pydoc_data.topics"

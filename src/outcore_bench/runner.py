@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outcore.loading.preparation import Preparation, prepare
+from outcore.decode.preparation import Preparation, prepare
 from outcore.machine.memory import last_resort
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
+from outcore.decode.preparation import Preparation, draft_kind
 from outcore.decode.speculative.drafting import parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
-from outcore.loading.preparation import Preparation, draft_kind
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, MTP, NONE
 from outcore.plan.joint_plan import Planning
@@ -29,7 +29,7 @@ from .sharing import SharedModel, shared_out
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that share a model (``outcore.loading.preparation.Ranks``).
+    """Ranks that share a model (``outcore.decode.preparation.Ranks``).
 
     Attributes:
         link: this rank's, to all others. Whoever made it closes it.

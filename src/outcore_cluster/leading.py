@@ -15,8 +15,8 @@ import mlx.nn as nn
 
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
+from outcore.decode.served import generating
 from outcore.decode.step import StepResult
-from outcore.decode.wired import generating
 from outcore.engine.session import Session
 from outcore.machine.allocator import clear_cache
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outcore.decode.preparation import draft_kind
 from outcore.decode.speculative.drafting import draft_of_itself
+from outcore.decode.speculative.opened import draft_named
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError
-from outcore.loading.opened import draft_named
-from outcore.loading.preparation import draft_kind
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, NGRAM, SELF, Draft
 from outcore.plan.machine_profile import Calibration

@@ -22,8 +22,8 @@ from typing import Any
 from outcore.checkpoint.checkpoint import read_object
 from outcore.checkpoint.config import CONFIG
 from outcore.checkpoint.find_model import resolve_model
+from outcore.decode.loader import load_model
 from outcore.errors import UsageError
-from outcore.loading.loader import load_model
 from outcore.machine.small_files import CONFIG_BYTES
 
 from .flash_config import FlashConfig

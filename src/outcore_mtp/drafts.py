@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from outcore.decode.hidden_states import WINDOW
 from outcore.engine.model_profile import ModelProfile
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import on_cpu
@@ -17,6 +16,7 @@ from outcore.plan.draft_cost import MTP, Draft
 from outcore.sizes import held_bytes
 
 from .head import SharedParts, has_mtp, head_bytes, kv_bytes, open_mtp
+from .hidden_states import WINDOW, HiddenStates
 from .source import MtpSource
 
 has_head, shared_with, proposer = has_mtp, SharedParts, MtpSource
@@ -45,6 +45,11 @@ def draft_by_head(profile: ModelProfile, source: Path | None = None) -> Draft | 
         growing=((each, None),),
         uses_head=True,
     )
+
+
+def hidden(shared: SharedParts) -> HiddenStates:
+    """What keeps a text's last hidden states for the head."""
+    return HiddenStates(shared.tap)
 
 
 def load_head(profile: ModelProfile, source: Path | None, cpu_streams: int) -> nn.Module:

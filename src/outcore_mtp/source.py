@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from outcore.decode.hidden_states import HiddenStates
 from outcore.decode.sampling import DrawForecast, MlxLmSampler
 from outcore.decode.speculative.proposers import Guess, cut, drawn
 
 from .head import MtpHead, SharedParts
+from .hidden_states import HiddenStates
 from .layouts import Cache, leaves
 
 STEP = 16

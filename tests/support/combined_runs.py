@@ -15,7 +15,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 import outcore
-import outcore.loading.prefix
+import outcore.decode.prefix_cache
 import outcore.serve.prompting
 from combined_cases import Case, named, parsed
 from combined_faces import BLOCK, FACES, Clients, Face, Place, disturbing, exact, on_cpu

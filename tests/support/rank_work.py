@@ -25,13 +25,13 @@ from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
 from outcore.decode.model_runner import ModelRunner
+from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler, own_sampler
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, OutcoreError, UsageError
-from outcore.loading.preparation import prepare
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
 from outcore_cluster.agreement import Agreement
@@ -115,29 +115,29 @@ def on_known_machine(link: Link, folder: Path, **options: Any) -> Any:
     size = prepare(folder).profile.size
     times = {kind: {1: 1.2e-4, 512: 1.034e-2} for kind in (size.rest_kind, *(layer.kind for layer in size.layers))}
     known = Calibration(kinds=times, measured=True)
-    with patch("outcore.loading.preparation.load_calibration", lambda *_: known):
+    with patch("outcore.decode.preparation.load_calibration", lambda *_: known):
         return loaded(link, folder, **options)
 
 
 def cut_into(link: Link, folder: Path, options: dict[str, Any]) -> tuple[int, float]:
     """Tokens of a chunk that a prompt of 500 was computed in, and seconds to the first token that were foreseen."""
     used: list[int] = []
-    prompt = ModelRunner.prompt
+    prompting = ModelRunner.prompting
 
-    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> mx.array:
+    def noted(self: ModelRunner, ids: mx.array, step: int, *more: Any) -> Any:
         used.append(step)
-        return prompt(self, ids, step, *more)
+        return prompting(self, ids, step, *more)
 
     own = {"context": 600, "prompt": 500, "in_turn": False}
     model = on_known_machine(link, folder, **(own | options))
     with model.outcore as session:
         assert session.transport.forecast is not None
-        ModelRunner.prompt = noted  # type: ignore[method-assign, assignment]
+        ModelRunner.prompting = noted  # type: ignore[method-assign, assignment]
         try:
             ids = [n % 90 for n in range(500)]
             list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=1))
         finally:
-            ModelRunner.prompt = prompt  # type: ignore[method-assign]
+            ModelRunner.prompting = prompting  # type: ignore[method-assign]
         return used[0], session.transport.forecast.ttft_s
 
 

@@ -51,7 +51,7 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
     sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
     options = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     check_sampling(**options, vocabulary=sizes[0])
-    args.preset.prepare(tokenizer, config, **preset)
+    args.preset.prepare(tokenizer, **preset)
     return folder, tokenizer
 
 
@@ -74,7 +74,7 @@ def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) ->
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         coupled=args.seed is not None,
     )
-    limits = {name: getattr(args, name) for name in ("max_tokens", "max_kv_size", "kv_eviction")}
+    limits = {name: getattr(args, name) for name in ("max_tokens", "max_kv_size")}
     return {"sampler": sampler, **args.preset.options(), **limits, **cache_options(args), **draft_tokens(args)}
 
 

@@ -14,11 +14,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..decode.conversation import ChatTemplate, Conversation
-from ..decode.eviction import note_bounds
 from ..decode.generate import stream_generate
-from ..decode.prompt import most_tokens
+from ..decode.prompt import most_tokens, note_bounds
+from ..decode.sampling import Processor
 from ..decode.saved_conversation import SavedTurn
-from ..decode.speculative.speculate import Processor
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..sizes import format_size
@@ -66,10 +65,7 @@ class Chat:
         self._session: Session = model.outcore
         self._agreement = self._session.transport
         self._tokenizer = template.tokenizer
-        # Tokens that the conversation may have, where none of them goes.
-        self._bound: int | None = options["max_kv_size"] if options["kv_eviction"] == "none" else None
-        # Otherwise what goes is chosen by the text, and caches keep all that they are given.
-        window = options["max_kv_size"] if options["kv_eviction"] in (None, "window") else None
+        window = options["max_kv_size"]
         if window is not None:
             note_bounds(model, self._session)
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
@@ -147,21 +143,17 @@ class Chat:
         answer = AnswerOutput()
         failed = self._generate(prompt, answer)
         self.kept.unsure = bool(answer.tokens)
-        all_of_it = conversation.held + len(prompt) + len(answer.tokens)
-        gone = "" if session.text is None else f", {all_of_it - len(session.text)} older ones went"
         if answer.tokens:
             print(flush=True)
-            conversation.add(prompt, answer.tokens, session.in_cache, session.text)
+            conversation.add(prompt, answer.tokens, session.in_cache)
             if answer.cut:
                 conversation.end_answer(answer.text)
             self.kept.unsure = False
             self.kept.added(SavedTurn(message=message, answer=answer.text))
-        elif session.text is not None:
-            conversation.held = 0  # the caches were given up for what should have stayed
         if failed is not None:
             self._say(*self._why(failed, len(prompt), answer))
         if answer.last is not None:
-            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps, gone)
+            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps)
 
     def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
         """Answer a prompt; returns why there is no answer or no more of it: the caches are as they were then."""
@@ -200,7 +192,7 @@ class Chat:
                 begun()
         return None
 
-    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int, gone: str) -> None:
+    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int) -> None:
         """Note an answer to a prompt of so many tokens, and say how long it took."""
         found, last = self._session.found, answer.last
         assert last is not None
@@ -210,7 +202,7 @@ class Chat:
         self._say(
             f"{prompt} tokens{f', {found} of them found on disk,' if found else ''} computed in {answer.ttft:.2f} s; "
             f"answer of {len(answer.tokens)}{', stopped' if answer.finish == 'interrupted' else ''}, "
-            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation{gone}"
+            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation"
         )
         if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
             self._say(self._full, WARN)
@@ -218,8 +210,6 @@ class Chat:
     def _limit(self, tokens: int, room: int) -> str:
         """What a conversation of so many tokens has come to; ``room``: tokens that there is memory for."""
         longest = self._session.positions
-        if self._bound is not None and tokens >= self._bound:
-            return f"the {self._bound} of --max-kv-size"
         if longest is not None and tokens > longest:  # the last token has no position
             return f"the {longest} that the model has positions for"
         return f"the {room} that there is memory for"
@@ -255,8 +245,6 @@ class Chat:
     def _most(self, prompt: int) -> int:
         """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
         asked, held = self._options["max_tokens"], self._conversation.held
-        if self._options["kv_eviction"] == "halve":
-            return int(asked)  # there is always room
         most = most_tokens(prompt, asked, self._session, held, self._options["max_kv_size"] is None)
         if most < asked:
             self._room = held + prompt + most
@@ -272,7 +260,7 @@ class Chat:
         if answer.tokens:
             return self._full, WARN
         tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
-        if tokens < room and self._bound is None:
+        if tokens < room:
             return f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}", WARN
         hint = RESET if self._conversation.text else "send a shorter one"
         return f"no room for this message: {tokens} tokens and an answer pass {self._limit(tokens, room)}; {hint}", WARN

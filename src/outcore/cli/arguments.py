@@ -10,9 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..checks import choice, whole
+from ..checks import whole
 from ..errors import UsageError
-from ..options import KV_EVICTIONS, LEAST_HALVED
 from ..text import half_character, one_line
 from .flags import GROUPS
 
@@ -38,14 +37,9 @@ def check_max_tokens(tokens: int) -> None:
 
 
 def check_window(args: argparse.Namespace) -> None:
-    """``--max-kv-size`` and ``--kv-eviction``."""
-    how, most = args.kv_eviction, args.max_kv_size
-    if how is not None:
-        choice("--kv-eviction", how, KV_EVICTIONS)
-        if most is None:
-            raise UsageError(f"--kv-eviction {how}: of how many tokens? give --max-kv-size too")
-    if most is not None:
-        whole("--max-kv-size", most, LEAST_HALVED if how == "halve" else 1)
+    """``--max-kv-size``."""
+    if args.max_kv_size is not None:
+        whole("--max-kv-size", args.max_kv_size)
 
 
 def text_of(flag: str, text: str) -> str:

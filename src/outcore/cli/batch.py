@@ -24,10 +24,10 @@ from ..decode import batch_file
 from ..decode.batch import Progress, answers
 from ..decode.batch_engine import Request
 from ..decode.batch_file import NO_MEMORY, BatchRequest, Output, OutputElsewhere
+from ..decode.loader import load_model
+from ..decode.preparation import Preparation, prepare
 from ..engine.transport import Agreement, Solo
 from ..errors import BudgetError, RequestError, UsageError
-from ..loading.loader import load_model
-from ..loading.preparation import Preparation, prepare
 from ..plan.planner import smallest_budget
 from ..plan.workload import Workload
 from ..serve.batch_lines import line_request

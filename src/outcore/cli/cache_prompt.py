@@ -12,8 +12,8 @@ from ..checkpoint.find_model import resolve_model
 from ..checkpoint.prompt_cache import PromptCacheFile
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.generate import stream_generate
+from ..decode.loader import load_model
 from ..errors import UsageError
-from ..loading.loader import load_model
 from ..sizes import format_size
 from ..text import counted
 from .answering import cache_options, check_cache_flags, note_unquantized, prompt_text, rendered

@@ -11,8 +11,8 @@ from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
 from ..checkpoint.find_model import resolve_model
 from ..checks import whole
+from ..decode.preparation import Preparation, prepare
 from ..errors import UsageError
-from ..loading.preparation import Preparation, prepare
 from ..machine.cache_folder import cache_dir
 from ..machine.device import on_cpu
 from ..machine.hardware import cores

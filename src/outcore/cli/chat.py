@@ -18,9 +18,9 @@ import mlx.nn as nn
 
 from ..checks import whole
 from ..decode.conversation import ChatTemplate
+from ..decode.loader import load_model
 from ..engine.transport import Agreement
 from ..errors import BudgetError, UsageError
-from ..loading.loader import load_model
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
 from ..options import AUTO

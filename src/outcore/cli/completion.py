@@ -8,13 +8,13 @@ from pathlib import Path
 import shtab
 
 from ..checks import choice
-from ..options import KV_EVICTIONS, LoadOptions
+from ..options import LoadOptions
 from .commands import commands, parser_of
 from .parser import LOG_LEVELS
 from .parsers import ACTIONS, SHELLS
 
 WORDS = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
-WORDS |= {"log_level": LOG_LEVELS, "kv_eviction": KV_EVICTIONS, "shell": SHELLS, "action": ACTIONS}
+WORDS |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS}
 """What flags take, of which argparse is not told: it would refuse others in words of its own."""
 
 

@@ -22,14 +22,14 @@ import numpy as np
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.packed_store import open_model
 from ..checkpoint.random_checkpoint import save_random_checkpoint
+from ..decode.loader import load_model
+from ..decode.preparation import prepare
 from ..disk.cold_ranges import forget, scratch_file
 from ..disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
 from ..disk.layout import Extent
 from ..disk.reader import FileReader
 from ..disk.ring import Slot
 from ..errors import OutcoreError, StoreError
-from ..loading.loader import load_model
-from ..loading.preparation import prepare
 from ..machine.cache_folder import make_cache
 from ..machine.device import device_kind
 from ..machine.hardware import cpu_name, device_facts, gpu_name

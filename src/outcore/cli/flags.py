@@ -71,13 +71,6 @@ _FLAGS = [
         _option("context"),
         flag("--prompt-tokens", "Tokens of the prompt. Default: all of the context.", type=int, metavar="N"),
         flag("--max-kv-size", "Most tokens that the key-value cache keeps. Default: all.", type=int),
-        flag(
-            "--kv-eviction",
-            "What goes where there are so many tokens. window: older ones, one by one, but for the first four; halve: "
-            "the older half but for those, and what stays is computed anew; none: nothing, the text ends. Default: "
-            "window.",
-            metavar="HOW",
-        ),
         flag("--prompt-cache-file", "A prompt cache of outcore cache-prompt or mlx_lm.cache_prompt.", metavar="FILE"),
         flag("--kv-bits", "Quantize the key-value cache to so many bits. Default: not at all.", type=int),
         flag("--kv-group-size", "Numbers that share a scale there.", 64),

@@ -12,9 +12,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.prompt_cache import open_prompt_cache
 from ..checks import whole
 from ..decode.generate import stream_generate
+from ..decode.loader import load_model
 from ..decode.prompt import cached_tokens
 from ..errors import UsageError
-from ..loading.loader import load_model
 from ..machine.settings import setting
 from ..modules.cache_check import check_cache
 from ..options import AUTO
@@ -70,12 +70,6 @@ def run(args: argparse.Namespace) -> None:
                 pass
             print(flush=True)
             note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
-            if session.text is not None:
-                gone = len(prompt) + len(answer.tokens) - len(session.text)
-                session.note(
-                    f"{counted(gone, 'older token')} went, {len(session.text)} stay: --kv-eviction halve with "
-                    f"--max-kv-size {args.max_kv_size}"
-                )
             if args.verbose:
                 print_summary(_speeds(answer), session)
             args.result.record = answer.record() | engine_record(session)

@@ -10,8 +10,8 @@ from typing import Any
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import PLAIN
 from ..checkpoint.packed_store import missing_bytes
+from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
-from ..loading.preparation import Preparation, prepare
 from ..plan.draft_cost import AUTO, NONE
 from ..plan.planner import resident_budget
 from ..sizes import format_size

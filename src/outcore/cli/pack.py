@@ -8,10 +8,10 @@ import time
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
 from ..checkpoint.pack import pack_model
+from ..decode.preparation import prepare
 from ..decode.speculative.drafting import parse_draft
 from ..decode.speculative.self_draft import BITS, make_self_draft, self_draft
 from ..errors import UsageError
-from ..loading.preparation import prepare
 from ..machine.device import on_cpu
 from ..plan.draft_cost import NONE, SELF
 from ..sizes import format_size

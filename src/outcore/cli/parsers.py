@@ -78,7 +78,7 @@ _COMMANDS: dict[str, list[str | Flag]] = {
             type=lambda text: text.lower() not in ("false", "f"),
             default=True,
         ),
-        f"{_SAMPLING} min-tokens-to-keep seed max-kv-size kv-eviction prompt-cache-file {_CACHE}",
+        f"{_SAMPLING} min-tokens-to-keep seed max-kv-size prompt-cache-file {_CACHE}",
         f"prefix-cache prefill-step-size quantize-activations engine-flags priority {_DRAFT}",
     ],
     "chat": [
@@ -95,7 +95,7 @@ _COMMANDS: dict[str, list[str | Flag]] = {
             "the prefix cache has room for it.",
             metavar="NAME",
         ).but(group="context"),
-        "max-kv-size kv-eviction prefill-step-size",
+        "max-kv-size prefill-step-size",
         FLAGS["prefix-cache"].but(default="on"),
         f"engine-flags priority {_DRAFT}",
     ],

@@ -12,12 +12,11 @@ from rich.table import Table
 
 from ..calibration.calibrate import calibrated
 from ..checkpoint.find_model import name_of, resolve_model
+from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
-from ..loading.draft_choices import what_it_gives
-from ..loading.preparation import Preparation, prepare
 from ..machine.memory import last_resort
 from ..options import AUTO
-from ..plan.draft_choice import Choice
+from ..plan.draft_choice import Choice, expected
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
 from ..plan.machine_profile import Calibration
@@ -72,8 +71,11 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         # A draft that was asked for by its name, beside what there would be without.
         plain = prepare(folder, **(options | {"draft": NONE}))
         none, asked = (
-            what_it_gives(
-                p.profile, Planned(p.plan, p.profile.size, p.draft), p.calibration, p.planning.blocks, args.dtype
+            expected(
+                Planned(p.plan, p.profile.size, p.draft),
+                p.calibration,
+                p.draft.name if p.draft is not None else NONE,
+                p.planning.blocks,
             )
             for p in (plain, prepared)
         )

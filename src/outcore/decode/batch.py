@@ -31,8 +31,7 @@ from ..plan.workload import MOST, Workload
 from .batch_engine import Request
 from .continuous import Continuous
 from .prompt import cached_tokens, check_positions, encode, note_length
-from .served import served
-from .wired import generating
+from .served import generating, served
 from .writing import RequestOutput, Writing, tokens_of
 
 Failed = Callable[[Request, Exception], None]
@@ -91,15 +90,15 @@ def batch_generate(
     session: Session | None = getattr(model, "outcore", None)
     ids: list[list[int]] = [encode(tokenizer, p).tolist() for p in prompts]  # type: ignore[misc]
     limits, caches = _checked(session, ids, max_tokens, prompt_caches)
+    processors = tuple(logits_processors or ())
     if session is None:
-        options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(logits_processors or [])}
+        options: dict[str, Any] = {"sampler": sampler, "logits_processors": list(processors)}
         options |= {} if prefill_step_size is None else {"prefill_step_size": prefill_step_size}
-        options["completion_batch_size"] = completion_batch_size
         flags = verbose, return_prompt_caches, return_token_ids, return_logprobs
+        options["completion_batch_size"] = completion_batch_size
         return generate_resident(model, tokenizer, ids, prompt_caches, limits, *flags, **options)
-    told = 0 if return_logprobs else None
     requests = [
-        Request(i, prompt, limit, sampler, tuple(logits_processors or ()), cache=cache, logprobs=told)
+        Request(i, prompt, limit, sampler, processors, cache=cache, logprobs=0 if return_logprobs else None)
         for i, (prompt, limit, cache) in enumerate(zip(ids, limits, caches, strict=True))
     ]
     if requests:
@@ -112,9 +111,20 @@ def batch_generate(
         found[output.request.uid] = output
         if verbose:
             print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")
-    stats = _stats(progress, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    stats = BatchStats(
+        prompt_tokens=progress.prompt_tokens,
+        generation_tokens=progress.generation_tokens,
+        generation_steps=progress.sweeps,
+        decode_time=seconds,
+        wall_time=seconds,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
     if verbose:
-        _print(stats)
+        print(f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens")
+        said = f"{stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
+        print(f"[batch_generate] Generation: {said}")
+        print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     inside = [found[i] for i in range(len(prompts))]
     # As in mlx-lm: decoded together, which keeps a leading space that decoding token by token drops.
     kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
@@ -155,24 +165,6 @@ def _checked(
     return limits, caches
 
 
-def _stats(progress: Progress, seconds: float) -> BatchStats:
-    return BatchStats(
-        prompt_tokens=progress.prompt_tokens,
-        generation_tokens=progress.generation_tokens,
-        generation_steps=progress.sweeps,
-        decode_time=seconds,
-        wall_time=seconds,
-        peak_memory=mx.get_peak_memory() / 1e9,
-    )
-
-
-def _print(stats: BatchStats) -> None:
-    """As mlx-lm does."""
-    print(f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens")
-    print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
-    print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
-
-
 def check_prompt_length(tokens: int, held: int, session: Session | None, name: str) -> None:
     """Refuse a prompt that is empty, or that the model has no positions for.
 
@@ -194,21 +186,18 @@ def make_room(model: nn.Module, workload: Workload) -> None:
     """
     session: Session = model.outcore
     session.bind_again()
-    size, residency = session.size, session.residency
+    size, residency, streaming = session.size, session.residency, session.streaming
     fits = workload.context <= size.context and workload.prompt <= size.prompt
-    if residency is None or (fits and size.sequences > 1):
+    if fits and size.sequences > 1:
         return
     if size.sequences > 1:
         workload = replace(workload, most=size.sequences, least=size.sequences)
     # Where keys and values are on disk, a layer's turn has one text's.
-    streaming = session.streaming
     alone = streaming is not None and (streaming.evaluates or streaming.beside is not None)
     if alone or not mergeable(model):
         workload = replace(workload, most=1, least=1)
-    context = max(size.context, workload.context)
-    larger = replace(size.at_context(context), prompt=max(size.prompt, workload.prompt))
-    budget = session.plan.budget_bytes
-    plan_for = partial(make_plan, budget=budget, calibration=residency.calibration)
+    larger = replace(size.at_context(max(size.context, workload.context)), prompt=max(size.prompt, workload.prompt))
+    plan_for = partial(make_plan, budget=session.plan.budget_bytes, calibration=residency.calibration)
     chosen, _ = workload.choose(larger, plan_for)
     (most,) = session.transport.leasts([chosen.sequences])
     if most < chosen.sequences:
@@ -222,7 +211,7 @@ def answers(
     requests: Sequence[Request],
     *,
     progress: Progress | None = None,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], None] = lambda: None,
     prefill_step: int | None = None,
     return_caches: bool = False,
     failed: Failed | None = None,
@@ -240,56 +229,43 @@ def answers(
     if session.prefix is not None:
         session.note("prefix cache: prompts that are answered in batches are neither looked up in it nor kept")
     done = progress or Progress()
-    yield from served(
-        session.exclusive,
-        _answers(model, tokenizer, requests, session, done, on_step, prefill_step, return_caches, failed),
-    )
 
-
-def _answers(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    requests: Sequence[Request],
-    session: Session,
-    done: Progress,
-    on_step: Callable[[], None] | None,
-    prefill_step: int | None,
-    return_caches: bool,
-    failed: Failed | None,
-) -> Generator[RequestOutput, None, None]:
-    session.bind_again()
-    waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
-    requested = {r.uid: r for r in requests}
-    writing: dict[int, Writing] = {}
-    sequences = Continuous(model, most=session.size.sequences, prefill_step=prefill_step, draft_tokens=0, planned=True)
-    with generating(model), contextlib.closing(sequences):
-        while waiting or writing:
-            check()
-            while waiting and sequences.running + sequences.waiting < sequences.sequences:
-                request = waiting.popleft()
-                writing[request.uid] = Writing(request, tokenizer)
-                sequences.add(request)
-            step = sequences.step()
-            done.sweeps += bool(step.tokens)
-            done.prompt_tokens += sum(len(writing[uid].request.tokens) for uid in step.joined)
-            done.generation_tokens += len(step.tokens)
-            done.running = sequences.running
-            errors = dict(step.failed) | dict.fromkeys(step.full, BudgetError("no memory for a longer context"))
-            outputs = []
-            for token in step.tokens:
-                try:
-                    if writing[token.uid].add(token):
-                        cache = sequences.take_out(token.uid)[0] if return_caches else None
+    def write() -> Generator[RequestOutput, None, None]:
+        session.bind_again()
+        waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
+        requested = {r.uid: r for r in requests}
+        writing: dict[int, Writing] = {}
+        most = session.size.sequences
+        sequences = Continuous(model, most=most, prefill_step=prefill_step, draft_tokens=0, planned=True)
+        with generating(model), contextlib.closing(sequences):
+            while waiting or writing:
+                check()
+                while waiting and sequences.running + sequences.waiting < sequences.sequences:
+                    request = waiting.popleft()
+                    writing[request.uid] = Writing(request, tokenizer)
+                    sequences.add(request)
+                step = sequences.step()
+                done.sweeps += bool(step.tokens)
+                done.prompt_tokens += sum(len(writing[uid].request.tokens) for uid in step.joined)
+                done.generation_tokens += len(step.tokens)
+                done.running = sequences.running
+                errors = dict(step.failed) | dict.fromkeys(step.full, BudgetError("no memory for a longer context"))
+                outputs = []
+                for token in step.tokens:
+                    try:
+                        if writing[token.uid].add(token):
+                            cache = sequences.take_out(token.uid)[0] if return_caches else None
+                            sequences.remove([token.uid])
+                            outputs.append(writing.pop(token.uid).output(cache))
+                    except Exception as e:  # a model may have more tokens than its tokenizer has texts for
                         sequences.remove([token.uid])
-                        outputs.append(writing.pop(token.uid).output(cache))
-                except Exception as e:  # a model may have more tokens than its tokenizer has texts for
-                    sequences.remove([token.uid])
-                    errors[token.uid] = e
-            if on_step is not None:
+                        errors[token.uid] = e
                 on_step()
-            for uid, error in errors.items():
-                if failed is None:
-                    raise error
-                failed(requested[uid], error)
-                writing.pop(uid, None)
-            yield from outputs
+                for uid, error in errors.items():
+                    if failed is None:
+                        raise error
+                    failed(requested[uid], error)
+                    writing.pop(uid, None)
+                yield from outputs
+
+    yield from served(session.exclusive, write())

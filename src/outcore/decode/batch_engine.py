@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,10 +26,63 @@ from ..engine.session import Session
 from ..engine.transport import sweeps_of
 from ..machine.allocator import clear_cache, note_held
 from ..modules.call_values import caches_in, own_memory
-from .known import Known
-from .passes import Pass, chunks, run_passes
-from .sampling import Draw
-from .speculative.speculate import Processor
+from .passes import KvBits, Pass, chunks, run_passes
+from .sampling import Draw, Processor
+
+
+class Recorder(Protocol):
+    """Keeps what is computed of a prompt (``prefix.Recording``)."""
+
+    def passed(self, tokens: int, cache: Sequence[Any]) -> None:
+        """A chunk's graph was built behind which the caches hold so many tokens of the prompt."""
+
+    def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
+        """The prompt was computed, or its first ``tokens``, of which ``cache`` holds no others."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a prompt before it is computed.
+
+    Attributes:
+        held: its first tokens, which the caches hold.
+        logits: (1, vocabulary) of its last position, where they hold all of it.
+        recording: what keeps the rest; None: nothing does.
+    """
+
+    held: int = 0
+    logits: mx.array | None = None
+    recording: Recorder | None = None
+
+    def passed(self, cache: Sequence[Any], tokens: int) -> None:
+        """A chunk's graph was built that ends behind so many tokens of those that are computed."""
+        if self.recording is not None:
+            self.recording.passed(self.held + tokens, cache)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a text can ask for that is written by itself.
+
+    Attributes:
+        keeps: somebody goes on with its caches: whatever fails, they are what they were before it.
+        whole: they hold the answer's last token too when it has ended; else all but that.
+        kv: how keys and values are quantized; None: they are not.
+        bound: tokens that its caches hold at most; None: as many as it has.
+        embeddings: (tokens, hidden), in place of the prompt's.
+        progress: called with the tokens of the prompt that are computed, and all of them.
+        history: tokens before the prompt that the caches hold, as far as they are known: drafts may repeat them.
+        draft_model: drafts in place of what was loaded for it.
+    """
+
+    keeps: bool = False
+    whole: bool = False
+    kv: KvBits | None = None
+    bound: int | None = None
+    embeddings: mx.array | None = None
+    progress: Callable[[int, int], object] = lambda *_: None
+    history: Sequence[int] = ()
+    draft_model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +104,7 @@ class Request:
         shared: the first of ``tokens``, with which others' texts begin too.
         logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
         scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
+        alone: it is written by itself, and into its own ``cache``; None: others may share its passes.
     """
 
     uid: int
@@ -67,31 +121,33 @@ class Request:
     shared: int = 0
     logprobs: int | None = None
     scores: bool = False
+    alone: Alone | None = None
 
 
 @dataclass(frozen=True)
 class Token:
     """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
-    log-probabilities of all, where that was asked for."""
+    log-probabilities of all, where that was asked for; whether it was drafted."""
 
     uid: int
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     scores: mx.array | None = None
+    drafted: bool = False
 
 
-def to_token(request: Request, token: int, logprobs: mx.array) -> Token:
+def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
     """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
     scores = logprobs if request.scores else None
     if request.logprobs is None:
-        return Token(request.uid, token, scores=scores)
+        return Token(request.uid, token, scores=scores, drafted=drafted)
     top: list[int] = []
     if count := min(request.logprobs, logprobs.size):
         best = mx.argpartition(-logprobs, count - 1)[:count]
         top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
     values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
-    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores)
+    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores, drafted)
 
 
 @dataclass
@@ -107,6 +163,9 @@ class BatchDecoder:
 
     Args:
         prefill_step: tokens of a prompt computed at a time.
+
+    Attributes:
+        failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
 
     def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
@@ -115,6 +174,7 @@ class BatchDecoder:
         self._transport = session.transport
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
+        self.failed: dict[int, Exception] = {}
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
         """``beside``: passes over a part of a prompt whose sequence does not join yet."""
@@ -124,7 +184,8 @@ class BatchDecoder:
             for request in joining:
                 cache = own_cache(self._model, request)
                 # What is computed from here on is computed in others' caches.
-                request.known.save_part(cache)
+                if request.known.recording is not None:
+                    request.known.recording.save(cache, None, request.known.held)
                 self._set_step(cache)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
@@ -186,6 +247,7 @@ class BatchDecoder:
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
+        self.failed = {}
         if not self._transport.chooses:
             return self._told(logits)
         found: list[Token] = []
@@ -194,18 +256,22 @@ class BatchDecoder:
         mx.eval(greedy)
         for i, row in enumerate(self._rows):
             chosen, scores = greedy[i : i + 1], logprobs[i : i + 1]
-            if row.request.processors:
-                assert row.seen is not None
-                seen = row.seen.update_and_fetch(mx.array([row.last], dtype=mx.int32))
-                processed = logits[i : i + 1]
-                for process in row.request.processors:
-                    processed = process(seen, processed)
-                scores = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
-                chosen = greedy_sampler(scores)
-            if row.request.sampler is not None:
-                chosen = row.request.sampler(scores)
-            row.last, row.made = int(chosen.item()), row.made + 1
-            found.append(to_token(row.request, row.last, scores[0]))
+            try:
+                if row.request.processors:
+                    assert row.seen is not None
+                    seen = row.seen.update_and_fetch(mx.array([row.last], dtype=mx.int32))
+                    processed = logits[i : i + 1]
+                    for process in row.request.processors:
+                        processed = process(seen, processed)
+                    scores = processed - mx.logsumexp(processed, axis=-1, keepdims=True)
+                    chosen = greedy_sampler(scores)
+                if row.request.sampler is not None:
+                    chosen = row.request.sampler(scores)
+                row.last = int(chosen.item())
+                found.append(to_token(row.request, row.last, scores[0]))
+            except Exception as e:  # of this sequence alone; the likeliest token stands in
+                self.failed[row.request.uid], row.last = e, cast(int, greedy[i].item())
+            row.made += 1
         self._transport.numbers(lambda: [row.last for row in self._rows])
         return found
 
@@ -258,6 +324,8 @@ def own_cache(model: nn.Module, request: Request) -> list[Any]:
     """Caches that a sequence's tokens may be written to."""
     if request.cache is None:
         return make_prompt_cache(model)
+    if request.alone is not None:
+        return cast(list[Any], request.cache)
     if not request.given:
         return copy.deepcopy(list(request.cache))
     cache = list(request.cache)

@@ -35,9 +35,6 @@ NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
 
 TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-URLS = (CHAT, COMPLETION)
-
 
 @dataclass(frozen=True)
 class BatchRequest:

@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import mlx.core as mx
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..checkpoint.lazy_model import DTYPES
 from ..checkpoint.packed_bytes import array_bytes
 from ..errors import StoreError
 from ..machine.cache_folder import make_cache
 
-MAGIC = b"OUTCTX1\n"
+MAGIC, SCHEMA = b"OUTCTX1\n", 1
 HEAD_BYTES = 16_000_000
 """Of the longest head that is read."""
 
@@ -43,26 +42,9 @@ MOST = 20_000_000_000
 KEPT = 0.9
 """Of the limit, what is left after files were dropped: so not every answer looks for the oldest ones."""
 
+FOLDER, LOCK = "prefix", "lock"
+
 _NAMES = {str(dtype): dtype for dtype in {*DTYPES.values(), mx.int64, mx.uint64, mx.bool_}}
-
-
-class _Array(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    name: Annotated[str, Field(max_length=1000)]
-    dtype: str
-    shape: list[Annotated[int, Field(ge=0, lt=2**31)]]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * _NAMES[self.dtype].size
-
-
-class _Head(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
-    schema_number: Annotated[Literal[1], Field(alias="schema")]
-    name: str
-    notes: dict[str, str]
-    arrays: list[_Array]
 
 
 @dataclass(frozen=True)
@@ -79,14 +61,12 @@ class BlockFiles:
     Args:
         name: of the folder.
         most: bytes that all models' files together may take; None: ``MOST``, or what the disk has room for.
-        free: what the disk has free, for tests.
     """
 
-    def __init__(self, name: str, most: int | None = None, free: Callable[[Path], int] | None = None) -> None:
+    def __init__(self, name: str, most: int | None = None) -> None:
         self._all = make_cache() / FOLDER
         self.folder = self._all / name
         self._most = most
-        self._free = free or (lambda path: shutil.disk_usage(path).free)
         self._partial = 0
 
     def has(self, name: str) -> bool:
@@ -95,24 +75,17 @@ class BlockFiles:
 
     def write(self, name: str, arrays: Mapping[str, mx.array], notes: Mapping[str, str] | None = None) -> bool:
         """Keep these; whether they are kept: not where there is no room for them, or they cannot be written."""
-        head = _Head(
-            schema_number=1,
-            name=name,
-            notes=dict(notes or {}),
-            arrays=[_Array(name=n, dtype=str(a.dtype), shape=list(a.shape)) for n, a in arrays.items()],
-        )
-        said = head.model_dump_json(by_alias=True).encode()
-        size = sum(a.nbytes for a in head.arrays)
+        held = [{"name": n, "dtype": str(a.dtype), "shape": list(a.shape)} for n, a in arrays.items()]
+        head = json.dumps({"schema": SCHEMA, "name": name, "notes": dict(notes or {}), "arrays": held}).encode()
+        if not self.has_room(sum(a.nbytes for a in arrays.values()) + len(head)):
+            return False
+        self._partial += 1
+        partial = self.folder / f".{os.getpid()}.{id(self):x}.{self._partial}.partial"
         try:
-            self._make()
-            if self._limit() < size + len(said):
-                return False
-            self._partial += 1
-            partial = self.folder / f".{os.getpid()}.{id(self):x}.{self._partial}.partial"
             try:
                 fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
                 with os.fdopen(fd, "wb") as out:
-                    out.write(MAGIC + len(said).to_bytes(4, "little") + _sum(said) + said)
+                    out.write(MAGIC + len(head).to_bytes(4, "little") + xxhash.xxh3_64_digest(head) + head)
                     digest = xxhash.xxh3_64()
                     for n, array in arrays.items():
                         for part in array_bytes(n, array):
@@ -132,13 +105,10 @@ class BlockFiles:
         path = self.folder / name
         try:
             return _read(path, name)
-        except FileNotFoundError:
+        except OSError:  # there is none, or nobody knows what is there
             return None
-        except OSError:  # nobody knows what is there
-            return None
-        except ValueError:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.remove(name)
             return None
 
     def remove(self, name: str) -> None:
@@ -149,81 +119,64 @@ class BlockFiles:
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may be written at all, whatever else has to go."""
         try:
-            self._make()
-            return nbytes <= self._limit()
+            for folder in (self._all, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            return shutil.disk_usage(self._all).free >= LEAST_FREE and nbytes <= self._limit()
         except OSError:
             return False
 
-    def touch(self, names: list[str]) -> None:
+    def touch(self, names: Sequence[str]) -> None:
         """These were used, the last one most: they are dropped later than others."""
         now = time.time()
         for n, name in enumerate(names):
             with contextlib.suppress(OSError):
                 os.utime(self.folder / name, (now + n * 1e-6, now + n * 1e-6))
 
-    def drop(self, room: int = 0) -> int:
+    def drop(self, room: int = 0) -> None:
         """Remove the files that were not used for longest until there is room for so many bytes more within the limit,
-        of all models; how many. One process at a time; another one does nothing."""
+        of all models. One process at a time; another one does nothing."""
         try:
             lock = os.open(self._all / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
-            return 0
+            return
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            limit = max(0, self._limit(keep=False) - room)
+            limit = max(0, self._limit() - room)
             found = sorted(_files(self._all), key=lambda f: f[1])
-            total, dropped = sum(size for _, _, size in found), 0
+            total = sum(size for _, _, size in found)
             if total <= limit:
-                return 0
+                return
             for path, _, size in found:
                 if total <= KEPT * limit:
                     break
                 with contextlib.suppress(OSError):
                     path.unlink()
-                    total, dropped = total - size, dropped + 1
-            return dropped
+                    total -= size
         except OSError:
-            return 0
+            return
         finally:
             os.close(lock)
 
-    def _make(self) -> None:
-        if self.folder.is_dir():
-            return
-        for folder in (self._all, self.folder):
-            folder.mkdir(mode=0o700, exist_ok=True)
-
-    def _limit(self, *, keep: bool = True) -> int:
-        """Bytes that all files may take; ``keep``: none, where the disk is nearly full."""
-        free = self._free(self._all)
-        if keep and free < LEAST_FREE:
-            return 0
-        return min(MOST, free // 10) if self._most is None else self._most
-
-
-FOLDER, LOCK = "prefix", "lock"
+    def _limit(self) -> int:
+        """Bytes that all files may take."""
+        return min(MOST, shutil.disk_usage(self._all).free // 10) if self._most is None else self._most
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, float, int]]:
     """Each file that can be dropped: where, when it was last used, and bytes."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            if name == LOCK:
-                continue
             with contextlib.suppress(OSError):
                 found = (Path(parent) / name).lstat()
-                # Of one that is being written the time is now; of one that was broken off it is not.
-                yield Path(parent, name), found.st_mtime, found.st_size
-
-
-def _sum(data: bytes | memoryview) -> bytes:
-    return xxhash.xxh3_64(data).digest()
+                if name != LOCK:
+                    # Of one that is being written the time is now; of one that was broken off it is not.
+                    yield Path(parent, name), found.st_mtime, found.st_size
 
 
 def _read(path: Path, name: str) -> Block:
     """
     Raises:
-        ValueError: it is not what was written under that name.
+        ValueError, KeyError, TypeError, AttributeError: it is not what was written under that name.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -235,26 +188,22 @@ def _read(path: Path, name: str) -> Block:
         if len(start) < len(MAGIC) + 12 or start[:8] != MAGIC or length > HEAD_BYTES:
             raise ValueError("no head")
         said = file.read(length)
-        if _sum(said) != start[12:]:
+        if xxhash.xxh3_64_digest(said) != start[12:]:
             raise ValueError("the head is damaged")
-        try:
-            head = _Head.model_validate_json(said)
-            sizes = [a.nbytes for a in head.arrays]
-        except (ValidationError, KeyError) as e:
-            raise ValueError("the head is another version's") from e
-        if head.name != name or state.st_size != len(start) + length + sum(sizes) + 8:
-            raise ValueError("of another name or size")
+        head = json.loads(said)
+        places = [(a["name"], _NAMES[a["dtype"]], a["shape"]) for a in head["arrays"]]
+        sizes = [math.prod(shape) * dtype.size for _, dtype, shape in places]
+        whole = len(start) + length + sum(sizes) + 8
+        if head["schema"] != SCHEMA or head["name"] != name or state.st_size != whole:
+            raise ValueError("of another version, name or size")
         # Page-aligned, and never more than what the file has.
         data = np.empty(sum(sizes), np.uint8)
-        if file.readinto(data.data) != len(data) or file.read(9) != _sum(data.data):
+        if file.readinto(data.data) != len(data) or file.read(9) != xxhash.xxh3_64_digest(data.data):
             raise ValueError("the arrays are damaged")
     arrays, at = {}, 0
-    for each, size in zip(head.arrays, sizes, strict=True):
-        dtype = _NAMES[each.dtype]
-        if size:
-            arrays[each.name] = mx.array(data[at : at + size]).view(dtype).reshape(each.shape)
-        else:
-            arrays[each.name] = mx.zeros(each.shape, dtype)
+    for (each, dtype, shape), size in zip(places, sizes, strict=True):
+        # MLX makes no view of no bytes.
+        arrays[each] = mx.array(data[at : at + size]).view(dtype).reshape(shape) if size else mx.zeros(shape, dtype)
         at += size
     mx.eval(arrays)
-    return Block(arrays, head.notes)
+    return Block(arrays, head["notes"])

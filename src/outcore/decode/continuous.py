@@ -1,5 +1,4 @@
-"""Sequences that come and go: one alone is written with drafts; several share each sweep, with drafts where these pay;
-and back.
+"""The scheduler: sequences that come and go share sweeps, from one text on.
 
 A short prompt is computed with the sweep in which its sequence joins. Of a longer one each step computes a chunk, or as
 many as take as long as the weights to be read, so that between them others have their tokens and who is not wanted can
@@ -27,19 +26,17 @@ from ..machine.allocator import clear_cache
 from ..modules.call_values import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
-from .batch_engine import BatchDecoder, Request, Token, own_cache
+from .batch_engine import BatchDecoder, Request, own_cache
 from .drafted_sweeps import SpeculativeDecoder
-from .known import block_step
-from .one_text import Alone
 from .prefill import Prefill, Prefills
+from .prefix_cache import block_step
 from .prompt import cached_tokens
-from .request_guard import error_of, guarded, rewound
-from .sequence_room import SequenceRoom
+from .sequence_room import Placed, SequenceRoom
 from .step import ScheduledSequence, StepResult
 
 
 class Continuous:
-    """Writes sequences with a model loaded for one.
+    """Writes sequences: each step is one more token of each.
 
     Args:
         ends: tokens that end a text: nothing is drafted behind them.
@@ -47,6 +44,7 @@ class Continuous:
         prefill_step: tokens of a prompt computed at a time; None: as planned.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
         planned: the model's plan has room for all sequences that share sweeps, to the ends of their answers.
+        alone: one text is written whose request says so, and for which there is room.
 
     Attributes:
         ends: as above; of sequences that begin from now on.
@@ -62,18 +60,22 @@ class Continuous:
         prefill_step: int | None = None,
         draft_tokens: int | None = None,
         planned: bool = False,
+        alone: bool = False,
     ) -> None:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
-        self._planned = planned
+        self._planned, self._alone = planned, alone
         session: Session = model.outcore
         self._session, self._transport = session, session.transport
-        self._room = SequenceRoom(session, prefill_step, draft_tokens, planned=planned)
-        alone = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
-        (self.sequences,) = self._transport.leasts([1 if alone else most])
+        self._room: SequenceRoom | Placed = Placed(prefill_step or session.plan.prefill_step)
+        self.sequences = 1
+        if not alone:
+            self._room = SequenceRoom(session, prefill_step, draft_tokens, planned=planned)
+            single = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
+            (self.sequences,) = self._transport.leasts([1 if single else most])
         self._waiting: deque[ScheduledSequence] = deque()
         self._rows: dict[int, ScheduledSequence] = {}
         self._prefills = Prefills()  # of those whose prompts are not all computed
-        self._batch: Alone | SpeculativeDecoder | BatchDecoder | None = None
+        self._batch: SpeculativeDecoder | BatchDecoder | None = None
         self._order = 0
         self._refused: tuple[object, ...] | None = None  # who could not join whom
         self._unseen: StepResult | None = None  # was made, and interrupted before anybody had it
@@ -91,9 +93,12 @@ class Continuous:
         """Have a sequence join as soon as there is room for it. Of a request with a ``cache``, ``earlier`` are the
         tokens that it holds: where they have to, they are computed again."""
         self._order += 1
+        if request.alone is not None:
+            self._waiting.append(ScheduledSequence(request, list(request.tokens), self._order))
+            return
         text = [*request.earlier, *request.tokens]
         whole = replace(request, tokens=tuple(text), cache=None, given=False, earlier=())
-        row = ScheduledSequence(guarded(whole), text, self._order)
+        row = ScheduledSequence(whole, text, self._order)
         if request.cache is not None:
             row.before = max(0, cached_tokens(request.cache) - len(request.earlier))
             row.held, row.cache = len(request.earlier), own_cache(self._model, request)
@@ -123,7 +128,7 @@ class Continuous:
             return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
         if self._unseen is not None and (unseen := sum(token.uid == uid for token in self._unseen.tokens)):
             # Its caches are further than what anybody knows of it.
-            rewound(row.request, row.answered - unseen)
+            row.rewind(unseen)
             self.remove([uid])
             return [], []
         with self._session.exclusive:
@@ -134,6 +139,13 @@ class Continuous:
                 row.held += held
             self.remove([uid])
         return row.cache or [], row.text[: row.held]
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The text that is written alone is over: its caches hold what was handed out of it, as ``OneText.end``."""
+        with self._session.exclusive:
+            if isinstance(self._batch, SpeculativeDecoder):
+                self._batch.end(error)
+            self.close()
 
     def step(self) -> StepResult:
         """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one; and
@@ -169,15 +181,19 @@ class Continuous:
         if not self._rows:
             self._room.rest()
             return
-        metrics = self._session.metrics
-        drafted, accepted = metrics.drafted, metrics.accepted
         try:
             joined = self._sweep(admitted, step, waits=waits)
         except Exception as e:
-            if not self._transport.alone:
+            if self._alone or not self._transport.alone:
                 raise  # others are in the middle of it
-            self._fail(step, e)
+            if isinstance(e, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
+                step.full += self._rows
+            else:
+                step.failed += [(uid, e) for uid in self._rows]
+            self._drop()
         except BaseException:
+            if self._alone:
+                raise
             # What the caches hold is not known: all under way wait.
             rows = sorted(self._rows.values(), key=lambda row: row.order)
             self._drop()
@@ -189,9 +205,6 @@ class Continuous:
             step.found = {uid: row.found for uid, row in new.items()}
             if isinstance(self._batch, SpeculativeDecoder):
                 step.drafts = self._batch.drafts()
-            elif isinstance(self._batch, Alone):
-                told = metrics.drafted - drafted, metrics.accepted - accepted
-                step.drafts = {token.uid: told for token in step.tokens}
             self._take(step)
 
     def close(self) -> None:
@@ -269,7 +282,7 @@ class Continuous:
         """Have these wait before all others, and be computed again then."""
         for row in rows:
             row.held, row.cache = 0, None
-            rewound(row.request, row.answered)
+            row.rewind()
         self._waiting.extendleft(reversed(rows))
 
     def _drop(self) -> None:
@@ -280,13 +293,6 @@ class Continuous:
                 batch, self._batch = self._batch, None
                 batch.close()
             clear_cache()
-
-    def _fail(self, step: StepResult, error: Exception) -> None:
-        if isinstance(error, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
-            step.full += self._rows
-        else:
-            step.failed += [(uid, error) for uid in self._rows]
-        self._drop()
 
     def _fit(self, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
         """Room for these sequences, and the prompts of those that join, beside those that are not all computed; or a
@@ -311,8 +317,8 @@ class Continuous:
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
         together = sweeps_of(self._session.streaming, self._transport) is not None
 
-        def kind_of(sequences: int) -> type[Alone | SpeculativeDecoder | BatchDecoder]:
-            return Alone if sequences <= 1 else SpeculativeDecoder if self._room.apart else BatchDecoder
+        def kind_of(sequences: int) -> type[SpeculativeDecoder | BatchDecoder]:
+            return SpeculativeDecoder if sequences <= 1 or self._room.apart else BatchDecoder
 
         whole = kind_of(len(self._rows)) is not BatchDecoder
         for row in admitted:
@@ -334,12 +340,14 @@ class Continuous:
         if not isinstance(self._batch, kind):
             others = self._taken_out({*joining, *self._prefills})
             requests = [*(row.go_on() for row in others), *requests]
-        if self._batch is None and (kind is Alone or kind is SpeculativeDecoder):
-            self._batch = kind(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
+        if self._batch is None and kind is SpeculativeDecoder:
+            self._batch = SpeculativeDecoder(
+                self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted
+            )
         elif self._batch is None:
             self._batch = BatchDecoder(self._model, self._session, prefill_step=chunk)
         self._batch.prefill_step = chunk
-        if part is None or not together or isinstance(self._batch, Alone):
+        if part is None or not together:
             step.tokens = self._batch.step(requests)
         else:
             metrics = self._session.metrics
@@ -360,7 +368,7 @@ class Continuous:
             chunk: tokens of one. together: as in ``_sweep``.
         """
         going = len(self._rows) > len(self._prefills)
-        if self._planned or not self._transport.alone or (together and not going):
+        if self._planned or self._alone or not self._transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
             return self._prefills.next(chunk, math.inf)
         # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
@@ -376,19 +384,14 @@ class Continuous:
         for row in rows:
             row.cache, held = batch.take_out(row.request.uid)
             row.held += held
-            rewound(row.request, row.answered)
+            row.rewind()
         batch.close()
         return rows
 
     def _take(self, step: StepResult) -> None:
         """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""
-        good: list[Token] = []
         for token in step.tokens:
-            row = self._rows[token.uid]
-            row.text.append(token.token)
-            if (error := error_of(row.request, row.answered - 1)) is not None:
-                step.failed.append((token.uid, error))
-            else:
-                good.append(token)
-        step.tokens = good
-        self.remove([uid for uid, _ in step.failed])
+            self._rows[token.uid].text.append(token.token)
+        if self._batch is not None and self._batch.failed:
+            step.failed += self._batch.failed.items()
+            self.remove([*self._batch.failed])

@@ -153,21 +153,13 @@ class Conversation:
         new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
         return [*self.text[self.held :], *new]
 
-    def add(
-        self, prompt: Sequence[int], answer: Sequence[int], in_cache: int, stays: Sequence[int] | None = None
-    ) -> None:
+    def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:
         """A prompt was answered, whole or not.
 
         Args:
             answer: tokens, one at least.
             in_cache: tokens of prompt and answer that the caches hold (``Session.in_cache``).
-            stays: what the conversation goes on with, where older tokens had to go (``Session.text``); None: all of it.
         """
-        if stays is not None:
-            self.text, self.held = list(stays), in_cache
-            # Of an answer whose beginning went, the end cannot be said anew.
-            self._answer = max(0, len(stays) - len(answer)) or len(stays)
-            return
         self._answer = self.held + len(prompt)
         self.text = [*self.text[: self.held], *prompt, *answer]
         self.held += in_cache

@@ -1,73 +1,30 @@
-"""Sequences that share sweeps and are drafted each: in caches and passes of their own, so a text has the bits that it
-has alone, and several sweeps' tokens of each come from one."""
+"""Texts in caches and passes of their own, one or several: each has the bits that it has alone, and where tokens are
+drafted, several of each come from one sweep.
+
+One text whose model is all in memory, and that is not drafted, is decoded ahead (``lookahead``).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from ..disk.metrics import Metrics
+from ..engine.kept_tokens import in_memory
 from ..engine.session import Session
-from ..engine.transport import Solo
+from ..engine.transport import Transport
 from ..machine.allocator import clear_cache
 from .batch_engine import Request, Token, to_token
-from .model_runner import ModelRunner
-from .one_text import OneText, drafting_of
+from .one_text import Chosen, Computed, OneText
 from .passes import Pass, run_passes
 from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
-from .speculative.speculate import Sampler, Speculation, Waits, cut_behind
-
-
-@dataclass
-class _DraftedSequence:
-    """A sequence.
-
-    Attributes:
-        how: it is drafted; None: its first logits have not come.
-        prompt: passes of it that are to be computed.
-        last: its newest token, which is in no cache yet.
-        guesses, logits: of the last sweep; ``kept``: guesses that were right, ``given``: tokens given out, so far.
-    """
-
-    one: OneText
-    last: int
-    how: Speculation | None = None
-    prompt: list[Pass] = field(default_factory=list)
-    guesses: list[Guess] = field(default_factory=list)
-    logits: list[mx.array] = field(default_factory=list)
-    kept: int = 0
-    given: int = 0
-    seconds: float = 0.0
-
-    @property
-    def request(self) -> Request:
-        return self.one.request
-
-    @property
-    def target(self) -> ModelRunner:
-        return self.one.target
-
-    @property
-    def chooser(self) -> Sampler:
-        return self.one.sampler
-
-    @property
-    def ready(self) -> bool:
-        """Whether a token can be chosen without another sweep."""
-        return bool(self.logits)
-
-    @property
-    def left(self) -> int:
-        """Tokens that may follow."""
-        return self.request.max_tokens - (len(self.chooser.text) - len(self.request.earlier) - len(self.request.tokens))
 
 
 class SpeculativeDecoder:
@@ -77,6 +34,9 @@ class SpeculativeDecoder:
         ends: tokens that end a text: nothing is drafted behind them.
         prefill_step: tokens of a prompt computed at a time.
         most: tokens drafted of a text for a sweep at most; None: as many as are worth it.
+
+    Attributes:
+        failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
 
     def __init__(
@@ -84,20 +44,21 @@ class SpeculativeDecoder:
         model: nn.Module,
         session: Session,
         *,
-        ends: Collection[int],
+        ends: Collection[int] = (),
         prefill_step: int,
         most: int | None = None,
     ) -> None:
         self._model, self._session, self._ends, self._most = model, session, ends, most
         self.prefill_step = prefill_step
-        self._texts: dict[int, _DraftedSequence] = {}
+        self._texts: dict[int, OneText] = {}
         self._ended = session.metrics.clock()  # the last sweep
         self._drafts: dict[int, tuple[int, int]] = {}
+        self.failed: dict[int, Exception] = {}
 
     @property
     def ready(self) -> bool:
         """Whether some of them have tokens without another sweep."""
-        return any(text.ready for text in self._texts.values())
+        return any(text.now is not None for text in self._texts.values())
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
         """One more token of each that has one without another sweep; where none has, or some join, of all from one.
@@ -106,156 +67,236 @@ class SpeculativeDecoder:
         Args:
             beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
         """
-        self._drafts = {}
+        self._drafts, self.failed = {}, {}
         for request in joining:
-            self._texts[request.uid] = self._joined(request)
-        waiting = [text for text in self._texts.values() if not text.ready]
-        if waiting and (joining or len(waiting) == len(self._texts)):
-            self._sweep(waiting, beside)
-        with mx.stream(generation_stream):
-            return [self._choose(text) for text in self._texts.values() if text.ready]
+            text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
+            text.begin(self.prefill_step)
+            self._texts[request.uid] = text
+        texts = list(self._texts.values())
+        one = texts[0] if len(texts) == 1 else None
+        if one is not None:
+            one.undo = None
+            if not beside and not one.prompt and (found := one.look_ahead()) is not None:
+                return [self._token(one, found)]
+        elif joining:
+            for text in texts:
+                text.stop_ahead()
+        waiting = [text for text in texts if text.now is None]
+        if waiting and (joining or len(waiting) == len(texts)):
+            try:
+                return self._sweep(waiting, beside, one)
+            except BaseException:
+                for text in waiting:
+                    text.now = None
+                raise
+        given = self._given()
+        if joining and one is not None:
+            one.tell(one.total)
+        return given
 
     def drafts(self) -> dict[int, tuple[int, int]]:
         """Of the last step, tokens that were drafted for each text, and those that were right."""
         return self._drafts
 
-    def _joined(self, request: Request) -> _DraftedSequence:
-        known = request.known
-        drafting, most = drafting_of(self._session, asked=self._most)
-        one = OneText(self._model, self._session, request, drafting=drafting, most=most, ends=self._ends)
-        text, target = _DraftedSequence(one, request.tokens[-1]), one.target
-        if request.begun:
-            target.goes_on(request.tokens[:-1])
-            return text
-        if known.logits is not None:
-            text.logits = [known.logits]
-            return text
-        ids = mx.array(list(request.tokens[known.held :]), dtype=mx.int32)
-        passed = functools.partial(known.passed, target.cache)
-        text.prompt = target.prompting(ids, self.prefill_step, passed=passed)
-        return text
+    def end(self, error: BaseException | None = None) -> None:
+        """The text, which is alone, is over: as ``OneText.end``."""
+        for text in self._texts.values():
+            text.end(error)
+        self._texts = {}
 
-    def _sweep(self, texts: Sequence[_DraftedSequence], beside: Sequence[Pass]) -> None:
-        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one sweep."""
-        metrics, streaming = self._session.metrics, self._session.streaming
-        beginning, going = [t for t in texts if t.prompt], [t for t in texts if not t.prompt]
-        self._draft(going)
-        self._share_snapshots(going)
-        waits, began = Waits(metrics, Solo()), metrics.clock()
-        idle_s = began - self._ended
-        with mx.stream(generation_stream):
-            passes = [*beside, *(each for text in beginning for each in text.prompt)]
-            ends = list(itertools.accumulate((len(text.prompt) for text in beginning), initial=len(beside)))[1:]
-            windows = [text.target.verifying(text.last, [g.token for g in text.guesses]) for text in going]
-            every, wanted = [*passes, *(each for of_one in windows for each in of_one)], [end - 1 for end in ends]
-            wanted += range(len(passes), len(every))
-            if streaming is None:
-                self._session.before_pass()
-            context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in beginning), default=0)
-
-            def between(_: int, made: Sequence[mx.array]) -> None:
-                mx.eval(made)
-                for text in texts:
-                    text.target.evaluate()
-
-            # If it fails, nobody goes on with these caches.
-            with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
-                how = {"prompts": len(passes), "context": context}
-                rows = run_passes(self._session, every, wanted, between, **how)
+    def _sweep(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
+        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one sweep; then
+        tokens of all texts that have one. What fails leaves the caches of ``one`` as they were."""
+        metrics, session = self._session.metrics, self._session
+        going = [text for text in texts if not text.prompt]
+        drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
+        waits, began = Waits(metrics, session.transport), metrics.clock()
+        idle_s, given = began - self._ended, list[Token]()
+        plain = one if going and not drafted[0] and not beside and one is not None and not one.target.behind else None
+        tokens = sum(each.tokens for text in texts for each in text.prompt)
+        if one is not None and going:
+            tokens = one.target.behind + 1 + len(drafted[0])
+        with mx.stream(generation_stream), self._transaction(one, tokens):
+            if plain is not None:
+                # What chooses the token is computed together with its logits.
+                plain.now = Computed([plain.target.step(plain.sampler.text[-1])])
+                given = self._given()
+                plain.target.drain()
+            else:
+                self._compute(texts, drafted, beside, began)
             self._ended = metrics.clock()
-            seconds, stall_s = self._ended - began, waits.for_disks()
-            for text in beginning:
-                logits = text.target.prompted(rows.pop(0), sum(each.tokens for each in text.prompt), seconds)
-                text.request.known.save(text.target.cache, logits)
-                text.logits, text.prompt = [logits], []
-            for text, of_one in zip(going, windows, strict=True):
-                text.logits, text.seconds = text.target.verified(rows[: len(of_one)]), seconds / len(texts)
-                del rows[: len(of_one)]
-        metrics.drafted += sum(len(text.guesses) for text in going)
-        controls = [text.one.control for text in going if text.one.control is not None]
-        if controls and not passes:  # what prompts take says nothing of what is drafted
-            controls[0].swept(sum(text.target.computed for text in going), seconds, stall_s, idle_s)
+            controls = [text.control for text in going if text.control is not None]
+            if (
+                controls and len(going) == len(texts) and not beside
+            ):  # what prompts take says nothing of what is drafted
+                seconds, stall_s = self._ended - began, waits.for_disks()
+                computed = 1 if plain is not None else sum(text.target.computed for text in going)
+                controls[0].swept(computed, seconds, stall_s, idle_s)
+            for text in going:
+                if text.now is not None:
+                    text.now.seconds = (self._ended - began) / len(texts)
+                elif text.control is not None:
+                    text.control.judged((), (), self._ended - began)
+            if plain is None:
+                given = self._given()
+                texts[0].target.drain()  # all slots are free to read ahead into while the caller looks at tokens
+            if not going and one is not None:
+                one.tell(one.total)
+        return given
 
-    def _draft(self, texts: Sequence[_DraftedSequence]) -> None:
-        """Guess for one after the other, as is worth their common sweep's time; all together as many as there is room
+    @contextlib.contextmanager
+    def _transaction(self, one: OneText | None, tokens: int) -> Iterator[None]:
+        """What fails inside leaves the ring whole; of several texts nobody goes on with the caches then."""
+        streaming = self._session.streaming
+        if one is not None:
+            with one.target.transaction(tokens) as undo:
+                first = bool(one.prompt)
+                yield
+            one.undo = undo if first else None
+        elif streaming is not None:
+            with streaming.transaction(None, 0):
+                yield
+        else:
+            yield
+
+    def _compute(
+        self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], beside: Sequence[Pass], began: float
+    ) -> None:
+        """Have each text's ``now`` be what the sweep brought it."""
+        session = self._session
+        new, going = [text for text in texts if text.prompt], [text for text in texts if not text.prompt]
+        passes = [*beside, *(each for text in new for each in text.prompt)]
+        ends = list(itertools.accumulate((len(text.prompt) for text in new), initial=len(beside)))[1:]
+        windows = [
+            text.target.verifying(text.sampler.text[-1], [g.token for g in guesses])
+            for text, guesses in zip(going, drafted, strict=True)
+        ]
+        every, wanted = [*passes, *(each for of_one in windows for each in of_one)], [end - 1 for end in ends]
+        wanted += range(len(passes), len(every))
+        if session.streaming is None and len(self._texts) > 1:
+            session.before_pass()
+        context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in new), default=0)
+
+        def between(done: int, made: Sequence[mx.array]) -> None:
+            mx.eval(made)
+            for text in texts:
+                text.target.evaluate()
+            if len(texts) == len(new) == 1 and not beside:
+                new[0].tell(new[0].request.known.held + sum(each.tokens for each in passes[:done]))
+
+        rows = run_passes(session, every, wanted, between, prompts=len(passes), context=context)
+        seconds = session.metrics.clock() - began
+        for text in new:
+            text.prompted(rows.pop(0), seconds)
+        for text, of_one, guesses in zip(going, windows, drafted, strict=True):
+            text.now = Computed(text.target.verified(rows[: len(of_one)]), guesses, verified=True)
+            del rows[: len(of_one)]
+        session.metrics.drafted += sum(map(len, drafted))
+
+    def _draft_alone(self, text: OneText) -> list[Guess]:
+        """Guesses for the only text, for which there is room; of ranks that share a model the first one guesses."""
+        control, transport, size = text.control, self._session.transport, self._session.size
+        if control is None:
+            text.reserve(text.total + text.answered)
+            return []
+        control.beside = SharedPass()
+        control.most = text.most if self._session.streaming is None else min(text.most, size.drafted)
+        self._share_snapshots([text])
+        guesses: list[Guess] = []
+        if transport.chooses:
+            guesses = text.guesses(text.left - 1)
+            text.reserve(text.total + text.answered + len(guesses))
+            # The room that drafted tokens took may have been needed.
+            del guesses[control.most :]
+        tokens = transport.numbers(lambda: [g.token for g in guesses])
+        if not transport.chooses:
+            text.reserve(text.total + text.answered + len(tokens))
+            guesses = [Guess(token, ("told", 0)) for token in tokens]
+        return guesses
+
+    def _drafted(self, texts: Sequence[OneText]) -> list[list[Guess]]:
+        """Guesses for one after the other, as is worth their common sweep's time; all together as many as there is room
         for."""
         metrics = self._session.metrics
         room, done = self._session.size.drafted, SharedPass(len(texts) - 1, len(texts) - 1.0)
+        self._share_snapshots(texts)
+        found: list[list[Guess]] = []
         for n, text in enumerate(texts):
-            text.guesses = []
-            control, how = text.one.control, text.how
-            if control is None or how is None:
-                continue
-            control.most = room // (len(texts) - n) if self._most is None else min(self._most, room // (len(texts) - n))
-            text.one.look()
-            control.beside, began = done, metrics.clock()
-            most = min(control.most, text.left - 1)
-            if most > 0:
-                text.guesses = cut_behind(control.draft(how.source, text.chooser.text, most), how.ends)
-                how.source.begin(text.chooser.text)  # caches that it drafted in go: one text's at a time are counted
-            room -= len(text.guesses)
-            drafted = len(text.guesses)
-            worth = control.expected - 1 if drafted else 0.0
-            done = SharedPass(done.tokens + drafted, done.expected + worth, done.seconds + metrics.clock() - began)
+            control, guesses = text.control, list[Guess]()
+            if control is not None and text.source is not None:
+                share = room // (len(texts) - n)
+                control.most = share if self._most is None else min(self._most, share)
+                text.look()
+                control.beside, began = done, metrics.clock()
+                if control.most and text.left > 1:
+                    guesses = text.guesses(control.most)
+                    text.source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
+                room -= len(guesses)
+                worth = control.expected - 1 if guesses else 0.0
+                done = SharedPass(
+                    done.tokens + len(guesses), done.expected + worth, done.seconds + metrics.clock() - began
+                )
+            found.append(guesses)
+        return found
 
-    def _share_snapshots(self, texts: Sequence[_DraftedSequence]) -> None:
+    def _share_snapshots(self, texts: Sequence[OneText]) -> None:
         """States to go back to may take what the plan leaves of the budget now."""
         plan = self._session.plan
+        # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = max(0, plan.budget_bytes - plan.peak_bytes) if plan.streams else 0
         for text in texts:
             text.target.snapshots = room // len(texts)
 
-    def _choose(self, text: _DraftedSequence) -> Token:
-        """The next token by the last sweep's logits."""
-        first = text.how is None
-        guess = text.guesses[text.kept] if text.kept < len(text.guesses) else None
-        text.last, logprobs, right = text.chooser.choose(text.logits[text.kept], guess)
-        text.kept += right
-        text.given += 1
-        self._count(text, right)
-        if first:
-            # What follows is drafted: of these logits it is known what they are like.
-            text.how = text.one.speculation(logprobs)
-        if not right:
-            self._settle(text)
-        return to_token(text.request, text.last, logprobs)
+    def _given(self) -> list[Token]:
+        """A token of each that has one."""
+        tokens = []
+        with mx.stream(generation_stream):
+            for text in self._texts.values():
+                if (now := text.now) is not None:
+                    chosen = text.choose()
+                    self._drafts[text.request.uid] = len(now.guesses) if now.given == 1 else 0, int(chosen[2])
+                    if text.sampler.failed is None:
+                        tokens.append(self._token(text, chosen))
+                    else:
+                        self.failed[text.request.uid] = text.sampler.failed
+        return tokens
 
-    def _count(self, text: _DraftedSequence, right: bool) -> None:
-        metrics, uid = self._session.metrics, text.request.uid
-        metrics.accepted += right
-        drafted, accepted = self._drafts.get(uid, (0, 0))
-        new = len(text.guesses) if text.given == 1 else 0
-        self._drafts[uid] = drafted + new, accepted + right
-
-    def _settle(self, text: _DraftedSequence) -> None:
-        """Nothing more is taken of the last sweep: caches go back to what was given out, but for the last token."""
-        if not text.ready:
-            return
-        if text.target.computed:
-            text.target.keep(text.given - 1)
-            if text.one.control is not None:
-                text.one.control.judged(text.guesses, text.chooser.text[-text.given :], text.seconds)
-        text.logits, text.guesses, text.kept, text.given = [], [], 0, 0
+    def _token(self, text: OneText, chosen: Chosen) -> Token:
+        token, logprobs, drafted = chosen
+        return to_token(text.request, token, logprobs, drafted)
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
         """End a sequence; its caches, and how many tokens of its prompt and answer they hold: all but the last, or
         fewer where drafted tokens had to be taken back."""
         text = self._texts.pop(uid)
-        with mx.stream(generation_stream):
-            self._settle(text)
-        return text.target.cache, text.target.in_cache
+        text.stop()
+        in_memory(text.cache)
+        return text.cache, text.target.in_cache
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = self._texts.keys() & set(uids)
         for uid in gone:
-            text = self._texts.pop(uid)
-            # What became of its last sweep is learnt from.
-            with mx.stream(generation_stream):
-                self._settle(text)
+            self._texts.pop(uid).stop()  # what became of its last sweep is learnt from
         if gone:
             clear_cache()
 
     def close(self) -> None:
         if self._session.streaming is not None:
             self._session.streaming.drain()
+        for text in self._texts.values():
+            text.stop_ahead()
         self._texts = {}
+
+
+class Waits:
+    """What a sweep waits for, from now on."""
+
+    def __init__(self, metrics: Metrics, transport: Transport) -> None:
+        self._metrics, self._transport = metrics, transport
+        self._stall_s, self._ranks_s = metrics.stall_s, metrics.ranks_s
+
+    def for_disks(self) -> float:
+        """Seconds that disks were waited for: this rank's, and of those that it waited for others as many as they
+        waited for theirs. All ranks ask."""
+        own, ranks = self._metrics.stall_s - self._stall_s, self._metrics.ranks_s - self._ranks_s
+        return own + max(0.0, min(ranks, self._transport.seconds(own) - own))

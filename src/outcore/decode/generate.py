@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, cast
 
@@ -23,21 +24,22 @@ from ..modules.cache_check import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
 from ..text import refuse_unknown
-from .batch_engine import Request
-from .eviction import bounded_tokens, eviction_of, halved, halving, kept_at_most, note_bounds, refuse_unknown_text
-from .known import Known, KvBits, block_step, captured_bytes, look_up, unkept
-from .one_text import OneText, Steps, drafting_of, make_room
-from .passes import MLX_LM_STEP
-from .prompt import cached_tokens, check_ids, check_prompt, encode, note_length
-from .served import pass_on, served
+from .batch_engine import Alone, Known, Request, Token
+from .continuous import Continuous
+from .one_text import make_room
+from .passes import MLX_LM_STEP, KvBits
+from .prefix_cache import block_step, captured_bytes, look_up, unkept
+from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
+from .served import generating, pass_on, served
 from .speculative.drafting import check_draft_length
-from .wired import generating
+
+Tokens = Generator[Token, None, None]
 
 ENDLESS = 2**62
 """Tokens of an answer that has no limit."""
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
-    "num_draft_tokens", "history", "leave_last", "kv_eviction", "shared_prefix",
+    "num_draft_tokens", "history", "leave_last", "shared_prefix",
 }  # fmt: skip
 """Keyword arguments of ``stream_generate``."""
 
@@ -60,9 +62,6 @@ def stream_generate(
             ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
             ``history``: the tokens that ``prompt_cache`` holds, which what is drafted may repeat.
             ``leave_last``: ``prompt_cache`` need not hold the answer's last token, for which a sweep is saved.
-            ``kv_eviction``: what goes where the text has ``max_kv_size`` tokens: ``window`` (mlx-lm's: older ones, one
-            by one, but for the first four), ``halve`` (the older half but for those; what stays is computed anew, and
-            ``Session.text`` tells what it is), ``none`` (nothing: the text ends).
             ``shared_prefix``: so many of the prompt's first tokens begin other texts too, as a system prompt does. A
             prefix cache keeps what those begin with, also of models whose states it keeps at few places only.
 
@@ -106,8 +105,6 @@ def _encoded(
     ids = encode(tokenizer, prompt)
     if session is None:
         check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
-        if kwargs.pop("kv_eviction", None) not in (None, "window"):
-            raise UsageError("kv_eviction: only for a model that outcore.load returned; leave it out")
         for name in ("history", "leave_last", "shared_prefix"):
             kwargs.pop(name, None)
         yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
@@ -124,48 +121,14 @@ def _stream(
     max_tokens: int,
     kwargs: dict[str, Any],
 ) -> Generator[GenerationResponse, None, None]:
-    session.in_cache, session.text = 0, None
+    session.in_cache = 0
     session.bind_again()
-    how, most = eviction_of(kwargs)
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
-    if most is not None and how == "halve":
-        tokens = _halving(model, session, tokenizer, ids, max_tokens, min(most, session.positions or most), kwargs)
-    else:
-        if most is not None and how == "none":
-            max_tokens = bounded_tokens(_held(kwargs) + _length(ids, kwargs), max_tokens, most)
-        tokens, max_tokens = _begun(model, session, tokenizer, ids, max_tokens, kwargs)
+    text = _begun(model, session, ids, max_tokens, kwargs)
     with generating(model):
-        yield from _responses(tokens, tokenizer, ids.size, max_tokens, session)
-
-
-def _halving(
-    model: nn.Module,
-    session: Session,
-    tokenizer: TokenizerWrapper,
-    ids: mx.array,
-    max_tokens: int,
-    most: int,
-    kwargs: dict[str, Any],
-) -> Steps:
-    """Steps of a text whose older half goes where there are ``most`` tokens."""
-    before, cache = list(kwargs.get("history", ())), kwargs.get("prompt_cache")
-    refuse_unknown_text(_held(kwargs), len(before), embeddings=kwargs.get("input_embeddings") is not None)
-
-    def begin(text: list[int], tokens: int) -> Steps:
-        prompt = mx.array(text[len(before) :], dtype=mx.int32)
-        return _begun(model, session, tokenizer, prompt, tokens, dict(kwargs))[0]
-
-    def again(text: list[int], tokens: int) -> Steps:
-        session.in_cache, session.text = 0, text
-        if cache is not None:
-            cache[:] = make_prompt_cache(model)
-        prompt = mx.array(text, dtype=mx.int32)
-        return _begun(model, session, tokenizer, prompt, tokens, kwargs | {"history": (), "shared_prefix": 0})[0]
-
-    text = [*before, *cast(list[int], ids.tolist())]
-    fits = len(text) <= most
-    return halving(begin if fits else again, again, text if fits else halved(text, most), most, max_tokens)
+        tokens = _tokens(model, session, text, tokenizer.eos_token_ids)
+        yield from _responses(tokens, tokenizer, ids.size, text.max_tokens)
 
 
 def _held(kwargs: dict[str, Any]) -> int:
@@ -177,16 +140,47 @@ def _length(ids: mx.array, kwargs: dict[str, Any]) -> int:
     return ids.size if embeddings is None else len(embeddings)
 
 
-def _begun(
-    model: nn.Module,
-    session: Session,
-    tokenizer: TokenizerWrapper,
-    ids: mx.array,
-    max_tokens: int,
-    kwargs: dict[str, Any],
-) -> tuple[Steps, int]:
-    """The steps of a text that there is room for, of which is found what was computed before, and as many tokens as its
-    answer can have; ``kwargs`` are ``stream_generate``'s."""
+@dataclass(frozen=True)
+class _Begun:
+    """A text that there is room for.
+
+    Attributes:
+        max_tokens: that its answer can have; -1: any number. ``step``: tokens of its prompt to compute at a time.
+        drafted: for a pass at most; None: as many as are worth it.
+        forget: has the caller's caches be as they were, if the text leaves nothing in them.
+    """
+
+    request: Request
+    max_tokens: int
+    step: int
+    drafted: int | None
+    forget: Callable[[], object] = lambda: None
+
+
+def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[int]) -> Tokens:
+    """The tokens of a text; caches that somebody goes on with hold what was handed out of it, however it ends."""
+    sequences = Continuous(model, ends=ends, prefill_step=text.step, draft_tokens=text.drafted, alone=True)
+    sequences.add(text.request)
+    error: BaseException | None = None
+    try:
+        for _ in range(text.request.max_tokens):
+            yield from sequences.step().tokens
+    except GeneratorExit:
+        raise
+    except BaseException as e:
+        error = e
+        raise
+    finally:
+        try:
+            sequences.end(error)
+        finally:
+            if session.in_cache == 0:
+                text.forget()
+
+
+def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]) -> _Begun:
+    """A text that there is room for, of which is found what was computed before; ``kwargs`` are
+    ``stream_generate``'s."""
     given: list[Any] | None = kwargs.get("prompt_cache")
     shared = whole_number("shared_prefix", kwargs.get("shared_prefix", 0), 0)
     embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
@@ -201,7 +195,7 @@ def _begun(
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = held + length + 1 if bound is None else min(held + length + 1, bound)
     kept, kv = 0 if given is None else max(snapshot_bytes(given), session.size.states), _kv_bits(kwargs, theirs)
-    captured = captured_bytes(session, length, kv)
+    captured = captured_bytes(session, length)
 
     def has_room() -> tuple[int, int]:
         nonlocal captured
@@ -220,24 +214,49 @@ def _begun(
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
         same = given is None or session.prefix.like(given)
-        if same and not held and not window and embeddings is None:
-            found, known = look_up(session, tokens, step, shared=shared, kv=kv)
+        if same and not held and not window and embeddings is None and kv is None:
+            found, known = look_up(session, tokens, step, shared=shared)
             known = known if captured >= 0 else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
-    cache = given if given is not None or found is None else found.cache
-    drafting, most = drafting_of(session, kwargs.get("draft_model"), _drafted(kwargs))
-    processors = tuple(kwargs.get("logits_processors") or ())
-    limit = ENDLESS if max_tokens < 0 else max_tokens
-    request = Request(0, tokens, limit, kwargs.get("sampler"), processors, known=known)
-    cache = make_prompt_cache(model, max_kv_size=window) if cache is None else cache
-    how = {"drafting": drafting, "most": most, "ends": tokenizer.eos_token_ids, "before": kwargs.get("history", ())}
-    text = OneText(model, session, request, bound=bound, owned=given is not None, kv=kv, cache=cache, **how)
-    progress = kwargs.get("prompt_progress_callback") or (lambda *_: None)
-    whole = given is not None and not kwargs.get("leave_last", False)
-    steps = text.tokens(step, embeddings=embeddings, progress=progress, whole=whole)
-    if found is None or given is None:
-        return steps, max_tokens
-    return _in_place(steps, session, given, found.cache), max_tokens
+    cache = make_prompt_cache(model, max_kv_size=window) if given is None and found is None else given
+    alone = Alone(
+        keeps=given is not None,
+        whole=given is not None and not kwargs.get("leave_last", False),
+        kv=kv,
+        bound=bound,
+        embeddings=embeddings,
+        progress=kwargs.get("prompt_progress_callback") or (lambda *_: None),
+        history=kwargs.get("history", ()),
+        draft_model=kwargs.get("draft_model"),
+    )
+    forget = _filled(given, found.cache) if found is not None and given is not None else lambda: None
+    request = Request(
+        0,
+        tokens,
+        ENDLESS if max_tokens < 0 else max_tokens,
+        kwargs.get("sampler"),
+        tuple(kwargs.get("logits_processors") or ()),
+        cache=found.cache if cache is None and found is not None else cache,
+        known=known,
+        scores=True,
+        alone=alone,
+    )
+    return _Begun(request, max_tokens, step, _drafted(kwargs), forget)
+
+
+def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
+    """Fill somebody's caches with those that were found, which are like them; returns what has them be as they were."""
+    mine = caches_in(given)
+    before = [dict(vars(c)) for c in mine]
+    for c, filled in zip(mine, caches_in(found), strict=True):
+        vars(c).update(vars(filled))
+
+    def forget() -> None:
+        for c, was in zip(mine, before, strict=True):
+            vars(c).clear()
+            vars(c).update(was)
+
+    return forget
 
 
 def _kv_bits(kwargs: dict[str, Any], step: int) -> KvBits | None:
@@ -253,28 +272,27 @@ def _drafted(kwargs: dict[str, Any]) -> int | None:
 
 
 def _responses(
-    tokens: Steps, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int, session: Session
+    tokens: Tokens, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
 ) -> Iterator[GenerationResponse]:
     """Tokens as mlx-lm hands them out, with their text."""
     detokenizer = tokenizer.detokenizer
     began = time.perf_counter()
     first = began
-    for n, (token, logprobs, drafted) in enumerate(tokens, start=1):
+    for n, token in enumerate(tokens, start=1):
         if n == 1:
             first = time.perf_counter()
-        session.metrics.tokens += 1
-        stop = token in tokenizer.eos_token_ids
+        stop = token.token in tokenizer.eos_token_ids
         last = stop or n == max_tokens
         if not stop:
-            detokenizer.add_token(token)
+            detokenizer.add_token(token.token)
         if last:
             detokenizer.finalize()
         since = time.perf_counter() - first
         response = GenerationResponse(
             text=detokenizer.last_segment,
-            token=token,
-            logprobs=logprobs,
-            from_draft=drafted,
+            token=token.token,
+            logprobs=cast(mx.array, token.scores),
+            from_draft=token.drafted,
             prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tokens / (first - began),
             generation_tokens=n,
@@ -292,29 +310,6 @@ def _responses(
         if last:
             tokens.close()
             return
-
-
-def _in_place(tokens: Steps, session: Session, given: Sequence[Any], found: Sequence[Any]) -> Steps:
-    """A text whose caches were found: whoever goes on with his own has them filled, or as they were if the text leaves
-    nothing."""
-    whole = list(given)
-    for n, (c, filled) in enumerate(zip(whole, found, strict=True)):
-        if type(c) is not type(filled):  # quantized, as mlx-lm does it: in the caller's list
-            cast(list[Any], given)[n] = filled
-    mine = [c for n, c in enumerate(given) if c is whole[n]]
-    kept = [c for n, c in enumerate(found) if given[n] is whole[n]]
-    before = [dict(vars(c)) for c in caches_in(mine)]
-    for c, filled in zip(caches_in(mine), caches_in(kept), strict=True):
-        vars(c).update(vars(filled))
-    try:
-        yield from tokens
-    finally:
-        if session.in_cache == 0:
-            for c, was in zip(caches_in(mine), before, strict=True):
-                vars(c).clear()
-                vars(c).update(was)
-            if isinstance(given, list):
-                given[:] = whole
 
 
 def generate(
@@ -340,3 +335,25 @@ def generate(
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
     return text
+
+
+def generate_step(
+    prompt: mx.array,
+    model: nn.Module,
+    *,
+    max_tokens: int = 256,
+    prefill_step_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    leave_last: bool = False,
+    kv: KvBits | None = None,
+) -> Iterator[tuple[int, mx.array]]:
+    """mlx-lm's function of that name for a model that Outcore has loaded: greedy, not drafted, and by itself; no other
+    thread may use the model meanwhile."""
+    session: Session = model.outcore
+    keeps = prompt_cache is not None
+    alone = Alone(keeps=keeps, whole=keeps and not leave_last, kv=kv)
+    tokens = cast(list[int], prompt.tolist())
+    request = Request(0, tokens, max_tokens, cache=prompt_cache, scores=True, alone=alone)
+    text = _Begun(request, max_tokens, prefill_step_size or session.plan.prefill_step, 0)
+    for token in _tokens(model, session, text, ()):
+        yield token.token, cast(mx.array, token.scores)

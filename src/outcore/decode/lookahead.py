@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 
 from ..machine.allocator import clear_cache
 from .model_runner import ModelRunner
-from .speculative.speculate import Sampler
+from .sampling import Sampler
 
 CLEAR_TOKENS = 256
 """Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the

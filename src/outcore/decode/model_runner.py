@@ -50,17 +50,9 @@ class ModelRunner(ForwardPasses):
             self._pending, self._fed, self._kept = pending, [], []
             raise
 
-    def verify(self, token: int, drafted: Sequence[int]) -> list[mx.array]:
-        """Logits (1, vocabulary) after ``token`` and after each drafted one, from one sweep; evaluated.
-
-        ``keep`` has to follow.
-        """
-        passes = self.verifying(token, drafted)
-        every = range(len(passes))
-        return self.verified(run_passes(self._session, passes, every, lambda _, rows: self.evaluate(*rows)))
-
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
-        """The passes of that sweep, which others may share; ``verified`` is to be told what they put out."""
+        """The passes over ``token`` and drafted ones, which others may share; ``verified`` is to be told what they put
+        out, and ``keep`` has to follow."""
         committed = [*self._pending, token]
         self._fed, self._committed = [*committed, *drafted], len(committed)
         self._kept = []
@@ -83,7 +75,7 @@ class ModelRunner(ForwardPasses):
         return [Pass(functools.partial(run, a, b), b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def verified(self, rows: Sequence[mx.array]) -> list[mx.array]:
-        """What ``verify`` returns, of what its passes put out."""
+        """Logits (1, vocabulary) after the token and after each drafted one, of what the passes put out; evaluated."""
         self.evaluate(*rows)
         self.drain()
         self.in_cache += len(self._fed)
@@ -94,7 +86,7 @@ class ModelRunner(ForwardPasses):
         self._pending = list(behind)
 
     def keep(self, accepted: int) -> None:
-        """Take the caches back to the first ``accepted`` of the tokens drafted for the last ``verify``.
+        """Take the caches back to the first ``accepted`` of the tokens that were drafted last.
 
         What lies between the snapshot that is there and the last accepted token is computed again by the next sweep.
         """
@@ -127,7 +119,7 @@ class ModelRunner(ForwardPasses):
 
     @property
     def computed(self) -> int:
-        """Tokens that the last ``verify`` computed."""
+        """Tokens that were verified last, drafted or not."""
         return len(self._fed)
 
     def flush(self, last: int | None) -> None:
@@ -140,7 +132,9 @@ class ModelRunner(ForwardPasses):
         if tokens:
             with self.transaction(len(tokens)):
                 self._pending = tokens[:-1]
-                self.verify(tokens[-1], [])
+                passes = self.verifying(tokens[-1], [])
+                made = run_passes(self._session, passes, range(len(passes)), lambda _, rows: self.evaluate(*rows))
+                self.verified(made)
                 self.keep(0)
 
     @property

@@ -1,15 +1,14 @@
-"""One text as it is written in caches of its own: its prompt in one forward pass, then a token after the other.
+"""One text in caches of its own: what it begins with, what its last forward pass brought, and how it ends.
 
-``OneText.tokens`` is the life of a text. After the prompt it goes on ``ahead`` while everything is resident, else with
-one pass a token, or for several where they are drafted. Whatever breaks it off, the caches hold tokens that were handed
-out and no others.
+Whatever breaks a text off, its caches hold tokens that were handed out and no others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,43 +17,57 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.engine import State
-from ..engine.kept_tokens import in_memory
 from ..engine.session import Session
+from ..engine.undo import Undo
 from ..errors import ClosedError
 from ..machine.device import on_cpu
 from ..plan.draft_cost import MOST
-from .batch_engine import Request, Token, own_cache, to_token
-from .kv_slices import KvBits
+from .batch_engine import Alone, Request, own_cache
 from .lookahead import look_ahead
 from .model_runner import ModelRunner
+from .passes import Pass
 from .prompt import cached_tokens
-from .sampling import foresee
-from .served import NotHandedOut
+from .sampling import Sampler, foresee
+from .served import NotHandedOut, pass_on
 from .speculative.acceptance import AcceptanceStats
 from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
-from .speculative.speculate import Sampler, Speculation, speculate
+from .speculative.proposers import Guess, Proposer
 
-Steps = Generator[tuple[int, mx.array, bool], None, None]
-"""Yields tokens, their log-probabilities (vocabulary,), and whether they were drafted."""
+Chosen = tuple[int, mx.array, bool]
+"""A token, its log-probabilities (vocabulary,), and whether it was drafted."""
+
+
+@dataclass
+class Computed:
+    """What a forward pass said of a text, not all of which is given out.
+
+    Attributes:
+        logits: (1, vocabulary) after the last token, and after each of ``guesses``.
+        verified: caches have to be taken back to what is given out of it.
+        seconds: that it took. ``kept``: guesses that were right, ``given``: tokens given out, so far.
+    """
+
+    logits: Sequence[mx.array]
+    guesses: Sequence[Guess] = ()
+    verified: bool = False
+    seconds: float = 0.0
+    kept: int = 0
+    given: int = 0
 
 
 class OneText:
     """A text under way.
 
     Args:
-        request: what it begins with; its cache is written to.
-        drafting: what drafts for it, if anything does; ``most``: tokens for a pass at most.
         ends: tokens after which nothing is drafted.
-        before: tokens before the text that the cache holds, as far as they are known: drafts may repeat them.
-        bound: tokens that its caches hold at most; None: as many as it has.
-        owned: somebody goes on with the caches: whatever fails, they are what they were before it.
-        kv: how keys and values are quantized; None: they are not.
-        cache: what is written to in place of the request's.
+        most: tokens drafted for a forward pass at most; None: as many as are worth it.
 
     Attributes:
-        control: of this text's drafts; None: there are none yet.
-        in_cache: when it has ended, tokens of prompt and answer that went into the caches.
+        control: decides how much is drafted for it; None: nothing is, or not yet.
+        prompt: passes over its prompt that are to be computed.
+        now: what the last pass brought and is not given out; None: another pass is needed.
+        undo: takes the caches back to before the prompt, until the second token is asked for.
     """
 
     def __init__(
@@ -63,38 +76,180 @@ class OneText:
         session: Session,
         request: Request,
         *,
-        drafting: Drafting | None = None,
-        most: int = 0,
         ends: Collection[int] = (),
-        before: Sequence[int] = (),
-        bound: int | None = None,
-        owned: bool = False,
-        kv: KvBits | None = None,
-        cache: list[Any] | None = None,
+        most: int | None = None,
     ) -> None:
-        self.session, self.request, self.most, self.in_cache = session, request, most, 0
-        self._drafting = drafting if most else None
-        self._ends, self._before, self._bound = ends, before, bound
+        own = request.alone or Alone()
+        self.session, self.request, self._own, self.ends = session, request, own, ends
+        drafting, self.most = drafting_of(session, own.draft_model, most)
+        self._drafting = drafting if self.most else None
         self.control: DraftLengthPolicy | None = None
-        self.cache = own_cache(model, request) if cache is None else cache
-        known = request.known.held
-        self._held = max(len(request.earlier), cached_tokens(self.cache) - known)
+        self.source: Proposer | None = None
+        cache, known = own_cache(model, request), request.known.held
+        self._held = max(len(request.earlier), cached_tokens(cache) - known)
+        # What is drawn ahead in memory is taken back where the sequence goes on with others.
+        owned = own.keeps if request.alone is not None else session.streaming is None
         hidden = None if self._drafting is None else self._drafting.hidden()
-        self.target = ModelRunner(model, session, self.cache, owned=owned, kv=kv, in_blocks=not on_cpu(), hidden=hidden)
+        self.target = ModelRunner(model, session, cache, owned=owned, kv=own.kv, in_blocks=not on_cpu(), hidden=hidden)
         self.target.in_cache = known
         text = [*request.earlier, *request.tokens]
         sampler = request.sampler or greedy_sampler
-        self.sampler = Sampler(sampler, request.processors, text, transport=session.transport)
+        forgives = request.alone is None
+        self.sampler = Sampler(sampler, request.processors, text, transport=session.transport, forgives=forgives)
+        self.prompt: list[Pass] = []
+        self.now: Computed | None = None
+        self.undo: Undo | None = None
+        self._ahead: Generator[Chosen, None, int] | None = None
+
+    @property
+    def cache(self) -> list[Any]:
+        return self.target.cache
+
+    @property
+    def total(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.request.tokens) if self._own.embeddings is None else len(self._own.embeddings)
+
+    @property
+    def answered(self) -> int:
+        """Tokens of its answer so far."""
+        return len(self.sampler.text) - len(self.request.earlier) - len(self.request.tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may follow."""
+        return self.request.max_tokens - self.answered
+
+    def begin(self, prefill_step: int) -> None:
+        """Have its prompt be computed, so many tokens at a time, as far as that was not done before."""
+        request, known, target = self.request, self.request.known, self.target
+        self.tell(known.held)
+        if request.begun:
+            target.goes_on(request.tokens[:-1])
+        elif known.logits is not None:
+            self.now = Computed([known.logits])
+        else:
+            ids = mx.array(list(request.tokens[known.held :]), dtype=mx.int32)
+            passed = functools.partial(known.passed, target.cache)
+            self.prompt = target.prompting(ids, prefill_step, self._own.embeddings, passed)
+
+    def tell(self, tokens: int) -> None:
+        """So many of its prompt's tokens are computed."""
+        self._own.progress(tokens, self.total)
+
+    def prompted(self, logits: mx.array, seconds: float) -> None:
+        """Its prompt is computed."""
+        logits = self.target.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
+        if self.request.known.recording is not None:
+            self.request.known.recording.save(self.cache, logits)
+        self.now, self.prompt = Computed([logits]), []
+
+    def choose(self) -> Chosen:
+        """The next token, by what the last pass brought."""
+        now = self.now
+        assert now is not None
+        guess = now.guesses[now.kept] if now.kept < len(now.guesses) else None
+        token, logprobs, right = self.sampler.choose(now.logits[now.kept], guess)
+        now.kept += right
+        now.given += 1
+        self.session.metrics.accepted += right
+        if self.source is None and self._drafting is not None and self.left:
+            self._draft_like(logprobs)
+        if not right:
+            self.settle()
+        return token, logprobs, right
+
+    def settle(self) -> None:
+        """Nothing more is taken of the last pass: caches go back to what was given out, but for the last token."""
+        now, self.now = self.now, None
+        if now is None or not now.verified:
+            return
+        self.target.keep(now.given - 1)
+        if self.control is not None:
+            self.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
+
+    def look_ahead(self) -> Chosen | None:
+        """The next token, whose successor is under way then; None: something is streamed, or drafted."""
+        if self._ahead is None:
+            # Several ranks have nothing of a token before the one that it follows was handed out.
+            alone = self.target.resident and self.session.transport.alone
+            if not alone or self.source is not None or not self.answered or self.target.behind or self.now is not None:
+                return None
+            begin = self.total + self.answered - 1
+            self._ahead = look_ahead(
+                self.sampler.text[-1],
+                self.target,
+                self.sampler,
+                tokens=self.left,
+                reserve=lambda tokens: self.reserve(begin + tokens),
+                whole=self._own.whole,
+            )
+        try:
+            return next(self._ahead)
+        except StopIteration:
+            self._ahead = None
+            return None
+
+    def stop_ahead(self, error: BaseException | None = None) -> None:
+        """Take back what was computed ahead; ``error``: what ends the text."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and error is not None:
+            pass_on(ahead, error)
+        elif ahead is not None:
+            ahead.close()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Nothing more is asked for; ``error``: what ends it."""
+        self.stop_ahead(error)
+        with mx.stream(generation_stream):
+            self.settle()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The text is over: caches that somebody goes on with hold what was handed out.
+
+        Args:
+            error: what broke it off; ``NotHandedOut``: nobody got to see its last token.
+        """
+        made, unseen = self.answered, isinstance(error, NotHandedOut)
+        try:
+            self.stop(error)
+            if unseen and made == 1:
+                if self.undo is not None:
+                    self.undo.restore()
+                self.target.in_cache = 0
+            if not unseen:
+                self.sampler.draw_ahead(made)
+            try:
+                self._bring_up(self._own.whole and error is None)
+            except Exception as again:
+                if error is None:
+                    raise
+                error.add_note(f"the prompt cache holds {self.target.in_cache} tokens of prompt and answer: {again}")
+        finally:
+            # What was found of a prompt that brought no token is nobody's.
+            self.session.in_cache = self.target.in_cache if made else 0
+
+    def _bring_up(self, whole: bool) -> None:
+        """Have caches that somebody goes on with hold the text; ``whole``: its last token too."""
+        target = self.target
+        if target.owned:
+            last = self.sampler.text[-1] if whole and target.in_cache < self.total + self.answered else None
+            # Of a model that was closed meanwhile, what there is stays.
+            with mx.stream(generation_stream), contextlib.suppress(ClosedError):
+                target.flush(last)
 
     def reserve(self, tokens: int) -> None:
         """Room for so many tokens of prompt and answer, before a pass."""
         tokens += self._held
-        make_room(self.session, tokens if self._bound is None else min(tokens, self._bound))
+        bound = self._own.bound
+        make_room(self.session, tokens if bound is None else min(tokens, bound))
         # Where nothing is streamed, a look at memory too, which a streamed model takes by itself.
         self.session.before_pass()
         if self.session.streaming is not None and self.control is not None:
             self.control.most = min(self.control.most, self.session.size.drafted)
             self.look()
+
+    # Drafts
 
     def look(self) -> None:
         """Tell what drafts of the disk, as it is now."""
@@ -108,23 +263,27 @@ class OneText:
         sweep = session.plan.bytes_per_token if reads else 0
         control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
 
-    def speculation(self, logprobs: mx.array) -> Speculation | None:
-        """How tokens are drafted whose log-probabilities are like these, if they are."""
-        session, target = self.session, self.target
-        if self._drafting is None or not target.verifies:
-            return None
-        if session.plan.pools and not self._fit_to_pools():
-            return None
+    def guesses(self, most: int) -> list[Guess]:
+        """What follows the text perhaps, as is worth a pass's time, up to a token that ends the text."""
+        assert self.control is not None and self.source is not None
+        found = self.control.draft(self.source, [*self._own.history, *self.sampler.text], min(most, self.left - 1))
+        end = next((i + 1 for i, g in enumerate(found) if g.token in self.ends), len(found))
+        return found[:end]
+
+    def _draft_like(self, logprobs: mx.array) -> None:
+        """Have tokens be drafted whose log-probabilities are like these, if that can be worth its time."""
+        session, target, drafting = self.session, self.target, self._drafting
+        if drafting is None or not target.verifies or (session.plan.pools and not self._fit_to_pools()):
+            self._drafting = None
+            return
         if session.experience is None:
             session.experience = AcceptanceStats()
         self.control = DraftLengthPolicy(self.most, session.experience)
+        self.most = self.control.most
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         how = foresee(self.request.sampler, logprobs.dtype)
-        source = self._drafting.source(self.control, how, logprobs.size, target.state, target.hidden)
-        # Where nothing is streamed, what the budget leaves over is the allocator's.
-        room = session.plan.budget_bytes - session.plan.peak_bytes if session.plan.streams else 0
-        return Speculation(source, self.control, session.metrics, self._ends, self._before, max(0, room))
+        self.source = drafting.source(self.control, how, logprobs.size, target.state, target.hidden)
 
     def _fit_to_pools(self) -> bool:
         """Whether drafts can be worth their time where experts are read one by one: passes of a token each would read,
@@ -134,189 +293,6 @@ class OneText:
         fits = (n for n in range(self.most, 0, -1) if experts is not None and experts.reads(plan, size, n + 1))
         self.most = next(fits, 0)
         return self.target.in_blocks and self.most > 0
-
-    def tokens(
-        self,
-        prefill_step: int,
-        *,
-        embeddings: mx.array | None = None,
-        progress: Callable[[int, int], object] = lambda *_: None,
-        whole: bool = False,
-        leaves: bool = False,
-    ) -> Steps:
-        """The tokens of the answer; once.
-
-        Args:
-            prefill_step: tokens of the prompt computed at a time.
-            embeddings: (tokens, hidden), in place of the prompt's.
-            progress: called with the tokens of the prompt that are computed, and all of them.
-            whole: the caches hold the last token too when it has ended.
-            leaves: the text may be gone on with elsewhere: at its end nothing is drawn ahead, as mlx-lm does, and where
-                it is closed caches may lack the tokens that a draft brought.
-        """
-        target, sampler, known = self.target, self.sampler, self.request.known
-        total = len(self.request.tokens) if embeddings is None else len(embeddings)
-        begin = len(sampler.text)
-        try:
-            new = contextlib.nullcontext() if known.held == total else target.transaction(total - known.held)
-            with mx.stream(generation_stream), new as undo:
-                logits = self._prompt(prefill_step, embeddings, progress, total)
-                token, logprobs, _ = sampler.choose(logits)
-                # All slots are free to read ahead into while the caller looks at the token.
-                target.drain()
-                progress(total, total)
-            try:
-                yield token, logprobs, False
-            except NotHandedOut:
-                if undo is not None:
-                    undo.restore()
-                target.in_cache = 0
-                raise
-            undo = None
-            yield from self._following(logprobs, total, whole)
-        except GeneratorExit:
-            if not leaves:
-                self._bring_up(total + len(sampler.text) - begin, whole)
-                sampler.draw_ahead(len(sampler.text) - begin)
-            raise
-        except BaseException as e:
-            # A token that nobody saw was drawn ahead of those that were seen.
-            if not leaves and not isinstance(e, NotHandedOut):
-                sampler.draw_ahead(len(sampler.text) - begin)
-            # Tokens that a draft brought and a snapshot had to give up again.
-            try:
-                self._bring_up(total + len(sampler.text) - begin, False)
-            except Exception as again:
-                e.add_note(f"the prompt cache holds {target.in_cache} tokens of prompt and answer: {again}")
-            raise
-        else:
-            # Whoever hands out a text's last token closes this: it may go on, in steps that begin anew (``halving``).
-            self._bring_up(total + len(sampler.text) - begin, whole)
-        finally:
-            # What was found of a prompt that brought no token is nobody's.
-            self.in_cache = self.session.in_cache = target.in_cache if len(sampler.text) > begin else 0
-
-    def _prompt(
-        self, step: int, embeddings: mx.array | None, progress: Callable[[int, int], object], total: int
-    ) -> mx.array:
-        """Logits (1, vocabulary) of the prompt's last position."""
-        known, cache = self.request.known, self.cache
-        progress(known.held, total)
-        if known.logits is not None:
-            return known.logits
-        ids = mx.array(list(self.request.tokens[known.held :]), dtype=mx.int32)
-
-        def computed(tokens: int) -> None:
-            progress(known.held + tokens, total)
-
-        passed = functools.partial(known.passed, cache)
-        logits = self.target.prompt(ids, step, embeddings, passed, computed)
-        known.save(cache, logits)
-        return logits
-
-    def _following(self, logprobs: mx.array, total: int, whole: bool) -> Steps:
-        """What follows the first token, whose log-probabilities (vocabulary,) are these."""
-        target, sampler, left = self.target, self.sampler, self.request.max_tokens - 1
-
-        def reserve(tokens: int) -> None:
-            self.reserve(total + tokens)
-
-        if left < 1:
-            return
-        if (how := self.speculation(logprobs)) is not None:
-            target.snapshots = how.snapshots
-            yield from speculate(sampler.text[-1], target, sampler, how, tokens=left, reserve=reserve)
-            return
-        made = 0
-        # Several ranks have nothing of a token before the one that it follows was handed out.
-        if target.resident and sampler.transport.alone:
-            made = yield from look_ahead(sampler.text[-1], target, sampler, tokens=left, reserve=reserve, whole=whole)
-        for n in range(made + 1, left + 1):
-            reserve(n)
-            with mx.stream(generation_stream), target.transaction(1):
-                token, logprobs, _ = sampler.choose(target.step(sampler.text[-1]))
-                target.drain()
-            yield token, logprobs, False
-
-    def _bring_up(self, tokens: int, whole: bool) -> None:
-        """Have the caches hold what was yielded, if somebody goes on with them.
-
-        Args:
-            tokens: of prompt and answer. whole: the last one too.
-        """
-        target = self.target
-        if target.owned:
-            last = self.sampler.text[-1] if whole and target.in_cache < tokens else None
-            # Of a model that was closed meanwhile, what there is stays.
-            with mx.stream(generation_stream), contextlib.suppress(ClosedError):
-                target.flush(last)
-
-
-def generate_step(
-    prompt: mx.array,
-    model: nn.Module,
-    *,
-    max_tokens: int = 256,
-    prefill_step_size: int | None = None,
-    prompt_cache: list[Any] | None = None,
-    leave_last: bool = False,
-    kv: KvBits | None = None,
-) -> Steps:
-    """mlx-lm's function of that name for a model that Outcore has loaded: greedy, not drafted, and by itself; no other
-    thread may use the model meanwhile."""
-    session: Session = model.outcore
-    request = Request(0, cast(list[int], prompt.tolist()), max_tokens)
-    text = OneText(model, session, request, owned=prompt_cache is not None, cache=prompt_cache, kv=kv)
-    return text.tokens(
-        prefill_step_size or session.plan.prefill_step, whole=prompt_cache is not None and not leave_last
-    )
-
-
-class Alone:
-    """One sequence at a time, as ``generate`` writes it.
-
-    Args:
-        ends: tokens that end a text: nothing is drafted behind them.
-        prefill_step: tokens of a prompt computed at a time.
-        most: tokens drafted for a pass at most; None: as many as are worth it.
-    """
-
-    def __init__(
-        self, model: nn.Module, session: Session, *, ends: Collection[int], prefill_step: int, most: int | None = None
-    ) -> None:
-        self._model, self._session, self._ends, self._most = model, session, ends, most
-        self.prefill_step = prefill_step
-        self._text: OneText | None = None
-        self._tokens: Steps | None = None
-
-    def step(self, joining: Sequence[Request]) -> list[Token]:
-        for request in joining:
-            drafting, most = drafting_of(self._session, asked=self._most)
-            # What is drawn ahead in memory is taken back where the sequence goes on with others.
-            owned, how = self._session.streaming is None, {"drafting": drafting, "most": most, "ends": self._ends}
-            self._text = OneText(self._model, self._session, request, owned=owned, **how)
-            self._tokens = self._text.tokens(self.prefill_step, leaves=True)
-        assert self._tokens is not None and self._text is not None
-        token, logprobs, _ = next(self._tokens)
-        return [to_token(self._text.request, int(token), logprobs)]
-
-    def take_out(self, uid: int) -> tuple[list[Any], int]:
-        """End the sequence; its caches, and how many tokens of its prompt and answer they hold: all but the last, or
-        fewer where drafted tokens had to be taken back."""
-        text = self._text
-        assert text is not None and text.request.uid == uid
-        self.close()
-        in_memory(text.cache)
-        return text.cache, text.in_cache
-
-    def remove(self, uids: Sequence[int]) -> None:
-        if self._text is not None and self._text.request.uid in uids:
-            self.close()
-
-    def close(self) -> None:
-        if self._tokens is not None:
-            self._tokens.close()
-        self._tokens = self._text = None
 
 
 def drafting_of(session: Session, model: nn.Module | None = None, asked: int | None = None) -> tuple[Any, int]:

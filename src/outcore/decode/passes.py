@@ -10,9 +10,9 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,11 +26,24 @@ from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, flat, handles
-from .hidden_states import HiddenStates
-from .kv_slices import KvBits
 
 MLX_LM_STEP = 2048
 """Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
+
+
+@dataclass(frozen=True)
+class KvBits:
+    """How mlx-lm quantizes a text's keys and values: ``kv_bits`` and what goes with it in ``generate_step``.
+
+    Attributes:
+        start: token from which it does.
+        step: tokens of its chunks of a prompt, behind which it looks whether so many are there.
+    """
+
+    bits: int
+    group_size: int
+    start: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,33 @@ class Pass:
 
     run: Callable[[], mx.array]
     tokens: int
+
+
+class HiddenKeeper(Protocol):
+    """Keeps the last hidden states of a text's tokens, (1, tokens, hidden), for what drafts from them.
+
+    Attributes:
+        arrays: what it holds, to be evaluated with the pass that made it.
+        end: the token behind the last one whose state was seen. ``window``: tokens whose states it keeps.
+    """
+
+    end: int
+    window: int
+
+    @property
+    def arrays(self) -> list[mx.array]: ...
+
+    def expect(self, tokens: int) -> None:
+        """A prompt is computed that ends before this token."""
+
+    def watch(self, first: int, tokens: int) -> AbstractContextManager[None]:
+        """Keep the states of a pass over so many tokens from ``first`` on, which is built inside."""
+
+    def settle(self) -> None:
+        """What is held was evaluated."""
+
+    def cut(self, end: int) -> None:
+        """Forget the states of tokens from this one on: they are not part of the text."""
 
 
 class ForwardPasses:
@@ -63,7 +103,7 @@ class ForwardPasses:
         *,
         owned: bool = False,
         kv: KvBits | None = None,
-        hidden: HiddenStates | None = None,
+        hidden: HiddenKeeper | None = None,
     ) -> None:
         self.cache = cache
         self.hidden = hidden
@@ -117,38 +157,6 @@ class ForwardPasses:
             self._undo = None
             self.transport.transaction(None)
 
-    def prompt(
-        self,
-        ids: mx.array,
-        step: int,
-        embeddings: mx.array | None = None,
-        passed: Callable[[int], object] = lambda _: None,
-        computed: Callable[[int], object] = lambda _: None,
-    ) -> mx.array:
-        """Logits (1, vocabulary) after a prompt, all of its chunks in one sweep.
-
-        Args:
-            ids: int32 (tokens,).
-            step: tokens of a chunk.
-            embeddings: (tokens, hidden), instead of the ids.
-            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
-                values are quantized behind it.
-            computed: called when chunks were computed that are not the last, with the same.
-
-        Of a prompt whose first tokens the caches hold already (``in_cache``) these are the others.
-        """
-        began = time.perf_counter()
-        passes = self.prompting(ids, step, embeddings, passed)
-        total = sum(each.tokens for each in passes)
-
-        def between(done: int, rows: Sequence[mx.array]) -> None:
-            self.evaluate(*rows)
-            computed(sum(each.tokens for each in passes[:done]))
-
-        last, context = len(passes) - 1, self.context + total
-        (logits,) = run_passes(self._session, passes, [last], between, prompts=len(passes), context=context)
-        return self.prompted(logits, total, time.perf_counter() - began)
-
     def prompting(
         self,
         ids: mx.array,
@@ -156,8 +164,15 @@ class ForwardPasses:
         embeddings: mx.array | None = None,
         passed: Callable[[int], object] = lambda _: None,
     ) -> list[Pass]:
-        """The passes of ``prompt``, in whose sweeps others' may be too; ``prompted`` is to be told what the last one
-        puts out."""
+        """The passes over a prompt, which others may share; ``prompted`` is to be told what the last one puts
+        out. Of a prompt whose first tokens the caches hold already (``in_cache``) the ids are the others.
+
+        Args:
+            ids: int32 (tokens,). ``embeddings``: (tokens, hidden), instead.
+            step: tokens of a chunk.
+            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
+                values are quantized behind it.
+        """
         total, held, kv = len(ids) if embeddings is None else len(embeddings), self.in_cache, self._kv
         if self.hidden is not None:
             self.hidden.expect(held + total)
@@ -177,7 +192,8 @@ class ForwardPasses:
         ]
 
     def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
-        """What ``prompt`` returns, of what its last pass put out; it had so many tokens, and took so long."""
+        """Logits (1, vocabulary) behind a prompt, of what its last pass put out; it had so many tokens, and took so
+        long."""
         began = time.perf_counter()
         self.evaluate(logits)
         clear_cache()
@@ -194,20 +210,16 @@ class ForwardPasses:
 
     def step(self, token: int) -> mx.array:
         """Logits (1, vocabulary) after one more token, not evaluated."""
-        return self.follow(mx.array([token], dtype=mx.int32))
-
-    def follow(self, token: mx.array) -> mx.array:
-        """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
-        return self.forward_pass(token)[:, -1, :]
+        return self.forward_pass(mx.array([token], dtype=mx.int32))
 
     def forward_pass(self, token: mx.array) -> mx.array:
-        """Logits (1, 1, vocabulary) of a pass over one token (1,), not evaluated."""
+        """The same for a token of shape (1,) that need not be evaluated either, where everything is resident."""
         logits = self._forward(token, None, at=self.in_cache)
         self.in_cache += 1
-        return logits
+        return logits[:, -1, :]
 
     def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
-        """``follow``, and what takes it back, where everything is resident."""
+        """Logits (1, vocabulary) after a token (1,), and what takes it back, where everything is resident."""
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -216,7 +228,7 @@ class ForwardPasses:
                 undo.restore()
 
         try:
-            logits = self.follow(token)
+            logits = self.forward_pass(token)
         except BaseException:
             back()
             raise

@@ -16,7 +16,6 @@ from mlx_lm.generate import generation_stream
 from ..engine.session import Session
 from ..modules.call_values import caches_in
 from .batch_engine import Request, own_cache
-from .hidden_states import WINDOW
 from .model_runner import ModelRunner
 from .passes import Pass
 
@@ -36,8 +35,8 @@ class Prefill:
     def __init__(self, model: nn.Module, session: Session, request: Request, step: int) -> None:
         self._model, self._session, self._request, self._step = model, session, request, step
         # Drafts that are made from the model's last hidden states need those of the end of the prompt.
-        drafted = getattr(session.drafting, "shared", None) is not None
-        self._end = len(request.tokens) - 1 - (WINDOW if drafted else 0)
+        hidden = None if session.drafting is None else session.drafting.hidden()
+        self._end = len(request.tokens) - 1 - (0 if hidden is None else hidden.window)
         self._target: ModelRunner | None = None
         self.held = request.known.held
         self.passes: list[Pass] = []

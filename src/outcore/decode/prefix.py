@@ -9,26 +9,24 @@ to its last block, with the logits of its last position: who asks the same again
 
 States are large (those of a 9B hybrid as much as 1,570 tokens of its keys and values), so there are few: behind a
 prompt, behind its last block, and behind the last block of what others' texts begin with too, which is found by every
-other conversation of one system prompt; where that is there already, or nothing is shared, behind a power of two of
-blocks. Together they are no more than keys and values.
+other conversation of one system prompt. Together they are no more than keys and values.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from ..modules.away import Away
 from ..modules.call_values import flat
 from .blocks import Block, BlockFiles
-from .cache_states import Packed, named, notes, set_state, state_of
-from .kv_slices import KvBits, Pair, by_token, by_token_still, pair_of, put_together, sequences, slices
 
 GRID = 512
 """Tokens of a block, and at most of a chunk of a prompt."""
@@ -41,6 +39,15 @@ STATE_SHARE = 1.0
 
 STATES_ALONE = 4
 """Of a model without keys and values."""
+
+STEP = 256
+"""Tokens by which mlx-lm's caches grow (``KVCache.step``): one that is restored has the room that it had."""
+
+Packed = tuple[Any, list[mx.array]]
+"""A cache's state: what it is made of, for JSON, with numbers in place of its arrays; and those."""
+
+MISFIT = (KeyError, IndexError, ValueError, TypeError, AttributeError)
+"""What comes of a file that does not fit the caches that it shall go into."""
 
 
 @dataclass(frozen=True)
@@ -75,44 +82,40 @@ class PrefixCache:
         finds nothing of them, and sees by no answer's time what was asked."""
         self._begin = _digest(self._begin, b"salt", _digest(secret.encode("utf-8", "surrogateescape")))
 
-    def find(
-        self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True, kv: KvBits | None = None
-    ) -> PrefixMatch | None:
+    def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> PrefixMatch | None:
         """The longest prefix of a prompt that was kept; None: there is none.
 
         Args:
             step: tokens of a chunk, of which some are a block.
             whole: all of it will do, with its logits.
-            kv: how keys and values are quantized; None: they are not.
         """
-        names = self._names(tokens, step, kv)
-        if whole and (found := self._whole(tokens, names, kv)) is not None:
-            return found
-        # At least the last token is computed.
-        there = 0
-        while there < (len(tokens) - 1) // GRID and self.blocks.has(f"{names[there + 1]}.kv"):
-            there += 1
-        for n in range(there, 0, -1):
-            found = self._behind(n, names, len(tokens), kv)
+        names = self._names(tokens, step)
+        blocks = [f"{name}.kv" for name in names[1:-1]]
+        if whole and self.blocks.has(end := f"{names[-1]}.end"):
+            found = self._restored(blocks, end, len(tokens))
             if found is not None:
                 return found
+        # At least the last token is computed.
+        there = 0
+        while there < len(blocks) and self.blocks.has(blocks[there]):
+            there += 1
+        cut = all(map(_by_token, flat(self._make_cache())))
+        for n in range(there, 0, -1):
+            state = None if cut else f"{names[n]}.state"
+            if state is None or self.blocks.has(state):
+                found = self._restored(blocks[:n], state, n * GRID)
+                if found is not None:
+                    return found
         return None
 
-    def recording(
-        self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0, kv: KvBits | None = None
-    ) -> Recording:
+    def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recording:
         """What notes a prompt while it is computed, of which so many tokens were found; with the first ``shared`` of
-        them other texts begin too. ``kv`` as in ``find``."""
-        will = kv is not None and kv.quantized(len(tokens), len(tokens))
-        return Recording(self.blocks, self._names(tokens, step, kv), len(tokens), held, shared, quantized=will)
+        them other texts begin too."""
+        return Recording(self.blocks, self._names(tokens, step), len(tokens), held, shared)
 
     def like(self, cache: Sequence[Any]) -> bool:
         """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
-        return list(map(_kind, flat(cache))) == list(map(_kind, flat(self._make_cache())))
-
-    def quantizes(self) -> bool:
-        """Whether the caches that mlx-lm quantizes are those that can be cut by token."""
-        return all(by_token(c) or not hasattr(c, "to_quantized") for c in self._make_cache())
+        return _kinds(cache) == _kinds(self._make_cache())
 
     # Conversations
 
@@ -126,7 +129,7 @@ class PrefixCache:
         if any(isinstance(c, Away) for c in flat(cache)):
             return None
         try:
-            states = {i: state_of(c) for i, c in enumerate(flat(cache))}
+            states = {i: _state_of(c) for i, c in enumerate(flat(cache))}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return None
         name = self._name_of(tokens)
@@ -134,8 +137,8 @@ class PrefixCache:
         if not self.blocks.has_room(size):
             return instead
         self.blocks.drop(size)
-        said = notes(states) | {"kinds": json.dumps(list(map(_kind, flat(cache))))}
-        if not self.blocks.has(name) and not self.blocks.write(name, named(states), said):
+        notes = _notes(states) | {"kinds": _kinds(cache)}
+        if not self.blocks.has(name) and not self.blocks.write(name, _named(states), notes):
             return instead
         if instead is not None and instead != name:
             self.blocks.remove(instead)
@@ -145,14 +148,13 @@ class PrefixCache:
         """Have new caches hold these tokens, if such were kept; the name under which they are."""
         name = self._name_of(tokens)
         block = self.blocks.read(name) if self.blocks.has(name) else None
-        fresh = flat(cache)
         # A state brings the window along that it was computed with.
-        if block is None or block.notes.get("kinds") != json.dumps(list(map(_kind, fresh))):
+        if block is None or block.notes.get("kinds") != _kinds(cache):
             return None
         try:
-            for i, c in enumerate(fresh):
-                set_state(c, block, i)
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+            for i, c in enumerate(flat(cache)):
+                _set_state(c, block, i)
+        except MISFIT:
             return None
         self.blocks.touch([name])
         return name
@@ -160,77 +162,44 @@ class PrefixCache:
     def _name_of(self, tokens: Sequence[int]) -> str:
         return _digest(self._begin, b"conversation", np.asarray(tokens, np.int32).tobytes()).hex() + ".conversation"
 
-    def _names(self, tokens: Sequence[int], step: int, kv: KvBits | None = None) -> list[str]:
+    def _names(self, tokens: Sequence[int], step: int) -> list[str]:
         """The name of each block boundary, the first of nothing; and of the whole prompt."""
         if GRID % step:
             raise ValueError(f"chunks of {step} tokens: a block has {GRID}")
         ids = np.asarray(tokens, np.int32)
         # Another chunk may have other bits.
-        names = [_digest(self._begin, *(str(part).encode() for part in (step, kv) if part is not None))]
+        names = [_digest(self._begin, str(step).encode())]
         for at in range(0, (len(ids) - 1) // GRID * GRID, GRID):
             names.append(_digest(names[-1], ids[at : at + GRID].tobytes()))
         names.append(_digest(names[-1], b"end", ids[(len(names) - 1) * GRID :].tobytes()))
         return [name.hex() for name in names]
 
-    def _whole(self, tokens: Sequence[int], names: Sequence[str], kv: KvBits | None) -> PrefixMatch | None:
-        if not self.blocks.has(f"{names[-1]}.end"):
-            return None
-        end = self.blocks.read(f"{names[-1]}.end")
-        parts = self._parts(names[1:-1])
-        if end is None or parts is None or "logits" not in end.arrays:
-            return None
-        cache = self._restored([*parts, end], end, len(tokens), len(tokens), kv)
-        if cache is None:
-            return None
-        self.blocks.touch([f"{names[-1]}.end", *(f"{name}.kv" for name in names[-2:0:-1])])
-        return PrefixMatch(len(tokens), cache, end.arrays["logits"])
-
-    def _behind(self, n: int, names: Sequence[str], prompt: int, kv: KvBits | None) -> PrefixMatch | None:
-        """The caches behind n blocks of a prompt of so many tokens."""
-        state: Block | None = None
-        used = [f"{name}.kv" for name in names[n:0:-1]]
-        fresh = self._make_cache()
-        if not all(map(by_token, flat(fresh))):
-            if not self.blocks.has(f"{names[n]}.state"):
-                return None
-            state = self.blocks.read(f"{names[n]}.state")
-            if state is None:
-                return None
-            used.insert(0, f"{names[n]}.state")
-        parts = self._parts(names[1 : n + 1])
-        cache = None if parts is None else self._restored(parts, state, n * GRID, prompt, kv)
-        if cache is None:
-            return None
-        self.blocks.touch(used)
-        return PrefixMatch(n * GRID, cache)
-
-    def _parts(self, names: Sequence[str]) -> list[Block] | None:
-        found = []
+    def _restored(self, blocks: Sequence[str], last: str | None, tokens: int) -> PrefixMatch | None:
+        """Caches of these files' keys and values, and of the states in the ``last``; None: they cannot be had, or do
+        not fit together."""
+        names = [*blocks, *([] if last is None else [last])]
+        parts = []
         for name in names:
-            block = self.blocks.read(f"{name}.kv")
-            if block is None:
+            if (part := self.blocks.read(name)) is None:
                 return None
-            found.append(block)
-        return found
-
-    def _restored(
-        self, parts: Sequence[Block], state: Block | None, tokens: int, prompt: int, kv: KvBits | None
-    ) -> list[Any] | None:
-        """Caches of these keys and values, and these states; None: they do not fit together."""
+            parts.append(part)
+        logits = parts[-1].arrays.get("logits")
         cache = self._make_cache()
-        kv = kv if kv is not None and kv.quantized(tokens, prompt) else None
-        place = {id(c): n for n, c in enumerate(cache)}  # mlx-lm quantizes those of no list within
         try:
             for i, c in enumerate(flat(cache)):
-                if by_token(c):
-                    made = put_together(c, [p.arrays for p in parts], i, tokens, kv if id(c) in place else None)
-                    if made is not c:
-                        cache[place[id(c)]] = made
-                elif state is not None:
-                    set_state(c, state, i)
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+                if not _by_token(c):
+                    _set_state(c, parts[-1], i)
+                elif any(f"{i}.k" in p.arrays for p in parts):
+                    held = [p.arrays for p in parts if f"{i}.k" in p.arrays]
+                    c.keys, c.values = (
+                        _joined([arrays.pop(f"{i}.{which}") for arrays in held], tokens) for which in "kv"
+                    )
+                    mx.eval(c.keys, c.values)
+                    c.offset = tokens
+        except MISFIT:
             return None
-        return cache
+        self.blocks.touch([*names[len(blocks) :], *reversed(blocks)])
+        return PrefixMatch(tokens, cache, logits)
 
 
 class Recording:
@@ -239,101 +208,77 @@ class Recording:
     Args:
         names: of its block boundaries and of the whole, as ``PrefixCache._names`` gives them.
         tokens: of the prompt. ``held``: those that were found. ``shared``: those that other texts begin with too.
-        quantized: keys and values will have been quantized when it is computed.
     """
 
-    def __init__(
-        self,
-        blocks: BlockFiles,
-        names: Sequence[str],
-        tokens: int,
-        held: int,
-        shared: int = 0,
-        *,
-        quantized: bool = False,
-    ) -> None:
+    def __init__(self, blocks: BlockFiles, names: Sequence[str], tokens: int, held: int, shared: int = 0) -> None:
         self._blocks, self._names, self._tokens, self._held = blocks, names, tokens, held
-        self._quantized = quantized
-        self._plain: dict[int, Pair] = {}  # what they were before
-        self._plain_to = 0
         self._states: dict[int, dict[int, Packed]] = {}
         last = (tokens - 1) // GRID
-        power = 1 << (last - 1).bit_length() - 1 if last > 1 else 0
         begin = min(shared // GRID, last)
         self._shared = begin * GRID if begin * GRID > held else None
-        places = dict.fromkeys(n * GRID for n in (last, begin, power) if n * GRID > held)
-        self._wanted = set(list(places)[:CAPTURED])
+        self._wanted = {n * GRID for n in (last, begin) if n * GRID > held}
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A pass was built behind which caches hold so many tokens of the prompt, not quantized yet if they are to be.
-        Nothing is evaluated."""
-        if self._quantized and tokens // GRID * GRID > self._held:
-            top = {id(c) for c in cache}
-            held = {i: pair_of(c) for i, c in enumerate(flat(cache)) if by_token(c) and id(c) in top and not c.empty()}
-            if held:
-                self._plain, self._plain_to = held, tokens
+        """A pass was built behind which caches hold so many tokens of the prompt. Nothing is evaluated."""
         if tokens not in self._wanted:
             return
         try:
             # References: MLX copies what is written to while somebody refers to it.
-            found = {i: state_of(c) for i, c in enumerate(flat(cache)) if not by_token_still(c)}
+            found = {i: _state_of(c) for i, c in enumerate(flat(cache)) if not _by_token(c)}
         except (AttributeError, TypeError):
             return
         if found:
             self._states[tokens] = found
 
-    def save(self, cache: Sequence[Any], logits: mx.array) -> None:
-        """Keep what was computed: ``cache`` holds the prompt, ``logits`` (1, vocabulary) are of its last position."""
-        self._save_and_end(cache, logits, self._tokens)
+    def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
+        """Keep what was computed.
 
-    def save_part(self, cache: Sequence[Any], tokens: int) -> None:
-        """Keep the blocks of the first so many tokens, which ``cache`` holds; nothing is kept of the rest."""
-        if tokens // GRID > self._held // GRID:
-            self._save_and_end(cache, None, tokens)
-
-    def _save_and_end(self, cache: Sequence[Any], logits: mx.array | None, tokens: int) -> None:
+        Args:
+            cache: holds the prompt, or its first ``tokens``: then blocks of these are kept, and nothing of the rest.
+            logits: (1, vocabulary) of the prompt's last position.
+        """
+        computed = self._tokens if tokens is None else tokens
         try:
-            self._save(cache, logits, tokens)
+            if logits is not None or computed // GRID > self._held // GRID:
+                self._save(cache, logits, computed)
         finally:
             # Whoever refers to an array has MLX copy it for every token.
-            self._states, self._plain = {}, {}
+            self._states = {}
 
     def _save(self, cache: Sequence[Any], logits: mx.array | None, computed: int) -> None:
-        caches = flat(cache)
-        plain = {i: c for i, c in enumerate(caches) if by_token_still(c)}
-        now = {i: pair_of(c) for i, c in plain.items() if not c.empty()}
-        if any(plain[i].offset != computed or sequences(pair) != 1 for i, pair in now.items()):
+        caches = list(enumerate(flat(cache)))
+        cut = {i: c for i, c in caches if _by_token(c) and not c.empty()}
+        if any(c.offset != computed or c.keys.shape[0] != 1 for c in cut.values()):
             return  # a model that gives a cache other tokens than the text's
         try:
-            end = {i: state_of(c) for i, c in enumerate(caches) if i not in plain}
+            end = {i: _state_of(c) for i, c in caches if not _by_token(c)}
         except (AttributeError, TypeError):  # a model's own kind of cache
             return
-        before = now | self._plain
-        per_token, per_plain = (sum(a.nbytes for a in slices(pairs, 0, 1).values()) for pairs in (now, before))
+        per_token = sum(a.nbytes for a in _slices(cut, 0, 1).values())
         each = sum(a.nbytes for _, arrays in end.values() for a in arrays)
         # So that together they are not more than keys and values.
         share = int(STATE_SHARE * self._tokens * per_token)
         room = STATES_ALONE if not per_token else share // each if each else CAPTURED + 1
         last = min(computed, self._tokens - 1) // GRID
-        were_plain = max(0, min(self._plain_to // GRID, last) * GRID - self._held)
-        size = (computed - self._held - were_plain) * per_token + were_plain * per_plain
-        size += min(room, len(self._states) + 1) * each + (0 if logits is None else logits.nbytes)
+        size = (computed - self._held) * per_token + min(room, len(self._states) + 1) * each
+        size += 0 if logits is None else logits.nbytes
         if not self._blocks.has_room(size):
             return  # nor would others' prompts be left
         self._blocks.drop(size)
         for n in range(self._held // GRID + 1, last + 1):
-            pairs = before if n * GRID <= self._plain_to else now
-            if not self._write(f"{self._names[n]}.kv", slices(pairs, (n - 1) * GRID, n * GRID), {}):
+            if not self._write(f"{self._names[n]}.kv", _slices(cut, (n - 1) * GRID, n * GRID), {}):
                 return
-        for tokens in self._most_wanted()[:room]:
-            if tokens == self._tokens:
-                if logits is None:
-                    continue
-                arrays = slices(now, last * GRID, tokens) | named(end) | {"logits": logits}
-                kept = self._write(f"{self._names[-1]}.end", arrays, notes(end))
+        # What is shared is kept once, for everybody; then the prompt's end, and the later ones of the others.
+        places = sorted([self._tokens, *sorted(self._states, reverse=True)], key=lambda place: place != self._shared)
+        for place in places[:room]:
+            if place != self._tokens:
+                states = self._states.pop(place)
+                kept = self._write(f"{self._names[place // GRID]}.state", _named(states), _notes(states))
+            elif logits is not None:
+                arrays = _slices(cut, last * GRID, place) | _named(end) | {"logits": logits}
+                kept = self._write(f"{self._names[-1]}.end", arrays, _notes(end))
             else:
-                states = self._states.pop(tokens)
-                kept = self._write(f"{self._names[tokens // GRID]}.state", named(states), notes(states))
+                kept = True
             if not kept:
                 return
         # Its end is what goes first.
@@ -341,18 +286,75 @@ class Recording:
         self._blocks.touch([*end_first, *(f"{name}.kv" for name in self._names[last:0:-1])])
         self._blocks.drop()
 
-    def _most_wanted(self) -> list[int]:
-        """The places of states, in tokens, the most wanted first: what is shared is kept once, for everybody; then the
-        prompt's end, and the later ones of the others."""
-        places = [self._tokens, *sorted(self._states, reverse=True)]
-        return sorted(places, key=lambda tokens: tokens != self._shared)
-
     def _write(self, name: str, arrays: dict[str, mx.array], notes: dict[str, str]) -> bool:
         return self._blocks.has(name) or self._blocks.write(name, arrays, notes)
 
 
-def _kind(cache: Any) -> tuple[Any, ...]:
-    return type(cache).__name__, getattr(cache, "max_size", None), getattr(cache, "keep", None)
+def _by_token(cache: Any) -> bool:
+    """Whether a cache can be cut by token, and holds all of them: mlx-lm's plain one."""
+    return type(cache) is KVCache
+
+
+def _slices(caches: Mapping[int, Any], begin: int, end: int) -> dict[str, mx.array]:
+    """What these caches, by their numbers, hold of these tokens: (1, heads, tokens, features) each."""
+    pairs = ((f"{i}.{k}", a) for i, c in caches.items() for k, a in (("k", c.keys), ("v", c.values)))
+    return {name: array[..., begin:end, :] for name, array in pairs}
+
+
+def _joined(parts: Sequence[mx.array], tokens: int) -> mx.array:
+    """Arrays one after the other by token, and room behind them."""
+    if sum(a.shape[2] for a in parts) != tokens:
+        raise ValueError("of another number of tokens")
+    *shape, _, features = parts[0].shape
+    room = [mx.zeros((*shape, -tokens % STEP, features), parts[0].dtype)] if tokens % STEP else []
+    return mx.concatenate([*parts, *room], axis=2)
+
+
+def _state_of(cache: Any) -> Packed:
+    """What mlx-lm calls a cache's state, its arrays by reference. Raises ``TypeError`` where it cannot be kept."""
+    arrays: list[mx.array] = []
+
+    def packed(tree: Any) -> Any:
+        if isinstance(tree, mx.array):
+            arrays.append(tree)
+            return {"array": len(arrays) - 1}
+        if isinstance(tree, tuple | list):
+            return {type(tree).__name__: [packed(part) for part in tree]}
+        if tree is None or isinstance(tree, bool | int | float | str):
+            return tree
+        raise TypeError(f"a {type(tree).__name__}")
+
+    return packed(cache.state), arrays
+
+
+def _set_state(cache: Any, block: Block, i: int) -> None:
+    """What ``_state_of`` gave, into a new cache of the same kind."""
+
+    def unpacked(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        ((kind, inside),) = tree.items()
+        if kind == "array":
+            return block.arrays[f"{i}.{inside}"]
+        parts = [unpacked(part) for part in inside]
+        return tuple(parts) if kind == "tuple" else parts
+
+    cache.state = unpacked(json.loads(block.notes[str(i)]))
+
+
+def _named(states: Mapping[int, Packed]) -> dict[str, mx.array]:
+    """Arrays of several caches' states, by the cache and their number in it."""
+    return {f"{i}.{n}": a for i, (_, arrays) in states.items() for n, a in enumerate(arrays)}
+
+
+def _notes(states: Mapping[int, Packed]) -> dict[str, str]:
+    return {str(i): json.dumps(tree) for i, (tree, _) in states.items()}
+
+
+def _kinds(cache: Sequence[Any]) -> str:
+    """What tells caches apart that do not hold the same: their kinds and bounds."""
+    kinds = [(type(c).__name__, getattr(c, "max_size", None), getattr(c, "keep", None)) for c in flat(cache)]
+    return json.dumps(kinds)
 
 
 def _digest(*parts: bytes) -> bytes:

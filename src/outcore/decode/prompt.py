@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.tokenizer import whole_text
 from ..engine.session import Session
 from ..errors import PromptError
+from ..modules.call_values import flat
 from ..plan.plan import ANSWER
 from ..text import shortened
 from .chat_prompt import encode_text
@@ -127,3 +130,22 @@ def note_length(tokens: int, session: Session | None, name: str) -> None:
     """Tell of a prompt that is answered and is longer than what the model was made for."""
     if session is not None and session.max_context is not None and tokens >= session.max_context:
         session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
+
+
+def kept_at_most(model: nn.Module, cache: Sequence[Any] | None, max_kv_size: int | None, step: int) -> int | None:
+    """Tokens that caches hold at most while a text is computed, ``step`` of its prompt at a time; None: as many as it
+    has. ``cache`` None: those that mlx-lm makes (``make_prompt_cache``)."""
+    if cache is None:
+        bounded = max_kv_size is not None and not hasattr(model, "make_cache")
+        return max_kv_size + step if bounded and max_kv_size is not None else None
+    sizes = [c.max_size + step if isinstance(c, RotatingKVCache) else None for c in flat(cache)]
+    return max((n for n in sizes if n is not None), default=None) if None not in sizes else None
+
+
+def note_bounds(model: nn.Module, session: Session | None) -> bool:
+    """Whether ``max_kv_size`` bounds the caches that mlx-lm makes for this model; else it is told."""
+    if not hasattr(model, "make_cache"):
+        return True
+    if session is not None:
+        session.note("max_kv_size bounds nothing here: this model makes its own caches")
+    return False

@@ -14,21 +14,26 @@ with the same numbers from its own probabilities. So a seed gives one text, draf
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
 
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
+from ..engine.transport import Solo, Transport
 from ..errors import UsageError
 from ..machine.random_state import random_state_kept
 
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""mlx-lm's: all tokens so far, and logits (1, vocabulary), to logits."""
 
 
 @dataclass(frozen=True)
@@ -183,30 +188,10 @@ class OwnSampler:
             self.drawn -= 1
 
 
-def own_sampler(
-    temperature: float,
-    *,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] = (),
-    seed: int | None = None,
-) -> OwnSampler | None:
-    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token."""
-    if temperature == 0:
-        return None
-    sampler = MlxLmSampler(
-        temperature,
-        top_p,
-        min_p,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=xtc_special_tokens,
-    )
-    return OwnSampler(sampler, seed)
+def own_sampler(temperature: float, *, seed: int | None = None, **options: Any) -> OwnSampler | None:
+    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token.
+    ``options``: as of ``MlxLmSampler``."""
+    return None if temperature == 0 else OwnSampler(MlxLmSampler(temperature, **options), seed)
 
 
 @dataclass(frozen=True)
@@ -254,3 +239,97 @@ def judge(token: int, p: mx.array, q: mx.array) -> int:
     draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
     mx.eval(stays, draw, other)
     return token if bool(draw < stays) else cast(int, other.item())
+
+
+class Guessed(Protocol):
+    """A drafted token; ``q``: the probabilities (vocabulary,) that it was drawn with, for the rejection rule; None: the
+    sampler decides."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def q(self) -> mx.array | None: ...
+
+
+@dataclass
+class Sampler:
+    """Chooses tokens by logits, as mlx-lm does.
+
+    Args:
+        sampler: from log-probabilities (1, vocabulary) to a token.
+        processors: change logits before that.
+        text: tokens so far.
+        drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
+        transport: to the ranks that have other layers of the model.
+        forgives: an error of the sampler or a processor is kept as ``failed``, and the likeliest token stands in, as
+            others share the passes.
+    """
+
+    sampler: Draw
+    processors: Sequence[Processor]
+    text: list[int]
+    drawn: int = 0
+    seen: mx.array | None = None
+    transport: Transport = field(default_factory=Solo)
+    forgives: bool = False
+    failed: Exception | None = None
+
+    def draw(self, logprobs: mx.array) -> mx.array:
+        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
+        self.drawn, self.seen = self.drawn + 1, logprobs
+        return self.sampler(logprobs)
+
+    def draw_ahead(self, tokens: int) -> None:
+        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text.
+
+        The sampler is called once more, as mlx-lm calls it, whoever made it; what it returns is dropped unevaluated.
+        """
+        if self.drawn == tokens and self.seen is not None:
+            # An error of this call concerns no token of the text.
+            with contextlib.suppress(Exception):
+                self.sampler(self.seen)
+
+    def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
+        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
+        for process in self.processors:
+            assert text is not None
+            logits = process(text, logits)
+        return logits - mx.logsumexp(logits, keepdims=True)
+
+    def choose(self, logits: mx.array, guess: Guessed | None = None) -> tuple[int, mx.array, bool]:
+        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
+
+        Args:
+            logits: (1, vocabulary).
+        """
+        if not self.transport.chooses:
+            return self._told(logits, guess)
+        try:
+            token, logprobs = self._chosen(logits, guess)
+        except Exception as e:
+            if not self.forgives:
+                self.transport.give_up(e)
+                raise
+            self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
+        self.transport.numbers(lambda: [token])
+        self.text.append(token)
+        return token, logprobs[0], guess is not None and token == guess.token
+
+    def _chosen(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array]:
+        logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
+        if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
+            self.drawn += 1
+            token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
+            mx.eval(logprobs)
+        else:
+            drawn = self.draw(logprobs)
+            mx.eval(drawn, logprobs)
+            token = cast(int, drawn.item())
+        return token, logprobs
+
+    def _told(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array, bool]:
+        """The token that another rank chose, which has the logits."""
+        (token,) = self.transport.numbers(list)
+        self.text.append(token)
+        return token, logits[0], guess is not None and token == guess.token

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..engine.session import Session
 from ..errors import BudgetError
@@ -17,12 +17,28 @@ from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps, replanned_bytes
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
-from .known import captured_bytes
 from .one_text import make_room
+from .prefix_cache import captured_bytes
 from .speculative.acceptance import AcceptanceStats, Seconds
 
-ANY = 2**62
-"""Tokens of context that there is room for where nothing is planned again."""
+
+@dataclass
+class Placed:
+    """Of one text for which room is made as it grows (``OneText.reserve``). ``step``: tokens of its prompt to compute
+    at a time."""
+
+    step: int
+    apart: bool = True
+    records: bool = True
+
+    def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None: ...
+
+    def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
+        return True
+
+    def check_alone(self, tokens: int, prompt: int) -> None: ...
+
+    def rest(self) -> None: ...
 
 
 class SequenceRoom:
@@ -37,8 +53,6 @@ class SequenceRoom:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
             not drafted.
         records: there is room for what is kept of a prompt for the prefix cache.
-        apart: each of several is computed in caches of its own, and none is padded to the length of the longest: where
-            they are drafted, and where there is no room for the others beside one that is much longer.
     """
 
     def __init__(
@@ -51,12 +65,17 @@ class SequenceRoom:
     ) -> None:
         self._session, self._base, self._asked_step = session, session.size, asked_step
         self._asked_drafts, self._planned = asked_drafts, planned
-        self._draft = None if session.residency is None else session.residency.layers.draft
+        self._draft = session.residency.layers.draft
         self._transport = session.transport
         self._transport.rest()
-        self.drafted, self.apart, self.records = 0, False, True
+        self.drafted, self.records = 0, True
         self._captured = 0  # bytes of the joining prompts' states that there is room for
         self._agreed_step: int | None = None  # the least of all ranks' chunks
+
+    @property
+    def apart(self) -> bool:
+        """Whether each of several is computed in caches of its own, where they are drafted."""
+        return self.drafted > 0
 
     @property
     def step(self) -> int:
@@ -101,7 +120,7 @@ class SequenceRoom:
         longest = max(lengths) + 1
         if len(lengths) == 1:
             prompt = max(joining, default=1)
-            if residency is not None and (size.sequences > 1 or (joining and size is not self._base)):
+            if size.sequences > 1 or (joining and size is not self._base):
                 # What those before it had grown to is not this one's.
                 residency.release(self._base)
             # What looks ahead in memory keeps what it goes back to.
@@ -115,35 +134,26 @@ class SequenceRoom:
                     raise
                 make_room(session, longest + ahead, prompt, self._asked_step, kept=kept)
                 self.records = False
-            return ANY if residency is None else max(longest, session.plan.context - ahead)
+            return max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
-        same = size.sequences == len(lengths) and not joining and not given_up
-        same = same and self._captured == self._to_keep(begun, apart=self.apart)
-        held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
-        if same and longest + self.drafted <= size.context and held <= size.room:
+        same = (
+            size.sequences == len(lengths) and not joining and not given_up and self._captured == self._to_keep(begun)
+        )
+        if same and longest + self.drafted <= size.context:
             return size.context
-        drafted = self.drafted
-        if not same:
-            drafted = self._base.drafted if self._drafts_pay(len(lengths)) else 0
+        drafted = self.drafted if same else self._base.drafted if self._drafts_pay(len(lengths)) else 0
         if drafted:
             with contextlib.suppress(BudgetError):
                 context = self._take(lengths, prompts, drafted)
-                self.drafted, self.apart = drafted, True
+                self.drafted = drafted
                 return context
         # Who has no room for one more goes on as before.
-        try:
-            context, apart = self._take(lengths, prompts, 0), False
-        except BudgetError:
-            # Of what reads experts one by one, each would read its own.
-            if not self._transport.alone or session.plan.pools:
-                raise
-            context, apart = self._take(lengths, prompts, 0, apart=True), True
-        self.drafted, self.apart = 0, apart
+        context, self.drafted = self._take(lengths, prompts, 0), 0
         return context
 
-    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
+    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int) -> int:
         """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
-        the longest. ``apart``: as they are without padding."""
+        the longest."""
         session, size = self._session, self._session.size
         residency = session.residency
         longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
@@ -153,32 +163,29 @@ class SequenceRoom:
         wanted = for_sequences(one, len(lengths), sum(joining) + drafted)
         # Of what is drafted each text has states to go back to. Who is drafted by a copy has room for them in what is
         # counted of the copy's caches, which are there for one text after the other.
-        copied = self._draft is not None
-        kept = one.kept + ((len(lengths) - 1) * one.states if drafted and not copied else 0)
+        kept = one.kept + ((len(lengths) - 1) * one.states if drafted and self._draft is None else 0)
         # Whoever has caches of its own has its prompt kept; room for that is given back behind the sweep.
-        captured = self._to_keep(joining, apart=apart or drafted > 0)
-        kept, before = kept + captured, self._captured
-        shared = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP if apart else len(lengths) * context
-        wanted = replace(wanted, shared=shared, step=KV_STEP if drafted or apart else SHARED_STEP, kept=kept)
+        captured, before = self._to_keep(joining) if drafted else 0, self._captured
+        step = KV_STEP if drafted else SHARED_STEP
+        wanted = replace(wanted, shared=len(lengths) * context, step=step, kept=kept + captured)
         if session.streaming is None:
             self._check_whole(wanted, prompt)
-        if residency is not None:
-            steps = [min(self._asked_step, prompt)] if self._asked_step else None
-            residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
-            if len(lengths) < size.sequences or captured < before:
-                residency.release(wanted)
+        steps = [min(self._asked_step, prompt)] if self._asked_step else None
+        residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
+        if len(lengths) < size.sequences or captured < before:
+            residency.release(wanted)
         self._captured = captured
         return context
 
-    def _to_keep(self, prompts: Sequence[int], *, apart: bool) -> int:
-        """Bytes of states that are kept of prompts that are computed, of several sequences."""
-        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if apart else 0
+    def _to_keep(self, prompts: Sequence[int]) -> int:
+        """Bytes of states that are kept of prompts that are computed, of several drafted sequences."""
+        return sum(captured_bytes(self._session, tokens) for tokens in prompts) if self.apart else 0
 
     def _drafts_pay(self, texts: int) -> bool:
         """Whether several texts are written faster with drafts, each in caches of its own."""
         session, residency = self._session, self._session.residency
         drafting, streaming, size = session.drafting, session.streaming, self._base
-        if not self._transport.alone or residency is None or streaming is None or drafting is None:
+        if not self._transport.alone or streaming is None or drafting is None:
             return False
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
@@ -201,7 +208,7 @@ class SequenceRoom:
     def _see_draft(self) -> bool:
         """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
         residency = self._session.residency
-        if residency is None or residency.layers.draft is self._draft:
+        if residency.layers.draft is self._draft:
             return False
         self._base, self._draft = residency.without_draft(self._base), residency.layers.draft
         return True
@@ -216,7 +223,7 @@ class SequenceRoom:
             BudgetError: not even by itself.
         """
         residency, budget = self._session.residency, self._session.plan.budget_bytes
-        if residency is None or not self._transport.alone or residency.holds(tokens + 1, prompt, self._base):
+        if not self._transport.alone or residency.holds(tokens + 1, prompt, self._base):
             return
         raise BudgetError(
             f"a context of {tokens + 1} tokens does not fit into {format_size(budget)} with this model, by itself "
@@ -225,13 +232,12 @@ class SequenceRoom:
 
     def rest(self) -> None:
         """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
-        residency = self._session.residency
         self._transport.rest()
         if self._planned:
             return
         self._see_draft()
-        if residency is not None and self._session.size is not self._base:
-            residency.release(self._base)
+        if self._session.size is not self._base:
+            self._session.residency.release(self._base)
 
     def _check_whole(self, wanted: ModelSize, prompt: int) -> None:
         """Refuse what a model that is all in memory would have to be streamed for."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..machine.allocator import limits
 from ..machine.exclusive import Exclusive, only
 
 Item = TypeVar("Item")
@@ -78,10 +83,21 @@ class NotHandedOut(BaseException):
     """Thrown in at a ``yield`` of which nobody got to see the value."""
 
 
-def pass_on(steps: Generator[Any, None, None], error: BaseException) -> None:
+def pass_on(steps: Generator[Any, None, Any], error: BaseException) -> None:
     """Let ``steps`` know, at its last ``yield``, what ended whoever reads it. What it raises itself comes out."""
     try:
         steps.throw(error)
     except BaseException as e:
         if e is not error:
             raise
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Mlx-lm's ``wired_limit`` around a generation: it wires all, and puts back what was there, which may be older than
+    a model."""
+    try:
+        with wired_limit(model, [generation_stream]):
+            yield
+    finally:
+        limits.renew()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine.session import Session
-from .batch_engine import Request, Token
-from .known import Known, look_up, unkept
+from .batch_engine import Known, Request, Token
+from .prefix_cache import look_up, unkept
+from .sampling import OwnSampler
+
+_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -53,12 +56,20 @@ class ScheduledSequence:
         """Tokens of it at most."""
         return self.length - self.answered + self.request.max_tokens
 
+    def rewind(self, unseen: int = 0) -> None:
+        """Have its own sampler be as after its answer, but for ``unseen`` tokens: what was computed ahead and given to
+        nobody has not been drawn."""
+        if isinstance(sampler := self.request.sampler, OwnSampler):
+            sampler.rewind(self.answered - unseen)
+
     def begin(self, session: Session, chunk: int, *, whole: bool, finds: bool, records: bool) -> Request:
         """What it begins with, or begins anew.
 
         Args:
             chunk, whole: as in ``look_up``. finds: prompts are looked up; records: and there is room to keep them.
         """
+        if self.request.alone is not None:
+            return self.request
         if self.cache is not None or self.held or not finds:
             return self.go_on()
         found, known = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared)
@@ -105,10 +116,14 @@ class StepResult:
         """What it brought the others."""
         return StepResult(
             [token for token in self.tokens if token.uid not in gone],
-            {uid: seconds for uid, seconds in self.joined.items() if uid not in gone},
-            {uid: found for uid, found in self.found.items() if uid not in gone},
-            {uid: held for uid, held in self.prompts.items() if uid not in gone},
-            {uid: drafts for uid, drafts in self.drafts.items() if uid not in gone},
+            _without(self.joined, gone),
+            _without(self.found, gone),
+            _without(self.prompts, gone),
+            _without(self.drafts, gone),
             [uid for uid in self.full if uid not in gone],
             [(uid, error) for uid, error in self.failed if uid not in gone],
         )
+
+
+def _without(told: dict[int, _Value], gone: Collection[int]) -> dict[int, _Value]:
+    return {uid: value for uid, value in told.items() if uid not in gone}

@@ -78,7 +78,6 @@ class DroppableDraft:
         kv_disk: whether keys and values may lie on disk without it.
         end: lets go of it, and of the guesses under way.
         high_bits: of a nested draft the tensors on disk that the model's layers share, by their paths in the model.
-        check: raises a StoreError if these are not what they were when they were read.
     """
 
     draft: Draft
@@ -86,7 +85,6 @@ class DroppableDraft:
     kv_disk: str
     end: Callable[[], None]
     high_bits: Mapping[str, TensorInfo] = field(default_factory=dict)
-    check: Callable[[], object] = lambda: None
 
     def size_without(self, size: ModelSize, head_streamed: bool) -> ModelSize:
         """The model's size, which counts the draft, without it."""

@@ -6,7 +6,6 @@ that is to stay is copied out of its slot when the pass after next brings it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import BudgetError, StoreError
+from ..errors import BudgetError
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..plan.planner import farthest, replan, replanned_bytes, thin
@@ -257,12 +256,6 @@ class ResidentLayers:
         if draft is None or not before.streams or self.session.streaming is None:
             return 0
         self.draft = None
-        try:
-            draft.check()
-        except StoreError as error:
-            # Weights would be read from it that are not the model's: it stays in memory.
-            logging.getLogger("outcore").warning("%s; what drafts cannot be given up", error)
-            return 0
         self.given_up = draft, before.head_streamed
         self.session.without_draft(draft.profile_without(self.session.profile, before.head_streamed))
         draft.end()

@@ -60,6 +60,9 @@ class Drafter(Protocol):
     @property
     def model(self) -> Any: ...
 
+    def hidden(self) -> Any:
+        """What keeps a text's last hidden states for it; None where it does not draft from them."""
+
 
 @dataclass(frozen=True)
 class Folders(ReadSettings):
@@ -113,8 +116,6 @@ class Session(Engine):
         vocabulary: tokens that the model has embeddings for; None where that is not known.
         found: tokens of the last prompt that were computed before, and found (``prefix``).
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
-        text: tokens that the last text goes on with, prompt and answer, where older ones had to go
-            (``decode.eviction``), of which ``in_cache`` are in its caches; None: all do.
     """
 
     transport: Transport
@@ -143,7 +144,6 @@ class Session(Engine):
         self.forms, self.positions = profile.trace.forms, position_limit(profile.lazy.config)
         self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
-        self.text: list[int] | None = None
         self.closing, self._notes = Observers(), notes
         self.drafting: Drafter | None = None
         self.watch: Watch | None = None

@@ -14,10 +14,10 @@ import mlx.nn as nn
 
 from ..checkpoint.lazy_model import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
+from ..decode.loader import load_model
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
-from ..loading.loader import load_model
 from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_compat import set_chat_template
 from ..options import LoadOptions

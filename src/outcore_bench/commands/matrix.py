@@ -14,7 +14,7 @@ from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.cli.output import tell
 from outcore.errors import OutcoreError
-from outcore.loading.budget import given_budget
+from outcore.machine.budget import given_budget
 from outcore.text import printable
 
 from ..document import writable

@@ -13,9 +13,9 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.cli import plan
 from outcore.cli.commands import parser_of
 from outcore.cli.console import console as plan_console
+from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
-from outcore.loading.budget import given_budget
-from outcore.loading.preparation import prepare
+from outcore.machine.budget import given_budget
 from outcore.sizes import format_size
 
 from ..devices import Device, PublishedRow, device

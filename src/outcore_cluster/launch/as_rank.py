@@ -61,7 +61,6 @@ SAME = (
     "kv_group_size",
     "quantized_kv_start",
     "max_kv_size",
-    "kv_eviction",
     "max_tokens",
 )
 """Flags that all ranks have to be given alike: they change numbers, or when a text ends, and nobody would see it."""

@@ -12,8 +12,8 @@ from outcore.checkpoint.find_model import name_of
 from outcore.cli.engine import model_folder, progress_bar
 from outcore.cli.output import tell
 from outcore.cli.plan import FEWER_TOKENS, plan_options
+from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
-from outcore.loading.preparation import Preparation, prepare
 from outcore.sizes import format_size
 from outcore.text import printable
 from outcore_cluster.forecast import RankPart, RanksPlan

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from outcore.cli.serve import service_options
 from outcore.decode.continuous import Continuous
+from outcore.decode.loader import load_model
 from outcore.errors import UsageError
-from outcore.loading.loader import load_model
 from outcore.monitoring import publish
 from outcore.monitoring.publisher import staying
 from outcore.serve.service import ServiceOptions

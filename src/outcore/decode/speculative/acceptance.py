@@ -49,7 +49,7 @@ class CostLine:
     """
 
     seen: int = 0
-    sums: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)  # 1, n, s, n n, n s
+    sums: tuple[float, ...] = (0.0,) * 5  # 1, n, s, n n, n s
     doubted: bool = False
 
     def add(self, tokens: int, seconds: float) -> None:
@@ -58,9 +58,9 @@ class CostLine:
             self.doubted = True
             return
         if self.doubted or seconds * FAR < expected:
-            self.seen, self.sums = 0, (0.0, 0.0, 0.0, 0.0, 0.0)
+            self.seen, self.sums = 0, (0.0,) * 5
         new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
-        self.sums = tuple(LAST * b + n for b, n in zip(self.sums, new, strict=True))  # type: ignore[assignment]
+        self.sums = tuple(LAST * b + n for b, n in zip(self.sums, new, strict=True))
         self.seen, self.doubted = self.seen + 1, False
 
     def at(self, tokens: int) -> float:
@@ -82,8 +82,7 @@ class Rate:
     all: float = WEIGHT
 
     def add(self, right: bool) -> None:
-        self.right = self.right * FADE + right
-        self.all = self.all * FADE + 1
+        self.right, self.all = self.right * FADE + right, self.all * FADE + 1
 
     def fade_to(self, guesses: float) -> None:
         if self.all > guesses:
@@ -102,7 +101,7 @@ class AcceptanceStats:
         rates, sources: how often guesses of a kind, and of a source, were right.
         guess: what a guess of a source takes; ``follow``: and a token of the text there.
         computing: what a sweep computes in; ``read_s``: what it takes at least, from the end of the one before.
-        sweeps: that were seen, and tokens that they ``made``; ``counts``: guesses of each source, and right ones.
+        sweeps: that were seen, and tokens that they ``made``.
         first: guesses of a source that are thought to be worth their time, for a sweep before any was seen.
         byte_s: what the disk took for a byte, of late; ``counted``: bytes and seconds of reading so far.
     """
@@ -115,15 +114,13 @@ class AcceptanceStats:
     read_s: float = 0.0
     sweeps: int = 0
     made: int = 0
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     byte_s: Seconds = field(default_factory=Seconds)
     counted: tuple[int, float] = (0, 0.0)
 
     def expect(self, source: str, chance: float, first: int) -> None:
         """A source's guesses are thought to be right with this chance, and so many to be worth their time."""
-        self.sources[source] = Rate(chance * KEPT, KEPT)
-        self.first[source] = first
+        self.sources[source], self.first[source] = Rate(chance * KEPT, KEPT), first
 
     def another_text(self) -> None:
         """Another text begins: what was learnt of those before counts for less."""
@@ -146,8 +143,6 @@ class AcceptanceStats:
 
     def judged(self, key: Key, right: bool) -> None:
         """A guess of this kind was right, or not."""
-        guesses, rights = self.counts.get(key[0], (0, 0))
-        self.counts[key[0]] = guesses + 1, rights + right
         prior = self.typical(key[0]) * WEIGHT
         self.rates.setdefault(key, Rate(prior)).add(right)
         self.sources.setdefault(key[0], Rate(prior)).add(right)

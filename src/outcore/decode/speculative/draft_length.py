@@ -144,38 +144,22 @@ class DraftLengthPolicy:
         self.expected = expected
         return guesses
 
-    def saw(
-        self,
-        guesses: Sequence[Guess],
-        text: Sequence[int],
-        tokens: int,
-        seconds: float,
-        stall_s: float,
-        idle_s: float = 0.0,
-    ) -> None:
+    def judged(self, guesses: Sequence[Guess], text: Sequence[int], seconds: float) -> None:
         """What became of a draft.
 
         Args:
-            text: that the sweep made: guesses that were right, and one token more.
-            tokens: that the sweep computed; ``seconds``: that it took, of which ``stall_s`` waiting for the disk;
-                ``idle_s``: before it, since the one before.
+            text: that the sweep made: guesses that were right, and one token more; ``seconds``: that it took for it.
         """
-        self.judged(guesses, text, seconds)
-        self.swept(tokens, seconds, stall_s, idle_s)
-
-    def judged(self, guesses: Sequence[Guess], text: Sequence[int], seconds: float) -> None:
-        """What of a draft was right, of a sweep that may be others' too; arguments as of ``saw``."""
+        learnt = self.experience
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
-                self.experience.judged(key, guessed == token)
-        self.experience.sweeps, self.experience.made = (
-            self.experience.sweeps + 1,
-            self.experience.made + max(1, len(text)),
-        )
+                learnt.judged(key, guessed == token)
+        learnt.sweeps, learnt.made = learnt.sweeps + 1, learnt.made + max(1, len(text))
         self._idle_s = 0.0 if guesses else self._idle_s + seconds
 
-    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float) -> None:
-        """What a sweep took; arguments as of ``saw``."""
+    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float = 0.0) -> None:
+        """A sweep computed so many tokens in so many seconds, of which it waited ``stall_s`` for the disk; ``idle_s``:
+        before it, since the one before."""
         self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead)
 
     def _beside_s(self, tokens: int, spent: float = 0.0) -> float:

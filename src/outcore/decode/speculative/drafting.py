@@ -20,7 +20,7 @@ from ...plan.draft_cost import AUTO, MODEL, MTP, NGRAM, NONE, SELF, Draft
 from ...plan.model_size import ModelSize
 from ...plan.planner import resident_budget
 from ...text import shortened
-from ..hidden_states import HiddenStates
+from ..passes import HiddenKeeper
 from ..sampling import DrawForecast, MlxLmSampler
 from .draft_length import DraftLengthPolicy
 from .draft_model import HELD, CopySource, ModelSource, State
@@ -66,6 +66,9 @@ class HeadDrafts(Protocol):
     def shared_with(self, model: nn.Module) -> Any:
         """What the head uses of a loaded model; its ``tap`` hears the model's last hidden states."""
 
+    def hidden(self, shared: Any) -> HiddenKeeper:
+        """What keeps a text's last hidden states for the head."""
+
     def proposer(
         self,
         head: nn.Module,
@@ -73,7 +76,7 @@ class HeadDrafts(Protocol):
         name: str,
         how: DrawForecast | MlxLmSampler | None,
         vocabulary: int,
-        hidden: HiddenStates,
+        hidden: HiddenKeeper,
     ) -> Droppable:
         """A source of guesses for one text; ``name``, ``how`` and ``vocabulary`` as in ``ModelSource``."""
 
@@ -120,9 +123,9 @@ class Drafting:
     shared: Any = None
     _sources: weakref.WeakSet[Droppable] = field(default_factory=weakref.WeakSet, repr=False)
 
-    def hidden(self) -> HiddenStates | None:
+    def hidden(self) -> HiddenKeeper | None:
         """What keeps a text's hidden states for it; None where it does not draft from them."""
-        return None if self.shared is None else HiddenStates(self.shared.tap)
+        return None if self.shared is None else cast(HeadDrafts, head_drafts()).hidden(self.shared)
 
     def source(
         self,
@@ -130,7 +133,7 @@ class Drafting:
         how: DrawForecast | MlxLmSampler | None,
         vocabulary: int,
         state: State,
-        hidden: HiddenStates | None = None,
+        hidden: HiddenKeeper | None = None,
     ) -> Proposer:
         """A source of guesses for one text, of which the model holds ``state``, and somebody ``hidden``."""
         if self.model is None:
@@ -138,7 +141,7 @@ class Drafting:
         return Both(NGram(), self.by_model(how, vocabulary, state, hidden), control.experience.chance)
 
     def by_model(
-        self, how: DrawForecast | MlxLmSampler | None, vocabulary: int, state: State, hidden: HiddenStates | None = None
+        self, how: DrawForecast | MlxLmSampler | None, vocabulary: int, state: State, hidden: HiddenKeeper | None = None
     ) -> Proposer:
         """The model's guesses without the text's repetitions."""
         assert self.model is not None

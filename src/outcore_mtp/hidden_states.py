@@ -6,16 +6,48 @@ cache, there may be fewer than tokens. So what they take of memory does not depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from ..modules.call_values import copy_of
-from ..modules.hidden_tap import HiddenTap
+from outcore.modules.call_values import copy_of
+from outcore.modules.hooks import swap
 
 WINDOW = 256
 """Tokens whose states are held at most."""
+
+
+class HiddenTap:
+    """Listens to a model's final norm, which puts out the states that its head is given; nothing of a pass changes.
+
+    Args:
+        norm: outside of layers, so that its weights are always in memory.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._heard = threading.local()
+        swap(norm, "Tapped", self._call)
+
+    def _call(self, original: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
+        states = original(*args, **kwargs)
+        heard: list[mx.array] | None = getattr(self._heard, "now", None)
+        if heard is not None:
+            heard.append(states)
+        return states
+
+    @contextmanager
+    def listening(self) -> Iterator[list[mx.array]]:
+        """What passes that this thread builds inside put out: arrays (1, tokens, hidden), not evaluated."""
+        heard: list[mx.array] = []
+        self._heard.now = heard
+        try:
+            yield heard
+        finally:
+            self._heard.now = None
 
 
 class HiddenStates:
@@ -31,7 +63,7 @@ class HiddenStates:
 
     def __init__(self, tap: HiddenTap, window: int = WINDOW) -> None:
         self._tap = tap
-        self._window = window
+        self.window = window
         self._first = 0  # token of a prompt from which on states are wanted
         self._parts: list[tuple[int, mx.array]] = []  # first token, and states (1, tokens, hidden); without gaps
         self.end = 0
@@ -43,7 +75,7 @@ class HiddenStates:
 
     def expect(self, tokens: int) -> None:
         """A prompt is computed that ends before this token."""
-        self._first = tokens - self._window
+        self._first = tokens - self.window
 
     @contextmanager
     def watch(self, first: int, tokens: int) -> Iterator[None]:
@@ -64,7 +96,7 @@ class HiddenStates:
         if known < states.shape[1]:
             self._parts.append((first + known, states[:, known:] if known else states))
             self.end = first + states.shape[1]
-        while self._parts and self.end - sum(self._shape(0)) >= self._window:
+        while self._parts and self.end - sum(self._shape(0)) >= self.window:
             del self._parts[0]
 
     def _shape(self, part: int) -> tuple[int, int]:
@@ -73,7 +105,7 @@ class HiddenStates:
 
     def settle(self) -> None:
         """What is held was evaluated. A long part's older tokens go, and with them its memory."""
-        if self._parts and (old := self.end - self._window - self._parts[0][0]) > 0:
+        if self._parts and (old := self.end - self.window - self._parts[0][0]) > 0:
             first, states = self._parts[0]
             own = copy_of(states[:, old:])
             mx.eval(own)

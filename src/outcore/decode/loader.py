@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 import mlx.nn as nn
 
+from ..calibration.first_use import check_machine
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirror import compare_whole
 from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
-from ..decode.speculative.acceptance import AcceptanceStats
-from ..decode.speculative.drafting import Drafting, HeadDrafts, head_drafts
-from ..decode.speculative.self_draft import load_self_draft, make_self_draft, self_draft
 from ..disk.mirrored_reader import Replicas
 from ..engine.binding import Progress
 from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Folders, Session
-from ..errors import StoreError, StoreSpaceError
+from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
+from ..plan.draft_choice import SeenDrafts, chance_of, expected
 from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
 from ..plan.joint_plan import Planned
 from ..plan.planner import resident_budget
 from ..text import refuse_unknown
-from .draft_choices import to_write, what_it_gives
-from .draft_experience import begun, keep_drafts, seen_before
-from .first_use import check_machine
-from .prefix import NO_BLOCKS, prefix_cache
+from .prefix_cache import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
+from .speculative.acceptance import AcceptanceStats
+from .speculative.choices import to_write
+from .speculative.drafting import Drafting, HeadDrafts, head_drafts
+from .speculative.self_draft import load_self_draft, make_self_draft, self_draft
 
 __all__ = ["load", "load_model"]
 
@@ -173,7 +171,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             prefill_step_size=o.prefill_step_size,
             notes=notes,
             prefix=prefix,
-            experience=_expectations(prepared, o.dtype),
+            experience=_expectations(prepared),
             random_after=profile.lazy.random_after,
         )
         try:
@@ -189,22 +187,22 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             session.close()
             raise
         unless.pop_all()
-    identity = profile.lazy.checkpoint.identity()
-    if prepared.draft is not None:
-        session.closing.join(partial(keep_drafts, weakref.ref(session), identity, prepared.draft, o.dtype))
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
 
 
-def _expectations(prepared: Preparation, dtype: str | None) -> AcceptanceStats | None:
-    """What the first text's drafts begin with."""
+def _expectations(prepared: Preparation) -> AcceptanceStats | None:
+    """What the first text's drafts begin with: what is expected of what drafts."""
     draft, profile, choice = prepared.draft, prepared.profile, prepared.choice
     if draft is None or draft.kind == NGRAM or not prepared.plan.streams:
         return None
     if choice is None and profile.share is None:
         planned = Planned(prepared.plan, profile.size, draft)
-        choice = what_it_gives(profile, planned, prepared.calibration, prepared.planning.blocks, dtype)
-    return begun(choice, draft, seen_before(profile.lazy.checkpoint.identity(), draft.name, dtype))
+        choice = expected(planned, prepared.calibration, draft.name, prepared.planning.blocks)
+    found = AcceptanceStats()
+    if choice is not None and choice.planned is not None:
+        found.expect(draft.kind, chance_of(draft, SeenDrafts()), choice.drafted)
+    return found
 
 
 def _tell_first(prepared: Preparation, report: Progress) -> None:
@@ -310,30 +308,4 @@ def _droppable(
         if (session := of()) is not None:
             session.draft_with(Drafting(NGRAM, NGRAM))
 
-    found = high_bits or {}
-    return DroppableDraft(
-        draft, prepared.profile.size.context, kv_disk, end, found, partial(_check_files, found, _stamps(found))
-    )
-
-
-def _stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, tuple[int, int, int]]:
-    """What tells that a file is another one, or was written to.
-
-    Raises:
-        StoreError: one is gone.
-    """
-    stamps = {}
-    for file in {tensor.file for tensor in tensors.values()}:
-        try:
-            found = file.stat()
-        except OSError as error:
-            raise StoreError(f"{file}: cannot be read ({error.strerror})") from error
-        stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
-    return stamps
-
-
-def _check_files(tensors: Mapping[str, TensorInfo], before: Mapping[Path, tuple[int, int, int]]) -> None:
-    now = _stamps(tensors)
-    for file, stamp in before.items():
-        if now[file] != stamp:
-            raise StoreError(f"{file}: was written to since it was read")
+    return DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import xxhash
 
-from ..calibration.calibration_file import key_of
 from ..disk.disk_probe import unseen_rewrites, wrong_reads
 from ..errors import StoreError, UnsupportedModelError
 from ..machine.cache_folder import cache_dir, make_cache
+from .calibration_file import key_of
 
 FOLDER, VERSION = "checked", 1
 REWRITES = 10

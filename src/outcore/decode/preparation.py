@@ -11,16 +11,16 @@ from typing import Any, Protocol, Unpack, cast
 import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
+from ..calibration.mirrored import about_mirrors
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.mirror import find_mirror
 from ..checkpoint.packed_store import open_model
-from ..decode.speculative.drafting import parse_draft
 from ..disk.mirrored_reader import Replica
 from ..disk.scratch import try_folder
+from ..engine.compact_copy import about_codings, or_compact
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError
-from ..loading.budget import asked_budget
+from ..machine.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
@@ -28,7 +28,7 @@ from ..modules.call_values import mergeable
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
-from ..plan.draft_choice import Choice
+from ..plan.draft_choice import Choice, fastest
 from ..plan.draft_cost import AUTO, NONE, Draft
 from ..plan.joint_plan import Planning
 from ..plan.machine_profile import Calibration
@@ -37,10 +37,9 @@ from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
-from .compact_copy import about_codings, or_compact
-from .draft_choices import Way, chosen_way, ways_to_draft
-from .mirrored import about_mirrors
-from .opened import measured, with_draft
+from .speculative.choices import Way, ways_to_draft
+from .speculative.drafting import parse_draft
+from .speculative.opened import measured, with_draft
 
 
 @dataclass(frozen=True)
@@ -128,63 +127,38 @@ def prepare(
     if ranks is not None:
         o = ranks.options(o)
     budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
-    opened = _opened(folder, o, budget)
-    profile, calibration, draft = opened.profile, opened.calibration, opened.draft
-    planning = Planning(profile.size, opened.kind, draft, ring_options(o), blocks=not on_cpu())
+    opened, known = _opened(folder, o, budget)
     if ranks is not None:
-        planning = ranks.room_for_draft(planning, o, budget)
-        draft = planning.draft
-    alone = o.most_sequences > 1 and (profile.evaluates or not mergeable(profile.lazy.model))
+        planning = ranks.room_for_draft(opened.planning, o, budget)
+        opened = replace(opened, planning=planning, draft=planning.draft)
+    profile, kind = opened.profile, opened.planning.kind
     if o.most_sequences > 1:
-        size, plan = _plan_for_several(profile.size, o, alone, budget, calibration)
+        alone = profile.evaluates or not mergeable(profile.lazy.model)
+        plan_for = partial(_plan_for_several, profile.size, alone=alone, budget=budget, calibration=opened.calibration)
+        size, plan = plan_for(o)
         if ranks is not None:
-            size, plan = ranks.several(
-                size, plan, o, lambda fixed: _plan_for_several(opened.profile.size, fixed, alone, budget, calibration)
-            )
-        one = _One(replace(profile, size=size), plan, draft)
+            size, plan = ranks.several(size, plan, o, plan_for)
+        prepared = replace(opened, profile=replace(profile, size=size), plan=plan)
     else:
-        one = _plan_for_one(profile, planning, folder, o, opened.known, calibration, budget, least)
-    profile, plan = one.profile, one.plan
-    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, opened.kind, o)
-    notes += _about_kv(profile, plan, o) + opened.told
+        alone = False
+        prepared = _planned_for_one(opened, folder, o, known, budget, least)
+    profile, plan = prepared.profile, prepared.plan
+    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
+    notes += _about_kv(profile, plan, o) + opened.notes
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
-    prepared = Preparation(
-        profile,
-        plan,
-        opened.cpu_streams,
-        notes,
-        calibration,
-        one.draft,
-        planning,
-        str(model_path),
-        one.refused,
-        one.choices,
-        one.choice,
-        opened.mirrors,
-    )
+    prepared = replace(prepared, notes=notes, given=str(model_path))
     return prepared if ranks is None else ranks.predicted(prepared, o)
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A model before it is planned for, and what drafts for it; ``known``: the calibration, if there is one; ``told``:
-    notes on mirrors."""
-
-    profile: ModelProfile
-    kind: str
-    draft: Draft | None
-    cpu_streams: int
-    known: Calibration | None
-    calibration: Calibration
-    mirrors: tuple[Replica, ...]
-    told: tuple[str, ...]
-    shared: SharedOut | None
-
-
-def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
-    """Open a model and what drafts for it, of all copies that there are the one that is fastest within the budget."""
-    lazy = _opened_lazily(folder, o)
+def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
+    """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
+    within the budget. With the machine's calibration, if there is one."""
+    if o.kv_dir is not None and o.kv_disk != "off":
+        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    lazy = open_model(
+        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
+    )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known = load_calibration(folder, streams)
     mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
@@ -201,7 +175,11 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> _Opened:
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(profile, kind, which, folder, o, known)
-    return _Opened(profile, kind, draft, streams, known, known or ASSUMED, mirrors, told, shared)
+    planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
+    found = Preparation(
+        profile, cast(Plan, None), streams, told, known or ASSUMED, draft, planning, "", mirrors=mirrors
+    )
+    return found, known
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
@@ -221,52 +199,31 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
 
 
-def _opened_lazily(folder: Path, o: LoadOptions) -> LazyModel:
-    if o.kv_dir is not None and o.kv_disk != "off":
-        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
-    return open_model(
-        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
-    )
-
-
-@dataclass(frozen=True)
-class _One:
-    """What was planned; ``choices`` and ``choice`` where what drafts was chosen."""
-
-    profile: ModelProfile
-    plan: Plan
-    draft: Draft | None
-    choices: tuple[Choice, ...] = ()
-    choice: Choice | None = None
-    refused: str | None = None
-
-
-def _plan_for_one(
-    profile: ModelProfile,
-    planning: Planning,
-    folder: Path,
-    o: LoadOptions,
-    known: Calibration | None,
-    calibration: Calibration,
-    budget: int,
-    least: bool,
-) -> _One:
+def _planned_for_one(
+    opened: Preparation, folder: Path, o: LoadOptions, known: Calibration | None, budget: int, least: bool
+) -> Preparation:
     """One sequence, and what drafts for it."""
+    planning, profile, draft_ways = opened.planning, opened.profile, list[Way]()
     # A caution of ours is no reason to refuse what there is room for.
     room = budget if o.asked else max(budget, last_resort())
     allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
-    planned = planning.at(allowed, calibration)
-    ways: list[Way] = []
+    planned = planning.at(allowed, opened.calibration)
     choice: Choice | None = None
     if planning.kind == AUTO and planned.plan.streams and not planned.plan.pools:
-        ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
-        best = chosen_way(ways)
-        profile, choice, planned = best.profile, best.choice, best.choice.planned or planned
+        draft_ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
+        choice = fastest([way.choice for way in draft_ways])
+        profile = next(way.profile for way in draft_ways if way.choice is choice)
+        planned = choice.planned or planned
         planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
-    size = replace(planned.size, on_disk=bool(planned.plan.kv_slot))
-    refused = planning.refusal(budget) if planning.smallest > room else None
-    choices = tuple(way.choice for way in ways)
-    return _One(replace(profile, size=size), planned.plan, planned.draft, choices, choice, refused)
+    return replace(
+        opened,
+        profile=replace(profile, size=replace(planned.size, on_disk=bool(planned.plan.kv_slot))),
+        plan=planned.plan,
+        draft=planned.draft,
+        choices=tuple(way.choice for way in draft_ways),
+        choice=choice,
+        refused=planning.refusal(budget) if planning.smallest > room else None,
+    )
 
 
 def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
@@ -307,7 +264,7 @@ def draft_kind(o: LoadOptions) -> tuple[str, int | str | None]:
 
 
 def _plan_for_several(
-    size: ModelSize, o: LoadOptions, alone: bool, budget: int, calibration: Calibration
+    size: ModelSize, o: LoadOptions, *, alone: bool, budget: int, calibration: Calibration
 ) -> tuple[ModelSize, Plan]:
     """The size and the plan for sequences that share passes; for one at a time where they have to run ``alone``."""
     plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))

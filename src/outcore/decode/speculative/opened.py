@@ -5,25 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.manifest import PLANES
-from ..checkpoint.nested import can_be_nested, with_nested_layers
-from ..checkpoint.packed_store import open_again, open_copy, open_model
-from ..decode.speculative.draft_model import PROMPT_STEP
-from ..decode.speculative.drafting import (
-    check_tokenizers,
-    draft_by_model,
-    draft_folder,
-    draft_of_itself,
-    head_drafts,
-)
-from ..engine.model_profile import ModelProfile
-from ..engine.whole_profile import check_experts, profile_of
-from ..errors import UnsupportedModelError, UsageError
-from ..machine.device import COMPUTE_DTYPES
-from ..options import LoadOptions
-from ..plan.draft_cost import MTP, NGRAM, NONE, Draft
-from ..plan.machine_profile import Calibration
+from ...checkpoint.lazy_model import LazyModel
+from ...checkpoint.manifest import PLANES
+from ...checkpoint.nested import can_be_nested, with_nested_layers
+from ...checkpoint.packed_store import open_again, open_copy, open_model
+from ...engine.model_profile import ModelProfile
+from ...engine.whole_profile import check_experts, profile_of
+from ...errors import UnsupportedModelError, UsageError
+from ...machine.device import COMPUTE_DTYPES
+from ...options import LoadOptions
+from ...plan.draft_cost import MTP, NGRAM, NONE, Draft
+from ...plan.machine_profile import Calibration
+from .draft_model import PROMPT_STEP
+from .drafting import check_tokenizers, draft_by_model, draft_folder, draft_of_itself, head_drafts
 
 
 def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -> ModelProfile:

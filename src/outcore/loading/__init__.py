@@ -1,1 +1,0 @@
-"""From a name and a budget to a model that runs within it."""
