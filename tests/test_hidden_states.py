@@ -8,8 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outcore.modules.hooks import HiddenTap
-from outcore_mtp.hidden_states import HiddenStates
+from outcore_mtp.hidden_states import HiddenStates, HiddenTap
 
 
 @pytest.fixture

@@ -41,8 +41,8 @@ class Patch:
         self._settings = settings
         with applied.lock:
             applied.push(settings)
-            applied.before_load = _put
-            _put()
+            _names.put()
+            guard_requests()
 
     def remove(self) -> None:
         """End this one. mlx-lm is as it was if there is no other. Safe to call twice."""
@@ -86,13 +86,6 @@ def _drop(settings: PatchSettings | None) -> None:
         if applied.drop(settings):
             _names.give_back()
             unguard_requests()
-
-
-def _put() -> None:
-    with applied.lock:
-        if applied.current is not None:
-            _names.put()
-            guard_requests()
 
 
 def check_versions(version: Callable[[str], str] = metadata.version) -> None:

@@ -33,6 +33,7 @@ from outcore.machine.random_state import set_random_state
 from outcore.options import LoadOptions
 
 from .batch_generator import SharedBatchGenerator
+from .request_guard import guard_requests
 from .settings import PatchSettings, applied, warn_of_defaults
 from .stored_caches import BoundedPromptCache, cache_room
 
@@ -68,7 +69,7 @@ def load_by(
     load: Callable[[Path, LoadOptions], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
     """What ``load`` returns, of which the model comes first, within what the models of these settings share."""
-    applied.before_load()
+    guard_requests()  # of a server that was imported since
     found = settings.budget.load(folder, options, lambda o: load(folder, o))
     session: Session = found[0].outcore
     log.info("%s: %r", folder.name, session)

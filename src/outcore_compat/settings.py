@@ -38,7 +38,6 @@ class Applied:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._stack: list[PatchSettings] = []
-        self.before_load: Callable[[], object] = lambda: None
 
     @property
     def current(self) -> PatchSettings | None:

@@ -28,9 +28,9 @@ from mlx_lm.models.cache import CacheList, KVCache
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.errors import CheckpointError, UnsupportedModelError
 from outcore.machine.random_state import random_state_kept
-from outcore.modules.hooks import HiddenTap
 from outcore.text import one_line
 
+from .hidden_states import HiddenTap
 from .layouts import (
     QWEN,
     Cache,

@@ -6,16 +6,48 @@ cache, there may be fewer than tokens. So what they take of memory does not depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from outcore.modules.call_values import copy_of
-from outcore.modules.hooks import HiddenTap
+from outcore.modules.hooks import swap
 
 WINDOW = 256
 """Tokens whose states are held at most."""
+
+
+class HiddenTap:
+    """Listens to a model's final norm, which puts out the states that its head is given; nothing of a pass changes.
+
+    Args:
+        norm: outside of layers, so that its weights are always in memory.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._heard = threading.local()
+        swap(norm, "Tapped", self._call)
+
+    def _call(self, original: Callable[..., mx.array], args: Any, kwargs: Any) -> mx.array:
+        states = original(*args, **kwargs)
+        heard: list[mx.array] | None = getattr(self._heard, "now", None)
+        if heard is not None:
+            heard.append(states)
+        return states
+
+    @contextmanager
+    def listening(self) -> Iterator[list[mx.array]]:
+        """What passes that this thread builds inside put out: arrays (1, tokens, hidden), not evaluated."""
+        heard: list[mx.array] = []
+        self._heard.now = heard
+        try:
+            yield heard
+        finally:
+            self._heard.now = None
 
 
 class HiddenStates:

@@ -51,7 +51,7 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
     sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
     options = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     check_sampling(**options, vocabulary=sizes[0])
-    args.preset.prepare(tokenizer, config, **preset)
+    args.preset.prepare(tokenizer, **preset)
     return folder, tokenizer
 
 

@@ -25,10 +25,8 @@ class Preset:
     messages: Sequence[Mapping[str, str]] = ()
     stop: tuple[str, ...] = ()
 
-    def prepare(
-        self, tokenizer: TokenizerWrapper, config: Mapping[str, Any], *, template: bool = True, cached: bool = False
-    ) -> None:
-        """Set the tokenizer's chat template, and warn of what the model's config.json says.
+    def prepare(self, tokenizer: TokenizerWrapper, *, template: bool = True, cached: bool = False) -> None:
+        """Set the tokenizer's chat template.
 
         Args:
             template: whether one is used.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -89,9 +89,7 @@ class ModelfilePreset(Preset):
         self.said = said
         self.messages, self.stop = said.messages, said.stop
 
-    def prepare(
-        self, tokenizer: TokenizerWrapper, config: Mapping[str, Any], *, template: bool = True, cached: bool = False
-    ) -> None:
+    def prepare(self, tokenizer: TokenizerWrapper, *, template: bool = True, cached: bool = False) -> None:
         """As ``Preset`` has it, with the Modelfile's ``TEMPLATE``; so are the others."""
         said = self.said
         before = next((name for name in ("system", "messages") if name in said.lines), None)
