@@ -28,8 +28,8 @@ from outcore.cli.batch import read_requests
 from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
 from outcore.decode.batch_file import Output, line_error, read_lines
+from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import prepare
-from outcore.machine.budget import asked_budget
 from outcore.modules.cache_check import check_cache
 from outcore.plan.planner import ASSUMED
 from outcore_bench.report.inputs import read_inputs

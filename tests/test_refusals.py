@@ -26,9 +26,9 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import calibrate, demo, doctor, serve
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
+from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
-from outcore.machine.budget import given_budget
 from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
 from stand_ins import TokensOnly

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from outcore.checks import choice, whole
+from outcore.decode.budget import given_budget
 from outcore.errors import UsageError
-from outcore.machine.budget import given_budget
 from outcore.options import DTYPES, IO_MODES
 
 from .words import AUTO, CACHES, OUTCORE, WAYS

@@ -13,11 +13,11 @@ from typing import Any
 
 import mlx.nn as nn
 
+from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import prepare
 from outcore.engine.engine import State
 from outcore.engine.session import Session
 from outcore.errors import BudgetError
-from outcore.machine.budget import asked_budget
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import NONE
 from outcore.plan.planner import resident_budget

@@ -15,13 +15,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..checkpoint.find_model import demo_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
+from ..decode.budget import asked_budget
 from ..decode.generate import stream_generate
 from ..decode.loader import load
 from ..decode.prompt import encode
 from ..engine.session import Session
 from ..errors import OutcoreError, UsageError
 from ..machine.allocator import peak_held, reset_peak
-from ..machine.budget import asked_budget
 from ..sizes import format_size
 from .arguments import text_of
 from .console import PlainConsole, listing

@@ -13,9 +13,9 @@ from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
 from rich.table import Table
 
 from ..checks import whole
+from ..decode.budget import asked_budget
 from ..decode.preparation import prepare
 from ..errors import OutcoreError
-from ..machine.budget import asked_budget
 from ..plan.planner import resident_budget
 from ..sizes import format_size
 from ..text import one_line, shortened

@@ -20,7 +20,6 @@ from ..disk.scratch import try_folder
 from ..engine.compact_copy import about_codings, or_compact
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError
-from ..machine.budget import asked_budget
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
@@ -37,6 +36,7 @@ from ..plan.plan import Plan
 from ..plan.planner import ASSUMED, make_plan
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
+from .budget import asked_budget
 from .speculative.choices import Way, ways_to_draft
 from .speculative.drafting import parse_draft
 from .speculative.opened import measured, with_draft

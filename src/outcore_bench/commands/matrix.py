@@ -13,8 +13,8 @@ from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import progress_bar
 from outcore.cli.output import tell
+from outcore.decode.budget import given_budget
 from outcore.errors import OutcoreError
-from outcore.machine.budget import given_budget
 from outcore.text import printable
 
 from ..document import writable

@@ -13,9 +13,9 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.cli import plan
 from outcore.cli.commands import parser_of
 from outcore.cli.console import console as plan_console
+from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
-from outcore.machine.budget import given_budget
 from outcore.sizes import format_size
 
 from ..devices import Device, PublishedRow, device

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..checks import parse_size, whole
 from ..errors import BudgetError, UsageError
+from ..machine.memory import default_budget, memory_limits, process_memory_limit
 from ..options import AUTO, SHARE
 from ..sizes import MOST_BYTES, format_size
-from .memory import default_budget, memory_limits, process_memory_limit
 
 
 def asked_budget(memory: int | float | str | None, profile: str = "balanced") -> int:
