@@ -24,7 +24,7 @@ from ..modules.cache_check import check_cache
 from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
 from ..text import refuse_unknown
-from .batch_engine import Alone, Known, Request, Token
+from .batch_engine import Alone, KnownPrefix, Request, Token
 from .continuous import Continuous
 from .one_text import make_room
 from .passes import MLX_LM_STEP, KvBits
@@ -210,7 +210,7 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     # Ranks that share a model cut a prompt in the same way.
     tokens = cast(list[int], ids.tolist())
     max_tokens, step = session.transport.text_room(lambda: (length, held, *tokens), has_room, asked=asked is not None)
-    found, known = None, Known()
+    found, known = None, KnownPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
         same = given is None or session.prefix.like(given)
