@@ -219,16 +219,6 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
             known = known if captured >= 0 else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
     cache = make_prompt_cache(model, max_kv_size=window) if given is None and found is None else given
-    alone = Alone(
-        keeps=given is not None,
-        whole=given is not None and not kwargs.get("leave_last", False),
-        kv=kv,
-        bound=bound,
-        embeddings=embeddings,
-        progress=kwargs.get("prompt_progress_callback") or (lambda *_: None),
-        history=kwargs.get("history", ()),
-        draft_model=kwargs.get("draft_model"),
-    )
     forget = _filled(given, found.cache) if found is not None and given is not None else lambda: None
     request = Request(
         0,
@@ -239,9 +229,24 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
         cache=found.cache if cache is None and found is not None else cache,
         known=known,
         scores=True,
-        alone=alone,
+        alone=_alone(kwargs, kv, bound),
     )
     return _Begun(request, max_tokens, step, _drafted(kwargs), forget)
+
+
+def _alone(kwargs: dict[str, Any], kv: KvBits | None, bound: int | None) -> Alone:
+    """What the caller asks of a text that is written by itself."""
+    given = kwargs.get("prompt_cache") is not None
+    return Alone(
+        keeps=given,
+        whole=given and not kwargs.get("leave_last", False),
+        kv=kv,
+        bound=bound,
+        embeddings=kwargs.get("input_embeddings"),
+        progress=kwargs.get("prompt_progress_callback") or (lambda *_: None),
+        history=kwargs.get("history", ()),
+        draft_model=kwargs.get("draft_model"),
+    )
 
 
 def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
