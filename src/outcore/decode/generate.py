@@ -213,6 +213,7 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     found, known = None, KnownPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
+        session.note("" if kv is None else "prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
         same = given is None or session.prefix.like(given)
         if same and not held and not window and embeddings is None and kv is None:
             found, known = look_up(session, tokens, step, shared=shared)
