@@ -40,6 +40,7 @@ from outcore.decode.prompt import cached_tokens
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
+from outcore.disk.chunk import read_chunk
 from result_file import document_of
 from stand_ins import Oracle, TokensOnly
 
@@ -119,7 +120,7 @@ def disturbance(
     with contextlib.ExitStack() as stack:
         if kind == "read":
             trigger.error = lambda: OSError(5, "Input/output error")
-            stack.enter_context(replaced(reader_module, "read_chunk", trigger.before(reader_module.read_chunk)))
+            stack.enter_context(replaced(reader_module, "read_chunk", trigger.before(read_chunk)))
         elif kind in ("async_eval", "eval"):
             trigger.error = lambda: RuntimeError("[malloc] Unable to allocate")
             stack.enter_context(replaced(mx, kind, trigger.before(getattr(mx, kind))))
