@@ -158,7 +158,8 @@ class Room(SequenceRoom):
     """One that has room for some tokens, and cuts prompts into chunks of its own."""
 
     def __init__(self, link: Any, tokens: int, step: int) -> None:
-        state: Any = Running(size=None, residency=None, plan=SimpleNamespace(prefill_step=step))
+        no_draft = SimpleNamespace(layers=SimpleNamespace(draft=None))
+        state: Any = Running(size=None, residency=no_draft, plan=SimpleNamespace(prefill_step=step))
         state.transport = RankRoom(link, state)
         super().__init__(state)
         self.tokens, self.asked = tokens, 0

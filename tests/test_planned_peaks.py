@@ -17,7 +17,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
-from outcore.decode import blocks
 from outcore.decode.preparation import prepare
 from outcore.modules.layers import find_layers
 from outcore.plan.model_size import Graph
@@ -153,31 +152,6 @@ def test_a_budget_is_planned_and_a_plan_is_used_where_a_context_is_filled(tmp_pa
             assert len(list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=16))) == 16
             peak, kept = mx.get_peak_memory() - before, mx.get_cache_memory()
             assert used * session.plan.peak_bytes <= peak <= peak + kept <= session.plan.peak_bytes <= memory
-
-
-@pytest.mark.parametrize("room", [1.01, 1.35], ids=["too little to keep it", "enough"])
-def test_what_a_prefix_cache_holds_of_a_quantized_prompt_is_in_the_plan(
-    folders: dict[str, Path], room: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys and values as they were before: until the prompt is computed, beside the quantized ones."""
-    monkeypatch.setattr(blocks, "LEAST_FREE", 0)
-    options: dict[str, Any] = {"context": 704, "prompt": 700, "resident": 0, "cpu_streams": 1, "prefill_step_size": 64}
-    least = prepare(folders["dense"], memory=1, least=True, **options).planning.smallest
-    gc.collect()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    memory = int(least * room)
-    model, _ = outcore.load_model(
-        folders["dense"], memory=memory, govern=False, draft="none", prefix_cache="on", **options
-    )
-    ids = [3 + (7919 * i) % 100 for i in range(700)]
-    with model.outcore as session:
-        for found in (0, 0 if room < 1.1 else 700):
-            list(outcore.stream_generate(model, TokensOnly(), ids, max_tokens=4, kv_bits=8, quantized_kv_start=0))
-            peak = mx.get_peak_memory() + mx.get_cache_memory() - before
-            assert session.found == found
-            assert peak <= session.plan.peak_bytes <= session.plan.budget_bytes
 
 
 def test_a_long_prompt_is_built_in_parts_and_its_tokens_stay_the_same(folders: dict[str, Path]) -> None:

@@ -203,8 +203,6 @@ class Continuous:
             new = {uid: row for uid in joined if (row := self._rows[uid]).answered == 0}
             step.joined = {uid: time.monotonic() - row.began for uid, row in new.items()}
             step.found = {uid: row.found for uid, row in new.items()}
-            if isinstance(self._batch, SpeculativeDecoder):
-                step.drafts = self._batch.drafts()
             self._take(step)
 
     def close(self) -> None:
@@ -358,6 +356,8 @@ class Continuous:
             if metrics.stall_s - waited > (metrics.clock() - began) / 2:
                 # It was weights that the sweep waited for: there is time for twice as many chunks.
                 self._prefills.chunks *= 2
+        if isinstance(self._batch, SpeculativeDecoder):
+            step.drafts = self._batch.drafts()
         self._session.metrics.tokens += len(step.tokens)
         return joining
 

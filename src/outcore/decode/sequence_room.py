@@ -52,6 +52,8 @@ class SequenceRoom:
     Attributes:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
             not drafted.
+        apart: each of several has caches of its own: where they are drafted, and where padding all to the longest
+            leaves no room for others.
         records: there is room for what is kept of a prompt for the prefix cache.
     """
 
@@ -68,14 +70,9 @@ class SequenceRoom:
         self._draft = session.residency.layers.draft
         self._transport = session.transport
         self._transport.rest()
-        self.drafted, self.records = 0, True
+        self.drafted, self.apart, self.records = 0, False, True
         self._captured = 0  # bytes of the joining prompts' states that there is room for
         self._agreed_step: int | None = None  # the least of all ranks' chunks
-
-    @property
-    def apart(self) -> bool:
-        """Whether each of several is computed in caches of its own, where they are drafted."""
-        return self.drafted > 0
 
     @property
     def step(self) -> int:
@@ -138,21 +135,29 @@ class SequenceRoom:
         prompts = [*joining, *begun]
         kept = self._to_keep(begun) if self.apart else 0
         same = size.sequences == len(lengths) and not joining and not given_up and self._captured == kept
-        if same and longest + self.drafted <= size.context:
+        held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
+        if same and longest + self.drafted <= size.context and held <= size.room:
             return size.context
         drafted = self.drafted if same else self._base.drafted if self._drafts_pay(len(lengths)) else 0
         if drafted:
             with contextlib.suppress(BudgetError):
-                context = self._take(lengths, prompts, drafted)
-                self.drafted = drafted
+                context = self._take(lengths, prompts, drafted, apart=True)
+                self.drafted, self.apart = drafted, True
                 return context
         # Who has no room for one more goes on as before.
-        context, self.drafted = self._take(lengths, prompts, 0), 0
+        try:
+            context, apart = self._take(lengths, prompts, 0), False
+        except BudgetError:
+            # Of what reads experts one by one, each would read its own.
+            if not self._transport.alone or session.plan.pools:
+                raise
+            context, apart = self._take(lengths, prompts, 0, apart=True), True
+        self.drafted, self.apart = 0, apart
         return context
 
-    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int) -> int:
+    def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
         """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
-        the longest."""
+        the longest. ``apart``: each in caches of its own."""
         session, size = self._session, self._session.size
         residency = session.residency
         longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
@@ -164,9 +169,11 @@ class SequenceRoom:
         # counted of the copy's caches, which are there for one text after the other.
         kept = one.kept + ((len(lengths) - 1) * one.states if drafted and self._draft is None else 0)
         # Whoever has caches of its own has its prompt kept; room for that is given back behind the sweep.
-        captured, before = self._to_keep(joining) if drafted else 0, self._captured
-        step = KV_STEP if drafted else SHARED_STEP
-        wanted = replace(wanted, shared=len(lengths) * context, step=step, kept=kept + captured)
+        captured, before = self._to_keep(joining) if apart else 0, self._captured
+        # Without drafts, caches of their own are as long as each text; padded ones are as long as the longest.
+        alone = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP
+        shared = alone if apart and not drafted else len(lengths) * context
+        wanted = replace(wanted, shared=shared, step=KV_STEP if apart else SHARED_STEP, kept=kept + captured)
         if session.streaming is None:
             self._check_whole(wanted, prompt)
         steps = [min(self._asked_step, prompt)] if self._asked_step else None
