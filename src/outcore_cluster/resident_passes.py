@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from outcore.engine.recorded_pass import Recorded, RecordedPass, Wanted, in_turn
+from outcore.engine.recorded_pass import Recorded, RecordedPass
+from outcore.engine.sweeps import Wanted, in_turn
 from outcore.engine.undo import Moved
 from outcore.machine.interrupts import check
 from outcore.plan.model_size import Graph
@@ -38,7 +39,7 @@ class ResidentPasses:
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
-        """As ``Streaming.sweep``."""
+        """As ``sweeps.StreamedPasses.sweep``."""
         hops, recorded, outputs = self._hops, list[RecordedPass](), list[mx.array]()
         rounds = hops.rounds = Rounds()
         before, hops.recorder = hops.recorder, self

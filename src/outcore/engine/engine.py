@@ -57,6 +57,8 @@ class Engine:
         CheckpointError: a file was written to since the model was opened.
     """
 
+    streaming_class = Streaming
+
     def __init__(
         self,
         plan: Plan,
@@ -222,7 +224,7 @@ class Engine:
             if self.streaming is not None:
                 self.streaming.bind(ring, units, order, resident, tables)
             else:
-                self.streaming = Streaming(
+                self.streaming = self.streaming_class(
                     self.model,
                     ring,
                     units,

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context
+from ..checkpoint.lazy_model import Decoder, LazyModel
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
@@ -117,11 +117,6 @@ class ModelProfile:
     def evaluates(self) -> bool:
         """Whether the model evaluates arrays inside its forward pass."""
         return self.trace.evaluates
-
-    @property
-    def max_context(self) -> int | None:
-        """Tokens that the model was made for; None if it does not say."""
-        return longest_context(self.lazy.config)
 
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""

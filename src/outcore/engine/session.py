@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 
 import mlx.nn as nn
 
-from ..checkpoint.lazy_model import position_limit
 from ..checkpoint.pack import pack_overlay
+from ..checkpoint.positions import longest_context, position_limit
 from ..disk.metrics import Metrics
 from ..disk.mirrored_reader import MirroredReader, Replicas
 from ..disk.reader import FileReader
@@ -40,6 +40,7 @@ from .observers import Observers
 from .replanner import come_down
 from .residency import Residency
 from .streaming import Streaming
+from .sweeps import StreamedPasses
 from .transport import Solo, Transport
 
 
@@ -121,6 +122,9 @@ class Session(Engine):
     transport: Transport
     reading: Folders
     exclusive: Exclusive
+    streaming: StreamedPasses | None
+
+    streaming_class = StreamedPasses
 
     def __init__(
         self,
@@ -142,7 +146,11 @@ class Session(Engine):
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
         self.forms, self.positions = profile.trace.forms, position_limit(profile.lazy.config)
-        self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
+        self.max_context, self.cpu_streams, self.prefill_step_size = (
+            longest_context(profile.lazy.config),
+            cpu_streams,
+            prefill_step_size,
+        )
         self.found = self.in_cache = 0
         self.closing, self._notes = Observers(), notes
         self.drafting: Drafter | None = None
@@ -252,6 +260,7 @@ class Session(Engine):
         return Solo() if share is None else share.install(self)
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
+        assert isinstance(streaming, StreamedPasses)
         experts = experts_for(streaming, self.profile, plan)
         streaming.join(experts, kv_for(streaming, self, plan))
 
