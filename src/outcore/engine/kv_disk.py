@@ -125,7 +125,7 @@ class KvDisk:
     def resize(self, slot_bytes: int) -> None:
         """Between sweeps: slots of another size."""
         if slot_bytes != self.slot_bytes:
-            self._ring.let_go()
+            self._ring.close(reader=False)
             self._ring = self._make_ring(slot_bytes)
 
     def expect(self, modules: Sequence[int]) -> None:
