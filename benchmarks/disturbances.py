@@ -40,11 +40,11 @@ from outcore.decode.prompt import cached_tokens
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
-from outcore.disk import row_reader as rows_module
+from outcore.disk.chunk import read_chunk
 from result_file import document_of
 from stand_ins import Oracle, TokensOnly
 
-KINDS = ("read", "row", "unit", "progress", "sampler", "processor", "async_eval", "eval", "alarm", "interrupt", "leave")
+KINDS = ("read", "unit", "progress", "sampler", "processor", "async_eval", "eval", "alarm", "interrupt", "leave")
 
 TURNS, MOST_PROMPT, MOST_ANSWER = 3, 24, 8
 
@@ -118,10 +118,9 @@ def disturbance(
     options: dict[str, Any] = {}
     streaming = model.outcore.streaming
     with contextlib.ExitStack() as stack:
-        if kind in ("read", "row"):
+        if kind == "read":
             trigger.error = lambda: OSError(5, "Input/output error")
-            module, name = (reader_module, "read_chunk") if kind == "read" else (rows_module, "fill")
-            stack.enter_context(replaced(module, name, trigger.before(getattr(module, name))))
+            stack.enter_context(replaced(reader_module, "read_chunk", trigger.before(read_chunk)))
         elif kind in ("async_eval", "eval"):
             trigger.error = lambda: RuntimeError("[malloc] Unable to allocate")
             stack.enter_context(replaced(mx, kind, trigger.before(getattr(mx, kind))))

@@ -112,8 +112,8 @@ class Broken:
         """Weights that come too late: a sweep with those of the slot before."""
         from outcore.engine.streamed_layers import Weights
 
-        original = Weights.of
-        self.patch.setattr(Weights, "of", lambda w, unit, slot, *more: original(w, unit, 0, *more))
+        original = Weights.put
+        self.patch.setattr(Weights, "put", lambda w, unit, slot, *more: original(w, unit, 0, *more))
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_negative_size_is_told_as_one(capsys: pytest.CaptureFixture[str], demo
 def test_a_shell_completes_commands_flags_and_their_words(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(word in script for word in (*commands(), "--max-kv-size"))
+    assert all(word in script for word in (*commands(), "max-kv-size"))
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "choose one of bash" in refused(capsys, "completion", "bsh")

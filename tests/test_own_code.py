@@ -32,7 +32,7 @@ class Model(llama.Model):
         return {k: v * FACTOR if k.endswith("up_proj.weight") else v for k, v in weights.items()}
 """
 
-MADE = ["overlay", "self draft", "what drafts gave"]
+MADE = ["overlay", "self draft"]
 """Kinds of what is kept of a model, as ``outcore cache ls`` calls them."""
 
 IDS = [3 + (7919 * i) % 50 for i in range(1100)]

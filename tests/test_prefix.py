@@ -108,6 +108,14 @@ def test_every_kind_of_cache_comes_back_to_the_bit(
     again.outcore.close()
 
 
+def test_it_says_so_where_quantized_keys_and_values_are_not_kept(served: Path, tokenizer: Any) -> None:
+    model = opened(served)
+    for _ in range(2):
+        assert answer(model, tokenizer, TEXT[:70], kv_bits=8, kv_group_size=32, quantized_kv_start=20)[2] == 0
+    assert [n for n in model.outcore.notes if n.startswith("prefix cache: with kv_bits")]
+    model.outcore.close()
+
+
 def test_a_prompt_that_was_answered_needs_no_sweep(served: Path, tokenizer: Any) -> None:
     """To its first token; and its answer, sampled or with penalties, is the one that it had."""
     ids = tokenizer.encode("def mean(values):\n    return sum(values) / len(values)\n" * 3)

@@ -17,7 +17,7 @@ import pytest
 from outcore.decode.batch_engine import Token
 from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
-from outcore.errors import BudgetError, RequestError
+from outcore.errors import BudgetError, CheckpointError, RequestError
 from outcore.serve.choice import Writer
 from outcore.serve.events import Ended, Finished, GenerationRequest
 from outcore.serve.service import ModelService
@@ -173,6 +173,19 @@ def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
             return await asked
 
         assert asyncio.run(both()) == {(503, "insufficient_memory")} and idle(service)
+
+
+def test_a_model_that_cannot_be_loaded_is_out_of_memory_only_where_memory_is_short(served: Path) -> None:
+    with serving(served) as service, pytest.MonkeyPatch.context() as patched:
+        for error, told in ((BudgetError("no room", 10**9), 503), (CheckpointError("weights are cut off"), 500)):
+
+            def fail(*_: Any, error: Exception = error) -> None:
+                raise error
+
+            patched.setattr(service.engine, "keep", fail)
+            with pytest.raises(RequestError) as refused:
+                asyncio.run(service.load("", None))
+            assert refused.value.status == told
 
 
 def test_each_answer_has_its_own_drafts(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:

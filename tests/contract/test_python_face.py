@@ -16,7 +16,7 @@ import outcore
 
 FUNCTIONS = ["batch_generate", "generate", "load", "load_model", "plan_model", "stream_generate"]
 
-SESSION = ["plan", "metrics", "notes", "in_cache", "text", "close", "__enter__", "__exit__"]
+SESSION = ["plan", "metrics", "notes", "in_cache", "close", "__enter__", "__exit__"]
 METRICS = ["sweeps", "tokens", "bytes_read", "read_gbps", "stall_s", "drafted", "accepted", "prompt_found", "reset"]
 PLAN = [
     "budget_bytes", "peak_bytes", "smallest_budget_bytes", "resident", "streamed", "streams", "slots", "slot_bytes",

@@ -117,14 +117,7 @@ def _open(
     classes: list[type[nn.Module]] = []
 
     def get_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        if own_code is not None:
-            config["model_file"] = own_code.name
-            model_class, args_class = _import_classes(own_code)
-        else:
-            try:
-                model_class, args_class = classes_of(config)
-            except ValueError as e:
-                raise UnsupportedModelError(f"{folder}: {one_line_of(e)}") from e
+        model_class, args_class = _classes(folder, config, own_code)
         classes.append(model_class)
         return _recording(model_class, loaded, weights), args_class
 
@@ -180,7 +173,14 @@ def _own_code(folder: Path, config: dict[str, Any]) -> Path | None:
     return folder / name
 
 
-def _import_classes(file: Path) -> tuple[type[nn.Module], type]:
+def _classes(folder: Path, config: dict[str, Any], file: Path | None) -> tuple[type[nn.Module], type]:
+    """A model's class and that of its arguments: mlx-lm's, or those of its own code, which the config names then."""
+    if file is None:
+        try:
+            return classes_of(config)
+        except ValueError as e:
+            raise UnsupportedModelError(f"{folder}: {one_line_of(e)}") from e
+    config["model_file"] = file.name
     spec = importlib.util.spec_from_file_location("custom_model", file)
     if spec is None or spec.loader is None:
         raise CheckpointError(f"{file}: cannot be imported as Python")

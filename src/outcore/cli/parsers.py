@@ -179,8 +179,8 @@ _COMMANDS: dict[str, list[str | Flag]] = {
         "revision",
     ],
     "monitor": [
-        "Show what your running Outcore processes do: layers, memory, the disk, tokens. Keys: left, right, tab switch "
-        "the process, q leaves. With --json a snapshot a line, four times a second.",
+        "Show what your running Outcore processes do: layers, memory, the disk, tokens. Ctrl-C leaves. With --json a "
+        "snapshot a line, four times a second.",
         "--once",
         switch("--once", "Show it once, after a second, and end."),
     ],

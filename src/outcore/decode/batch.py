@@ -111,7 +111,21 @@ def batch_generate(
         found[output.request.uid] = output
         if verbose:
             print(f"[batch_generate] Finished processing {len(found)}/{len(prompts)} ...", end="\r")
-    seconds = time.perf_counter() - began
+    stats = _stats(progress, time.perf_counter() - began, verbose)
+    inside = [found[i] for i in range(len(prompts))]
+    # As in mlx-lm: decoded together, which keeps a leading space that decoding token by token drops.
+    kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
+    return BatchResponse(
+        [tokenizer.decode(list(tokens)) for tokens in kept],
+        stats,
+        [a.cache for a in inside] if return_prompt_caches else None,
+        [list(tokens) for tokens in kept] if return_token_ids else None,
+        [list(a.logprobs[: len(t)]) for a, t in zip(inside, kept, strict=True)] if return_logprobs else None,
+    )
+
+
+def _stats(progress: Progress, seconds: float, verbose: bool) -> BatchStats:
+    """mlx-lm's statistics of what has been done in so many seconds; ``verbose`` prints them as mlx-lm does."""
     stats = BatchStats(
         prompt_tokens=progress.prompt_tokens,
         generation_tokens=progress.generation_tokens,
@@ -125,16 +139,7 @@ def batch_generate(
         said = f"{stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
         print(f"[batch_generate] Generation: {said}")
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
-    inside = [found[i] for i in range(len(prompts))]
-    # As in mlx-lm: decoded together, which keeps a leading space that decoding token by token drops.
-    kept = [a.tokens[:-1] if a.finish_reason == "stop" else a.tokens for a in inside]
-    return BatchResponse(
-        [tokenizer.decode(list(tokens)) for tokens in kept],
-        stats,
-        [a.cache for a in inside] if return_prompt_caches else None,
-        [list(tokens) for tokens in kept] if return_token_ids else None,
-        [list(a.logprobs[: len(t)]) for a, t in zip(inside, kept, strict=True)] if return_logprobs else None,
-    )
+    return stats
 
 
 def _checked(

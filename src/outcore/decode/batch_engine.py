@@ -42,7 +42,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownPrefix:
     """What is known of a prompt before it is computed.
 
     Attributes:
@@ -117,7 +117,7 @@ class Request:
     cache: Sequence[Any] | None = None
     given: bool = False
     earlier: Sequence[int] = ()
-    known: Known = field(default_factory=Known)
+    known: KnownPrefix = field(default_factory=KnownPrefix)
     begun: bool = False
     shared: int = 0
     logprobs: int | None = None

@@ -24,7 +24,7 @@ from ..errors import BudgetError, UsageError
 from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
 from ..modules.call_values import caches_in
-from .batch_engine import Alone, Known, Request, Token
+from .batch_engine import Alone, KnownPrefix, Request, Token
 from .continuous import Continuous
 from .one_text import make_room
 from .passes import MLX_LM_STEP, KvBits
@@ -210,25 +210,16 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     # Ranks that share a model cut a prompt in the same way.
     tokens = cast(list[int], ids.tolist())
     max_tokens, step = session.transport.text_room(lambda: (length, held, *tokens), has_room, asked=asked is not None)
-    found, known = None, Known()
+    found, known = None, KnownPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
+        session.note("" if kv is None else "prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
         same = given is None or session.prefix.like(given)
         if same and not held and not window and embeddings is None and kv is None:
             found, known = look_up(session, tokens, step, shared=shared)
             known = known if captured >= 0 else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
     cache = make_prompt_cache(model, max_kv_size=window) if given is None and found is None else given
-    alone = Alone(
-        keeps=given is not None,
-        whole=given is not None and not kwargs.get("leave_last", False),
-        kv=kv,
-        bound=bound,
-        embeddings=embeddings,
-        progress=kwargs.get("prompt_progress_callback") or (lambda *_: None),
-        history=kwargs.get("history", ()),
-        draft_model=kwargs.get("draft_model"),
-    )
     forget = _filled(given, found.cache) if found is not None and given is not None else lambda: None
     request = Request(
         0,
@@ -239,9 +230,24 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
         cache=found.cache if cache is None and found is not None else cache,
         known=known,
         scores=True,
-        alone=alone,
+        alone=_alone(kwargs, kv, bound),
     )
     return _Begun(request, max_tokens, step, _drafted(kwargs), forget)
+
+
+def _alone(kwargs: dict[str, Any], kv: KvBits | None, bound: int | None) -> Alone:
+    """What the caller asks of a text that is written by itself."""
+    given = kwargs.get("prompt_cache") is not None
+    return Alone(
+        keeps=given,
+        whole=given and not kwargs.get("leave_last", False),
+        kv=kv,
+        bound=bound,
+        embeddings=kwargs.get("input_embeddings"),
+        progress=kwargs.get("prompt_progress_callback") or (lambda *_: None),
+        history=kwargs.get("history", ()),
+        draft_model=kwargs.get("draft_model"),
+    )
 
 
 def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:

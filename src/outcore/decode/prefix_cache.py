@@ -20,7 +20,7 @@ from ..checkpoint.packed_store import cached
 from ..engine.session import Session
 from ..machine.hardware import version
 from ..options import LoadOptions
-from .batch_engine import Known
+from .batch_engine import KnownPrefix
 from .blocks import FOLDER, BlockFiles
 from .prefix import CAPTURED, GRID, PrefixCache, PrefixMatch
 
@@ -75,7 +75,7 @@ def look_up(
     *,
     whole: bool = True,
     shared: int = 0,
-) -> tuple[PrefixMatch | None, Known]:
+) -> tuple[PrefixMatch | None, KnownPrefix]:
     """What was kept of a prompt, with the caches that it is in; and what goes with them.
 
     Args:
@@ -85,16 +85,16 @@ def look_up(
     """
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
-        return None, Known()
+        return None, KnownPrefix()
     found = prefix.find(tokens, step, whole=whole)
     if found is None:
-        return None, Known(recording=prefix.recording(tokens, step, shared=shared))
+        return None, KnownPrefix(recording=prefix.recording(tokens, step, shared=shared))
     recording = prefix.recording(tokens, step, found.tokens, shared) if found.logits is None else None
     session.metrics.prompt_found += found.tokens
-    return found, Known(found.tokens, found.logits, recording)
+    return found, KnownPrefix(found.tokens, found.logits, recording)
 
 
-def unkept(session: Session, known: Known, tokens: int) -> Known:
+def unkept(session: Session, known: KnownPrefix, tokens: int) -> KnownPrefix:
     """The same of a prompt of so many tokens, of which nothing is kept, as there is no memory for it; it is told."""
     if known.recording is None:
         return known

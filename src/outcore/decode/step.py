@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..engine.session import Session
-from .batch_engine import Known, Request, Token
+from .batch_engine import KnownPrefix, Request, Token
 from .prefix_cache import look_up, unkept
 from .sampling import OwnSampler
 
@@ -76,7 +76,7 @@ class ScheduledSequence:
         self.cache, self.found = (found.cache, found.tokens) if found is not None else (None, 0)
         return self.go_on(known if records else unkept(session, known, len(self.text)))
 
-    def go_on(self, known: Known | None = None) -> Request:
+    def go_on(self, known: KnownPrefix | None = None) -> Request:
         """What it goes on from, which takes over its cache; ``known``: what that holds of ``text`` beyond ``held``."""
         cache, self.cache = self.cache, None
         return replace(
@@ -86,7 +86,7 @@ class ScheduledSequence:
             cache=cache,
             given=True,
             earlier=self.text[: self.held],
-            known=known or Known(),
+            known=known or KnownPrefix(),
             begun=cache is not None and (self.answered > 0 or self.request.begun) and not (known and known.held),
         )
 

@@ -96,19 +96,19 @@ class Turn:
 
 def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> Timing:
     """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
-    stages: list[Stage] = []
+    stages: list[ComputeStep] = []
     pending = 0.0  # of resident layers: on the device's queue with what follows
     for turn in turns_of(size, plan, calibration, passes, kept):
         if turn.layer is not None and not turn.read_s:
             pending += turn.compute_s
             continue
         if turn.read_s and pending:
-            stages.append(Stage(pending))
+            stages.append(ComputeStep(pending))
             pending = 0.0
-        stages.append(Stage(pending + turn.compute_s, turn.read_s))
+        stages.append(ComputeStep(pending + turn.compute_s, turn.read_s))
         pending = 0.0
     if pending:
-        stages.append(Stage(pending))
+        stages.append(ComputeStep(pending))
     slots = max(plan.slots, 2)
     timing = simulate(stages, slots)
     less, more = sorted([sum([s.read_s for s in stages]), sum([s.compute_s for s in stages])])
@@ -172,7 +172,7 @@ BEFORE = 3
 
 
 @dataclass(frozen=True)
-class Stage:
+class ComputeStep:
     """What the device computes at one go: seconds of computing, and of reading before that (0: it is in memory)."""
 
     compute_s: float
@@ -187,7 +187,7 @@ class Timing:
     first_s: float
 
 
-def simulate(stages: Sequence[Stage], slots: int) -> Timing:
+def simulate(stages: Sequence[ComputeStep], slots: int) -> Timing:
     """Run ``stages``, of one sweep in order, again and again through a ring of ``slots`` slots.
 
     Reads follow each other at the disk's rate, computing follows in order. A slot is free again when its unit has been

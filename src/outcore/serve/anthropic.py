@@ -56,7 +56,7 @@ SIGNATURE = "unsigned"
 """Of what was thought. Nobody checks it here, but some clients send back no thinking without one."""
 
 
-class Block(Part):
+class ContentBlock(Part):
     """A content block, of whatever type."""
 
     model_config = ConfigDict(extra="allow")
@@ -76,14 +76,14 @@ class Block(Part):
         return part_of(self.model_dump(exclude_unset=True), where, ("text",), opaque=opaque)
 
 
-class Turn(Part):
+class MessageParam(Part):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        list[Block], BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v)
+        list[ContentBlock], BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v)
     ]
 
 
-class Tool(Function):
+class AnthropicTool(Function):
     type: str = "custom"
     input_schema: dict[str, Any] | None = None
 
@@ -99,14 +99,14 @@ class Thinking(Part):
     display: Literal["summarized", "omitted"] = "summarized"
 
 
-class Format(Part):
+class OutputFormat(Part):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class Output(Part):
+class OutputConfig(Part):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Format | None = None
+    format: OutputFormat | None = None
 
 
 class PromptBody(Body):
@@ -116,12 +116,12 @@ class PromptBody(Body):
 
     model: str = ""
     system: Any = ""
-    messages: list[Turn]
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+    messages: list[MessageParam]
+    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] = []
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
-    output_config: Output = Output()
-    output_format: Format | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None
 
 
 class MessageBody(PromptBody, SamplerFields):
@@ -175,7 +175,7 @@ def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
     )
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
     if tool.type != "custom":
         why = "only Anthropic's servers and models know this tool; give a name and an input_schema"
         raise wrong(f"{where}.type", why, UNSUPPORTED)
@@ -226,7 +226,7 @@ def _alternating(turns: Sequence[Message]) -> list[Message]:
     return messages
 
 
-def _user(turn: Turn, where: str) -> list[Message]:
+def _user(turn: MessageParam, where: str) -> list[Message]:
     """The results of tools first: they belong to the calls before."""
     parts: list[Any] = []
     turns: list[Message] = []
@@ -244,7 +244,7 @@ def _user(turn: Turn, where: str) -> list[Message]:
     return [*turns, {"role": "user", "content": joined(parts)}] if parts or not turns else turns
 
 
-def _assistant(turn: Turn, where: str) -> Message:
+def _assistant(turn: MessageParam, where: str) -> Message:
     said: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):

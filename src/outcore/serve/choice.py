@@ -153,7 +153,7 @@ def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
     return str(tokenizer.decode([token])).encode()
 
 
-def as_request_error(error: Exception, job: ChoiceJob, alone: bool = False) -> RequestError:
+def as_request_error(error: Exception, job: ChoiceJob | None = None, alone: bool = False) -> RequestError:
     """Any error as a client is told of it; ``alone``: it is of this prompt and no other, and came after the model was
     loaded."""
     if isinstance(error, RequestError):
@@ -163,7 +163,7 @@ def as_request_error(error: Exception, job: ChoiceJob, alone: bool = False) -> R
         return RequestError(told, "internal_error", status=500)
     if isinstance(error, PromptError):
         return RequestError(one_line(error), "context_length_exceeded")
-    if isinstance(error, BudgetError) and alone and job.joined_at is None:
+    if isinstance(error, BudgetError) and alone and job is not None and job.joined_at is None:
         tokens = len(job.prompt.tokens)
         return RequestError(f"a prompt of {tokens} tokens: {one_line(error)}", "context_length_exceeded")
     if isinstance(error, BudgetError | MemoryError):

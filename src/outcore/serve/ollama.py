@@ -120,17 +120,17 @@ class Options(SamplerFields):
         return replace(sampling_of(self, base), **given)
 
 
-class Call(Part):
+class OllamaFunctionCall(Part):
     name: Needed
     arguments: dict[str, Any] = {}
 
 
-class ToolCall(Part):
+class OllamaToolCall(Part):
     id: str = ""
-    function: Call
+    function: OllamaFunctionCall
 
 
-class Turn(Part):
+class OllamaMessage(Part):
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda role: role.lower() if isinstance(role, str) else role),
@@ -138,13 +138,13 @@ class Turn(Part):
     content: str = ""
     images: list[Any] = []
     thinking: str = ""
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] = []
+    tool_calls: Annotated[list[OllamaToolCall], Field(max_length=MOST_TOOLS)] = []
     tool_call_id: str = ""
     tool_name: str = ""
     name: str = ""
 
 
-class Tool(Part):
+class OllamaTool(Part):
     type: Literal["function"] = "function"
     function: Function
 
@@ -182,9 +182,9 @@ class OllamaBody(Named):
         return ParsedRequest((ask,), OllamaWriter(self.stream, ignored, chat=chat, model=self.called))
 
 
-class ChatBody(OllamaBody):
-    messages: list[Turn] = []
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+class OllamaChatBody(OllamaBody):
+    messages: list[OllamaMessage] = []
+    tools: Annotated[list[OllamaTool], Field(max_length=MOST_TOOLS)] = []
 
 
 class GenerateBody(OllamaBody):
@@ -198,7 +198,7 @@ class GenerateBody(OllamaBody):
 
 def chat(request: HttpRequest, service: Service) -> Handled:
     """``/api/chat``; without messages the model is loaded, or unloaded."""
-    body = read(ChatBody, request.body)
+    body = read(OllamaChatBody, request.body)
     messages = conversation(_messages(body.messages))
     if not messages:
         return _loaded(body, service, {"message": {"role": "assistant", "content": ""}})
@@ -237,7 +237,7 @@ def _content(text: str, images: Sequence[Any], where: str) -> Any:
     return joined([text, *(part_of({"type": "image", "data": image}, where, opaque=True) for image in images)])
 
 
-def _messages(turns: Sequence[Turn]) -> list[Message]:
+def _messages(turns: Sequence[OllamaMessage]) -> list[Message]:
     """As chat templates take them. Calls have ids, which Ollama's clients mostly leave out, in their order."""
     messages: list[Message] = []
     unanswered, calls = list[Message](), 0
@@ -354,7 +354,7 @@ FILES = "models are folders of files; put one where the server finds it, or star
 EMBEDDINGS = "no model here embeds; ask a server that has such a model"
 
 ROUTES = (
-    Route("/api/chat", chat, "POST", "Answer a conversation", ChatBody),
+    Route("/api/chat", chat, "POST", "Answer a conversation", OllamaChatBody),
     Route("/api/generate", generate, "POST", "Answer a prompt", GenerateBody),
     Route("/api/tags", tags, summary="List the models"),
     Route("/api/show", show, "POST", "One of the models", Named),

@@ -67,14 +67,14 @@ class Schema(Part):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class Format(Schema):
+class ResponseFormat(Schema):
     """The form of an answer; some clients write the schema beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
 
-def schema_of(form: Format | None, where: str) -> Mapping[str, Any] | None:
+def schema_of(form: ResponseFormat | None, where: str) -> Mapping[str, Any] | None:
     """``GenerationRequest.schema`` of a form that stands there."""
     if form is None or form.type == "text":
         return None
@@ -116,7 +116,7 @@ class TextBody(OpenAIBody):
     max_completion_tokens: Tokens | None = None
     stop: Stops = ()
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     grammar: str = ""  # llama.cpp's
 
     def request(self, defaults: Defaults) -> GenerationRequest:
@@ -134,7 +134,7 @@ class TextBody(OpenAIBody):
         )
 
 
-class Call(Part):
+class FunctionCall(Part):
     name: Needed
     arguments: str = ""
 
@@ -142,7 +142,7 @@ class Call(Part):
 class ToolCall(Part):
     id: str = ""
     type: Literal["function"] = "function"
-    function: Call
+    function: FunctionCall
 
 
 class ChatMessage(Part):

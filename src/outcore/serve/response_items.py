@@ -44,7 +44,7 @@ class ToolFormat(Part):
     definition: str = ""
 
 
-class Tool(Part):
+class ResponseTool(Part):
     """A tool, or a namespace of tools."""
 
     type: str
@@ -53,11 +53,11 @@ class Tool(Part):
     parameters: dict[str, Any] | None = None
     strict: bool = False
     format: ToolFormat | None = None
-    tools: list[Tool] = []
+    tools: list[ResponseTool] = []
 
 
 @dataclass(frozen=True)
-class Known:
+class ToolName:
     """What a function of the chat template stands for: a function or a custom tool, of a namespace or none."""
 
     name: str
@@ -80,20 +80,20 @@ class Tools:
     """
 
     functions: list[Mapping[str, Any]] = field(default_factory=list)
-    known: dict[str, Known] = field(default_factory=dict)
+    known: dict[str, ToolName] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
 
-    def add(self, tools: Sequence[Tool], where: str = "tools", namespace: str = "") -> None:
+    def add(self, tools: Sequence[ResponseTool], where: str = "tools", namespace: str = "") -> None:
         """More of them, of the request or of a namespace."""
         for i, tool in enumerate(tools):
             if tool.type == "namespace" and not namespace and tool.name:
                 self.add(tool.tools, f"{where}[{i}].tools", tool.name)
             elif tool.type in ("function", "custom"):
-                self._function(tool, f"{where}[{i}]", Known(tool.name, tool.type == "custom", namespace))
+                self._function(tool, f"{where}[{i}]", ToolName(tool.name, tool.type == "custom", namespace))
             else:  # OpenAI runs it, or its own models were trained on it; Codex offers some of them to every model
                 self.unused.append(f"{where}[{i}] {tool.type}")
 
-    def _function(self, tool: Tool, where: str, known: Known) -> None:
+    def _function(self, tool: ResponseTool, where: str, known: ToolName) -> None:
         if not 1 <= len(tool.name) <= 256:
             raise wrong(f"{where}.name", "a name of at most 256 characters is needed")
         if len(self.functions) >= MOST_TOOLS:
@@ -134,7 +134,7 @@ def messages_of(instructions: str, items: Sequence[Item]) -> tuple[Message, ...]
                 custom = item.type == "custom_tool_call"
                 if not item.name:
                     raise wrong(f"{where}.name", "the name of the tool is needed")
-                name = Known(item.name, custom, item.namespace).function
+                name = ToolName(item.name, custom, item.namespace).function
                 arguments = {INPUT: item.input} if custom else text_of_json(item.arguments, f"{where}.arguments")
                 turn().setdefault("tool_calls", []).append(called(item.call_id, name, arguments))
             case "function_call_output" | "custom_tool_call_output":

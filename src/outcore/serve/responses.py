@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field
 from ..checks import COUNT
 from .api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
 from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, RequestError, Service, TextPart
-from .openai import Effort, Format, OpenAIBody, Tokens, chosen_tool, schema_of
+from .openai import Effort, OpenAIBody, ResponseFormat, Tokens, chosen_tool, schema_of
 from .requests import Part, TopLogprobs, continues, read, sampling_of
-from .response_items import INPUT, Item, Known, Tool, Tools, messages_of
+from .response_items import INPUT, Item, ResponseTool, ToolName, Tools, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -27,7 +27,7 @@ class Reasoning(Part):
 
 
 class TextOptions(Part):
-    format: Format | None = None
+    format: ResponseFormat | None = None
     verbosity: Any = None
 
 
@@ -45,7 +45,7 @@ class ResponseBody(OpenAIBody):
 
     input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_items)]
     instructions: str = ""
-    tools: list[Tool] = []
+    tools: list[ResponseTool] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     max_output_tokens: Tokens | None = None
@@ -129,7 +129,7 @@ class ItemsWriter(ResponseWriter):
     named = True
 
     def __init__(
-        self, body: ResponseBody, ignored: Sequence[str], echoed: Mapping[str, Any], tools: Mapping[str, Known]
+        self, body: ResponseBody, ignored: Sequence[str], echoed: Mapping[str, Any], tools: Mapping[str, ToolName]
     ) -> None:
         super().__init__(body.stream, ignored)
         self._echoed, self._tools = echoed, tools
@@ -247,7 +247,7 @@ class ItemsWriter(ResponseWriter):
         yield self._done(status, **{held: [part]})
 
     def _call(self, call: Called) -> Iterator[dict[str, Any]]:
-        tool = self._tools.get(call.name, Known(call.name))
+        tool = self._tools.get(call.name, ToolName(call.name))
         kind, said, prefix = ("function_call", "arguments", "fc_")
         text, name = call.arguments, {"name": tool.name}
         if tool.custom:

@@ -22,7 +22,7 @@ from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_tokenizer import set_chat_template
 from ..options import LoadOptions
 from ..text import one_line
-from .choice import ChoiceJob
+from .choice import ChoiceJob, as_request_error
 from .engine_thread import EngineThread, too_many
 from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, shutting_down
 from .prompting import Prompt, Prompter, too_long
@@ -157,7 +157,7 @@ class ModelService:
         except (RequestError, LinkError):
             raise
         except OutcoreError as e:
-            raise RequestError(one_line(e), "insufficient_memory", status=503) from e
+            raise as_request_error(e) from e
         return self._card(model)
 
     def state(self) -> Mapping[str, Any]:
