@@ -12,22 +12,16 @@ from outcore.engine.recorded_pass import Recorded, RecordedPass
 from outcore.engine.sweeps import Wanted, in_turn
 from outcore.engine.undo import Moved
 from outcore.machine.interrupts import check
-from outcore.plan.model_size import Graph
 
 from .incoming import Rounds
 from .stage import PipelineStage
 
 
 class ResidentPasses:
-    """What records passes where nothing is streamed.
+    """What records passes where nothing is streamed."""
 
-    Args:
-        graph: what building passes takes.
-    """
-
-    def __init__(self, hops: PipelineStage, graph: Graph) -> None:
+    def __init__(self, hops: PipelineStage) -> None:
         self.recording: RecordedPass | None = None
-        self.graph = graph
         self._hops = hops
 
     def moved(self) -> Moved:

@@ -13,8 +13,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
 from outcore.engine.transport import Fit, HasRoom, Transport
@@ -134,4 +132,4 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         """What computes several passes layer by layer, where nothing is streamed here."""
         if self.eager:
             return None
-        return ResidentPasses(self, self._running.size.graph(mx.default_device().type == mx.DeviceType.cpu))
+        return ResidentPasses(self)

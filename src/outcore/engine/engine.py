@@ -15,7 +15,7 @@ import mlx.nn as nn
 from ..disk.metrics import Metrics
 from ..disk.ring import Ring
 from ..machine.allocator import Needs, clear_cache, limits
-from ..machine.device import device_kind, on_cpu
+from ..machine.device import device_kind
 from ..modules.hooks import swap, unswap
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -235,7 +235,6 @@ class Engine:
                     copies=profile.copies,
                     evaluates=profile.evaluates,
                     exclusive=self.exclusive,
-                    graph=profile.size.graph(on_cpu()),
                     transport=self.transport,
                 )
             self._join(self.streaming, plan)

@@ -16,7 +16,6 @@ from ..machine.allocator import clear_cache
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, handles
 from ..modules.hooks import absent, put, swap, unswap
-from ..plan.model_size import Graph
 from .executor import InFlightQueue, LayerExecutor
 from .observers import Observers
 from .seams import ExpertCaches, KVOffloader, Stage
@@ -35,7 +34,6 @@ class Streaming:
         copies: as in ``Weights``.
         evaluates: as in ``LayerExecutor``.
         exclusive: who may compute with the model.
-        graph: what building passes takes.
         transport: to the ranks that have other layers of the model.
         ring, units, and what follows them: as of ``bind``.
 
@@ -59,19 +57,17 @@ class Streaming:
         copies: bool,
         evaluates: bool,
         exclusive: AbstractContextManager[object],
-        graph: Graph,
         transport: Stage,
     ) -> None:
-        self.model, self.metrics, self.exclusive, self.graph = model, metrics, exclusive, graph
+        self.model, self.metrics, self.exclusive = model, metrics, exclusive
         self.evaluates, self._copies, self._transport = evaluates, copies, transport
         self.after_unit, self.before_sweep = Observers(), Observers()
         self.after_unit.join(check)
         self.experts: ExpertCaches | None = None
         self.beside: KVOffloader | None = None
         self.sweep_s: float | None = None
-        self._began = self._waited = 0.0
+        self._began: tuple[float, float] | None = None  # when the sweep did, and seconds that ranks were waited for
         self._within = False  # a transaction
-        self._joined = False  # a sweep of several passes that read experts one by one
         self._under_way = InFlightQueue(ring, metrics, transport)
         self._turns = LayerExecutor(
             self._under_way, handed_over=self.after_unit, evaluates=evaluates, transport=transport
@@ -174,16 +170,6 @@ class Streaming:
         return self._turns.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._joined:
-            return original(*args, **kwargs)
-        if self._turns.recording is None:
-            return self._sweep_alone(original, args, kwargs)
-        out = original(*args, **kwargs)
-        self._turns.recording.end(args, kwargs)
-        self._turns.recording.moved = self._turns.moved()
-        return out
-
-    def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A sweep of one pass."""
         caches = caches_in(args, kwargs)
         if not BATCHED.isdisjoint(map(type, caches)):
@@ -249,9 +235,10 @@ class Streaming:
     def _begin_sweep(self, tokens: int | None) -> None:
         """``tokens``: of all passes; None: many."""
         self.drain()
-        if self._began:
+        if self._began is not None:
             # What others took until then says nothing of this machine.
-            self.sweep_s = self._under_way.settled - self._began - (self._under_way.waited_s - self._waited)
+            began, waited = self._began
+            self.sweep_s = self._under_way.settled - began - (self._under_way.waited_s - waited)
         if self.layers.keep_adopted():
             self.ring.reorder(self.layers.order)
             self._tell_order()
@@ -262,7 +249,7 @@ class Streaming:
         if self.beside is not None:
             self.beside.begin_sweep()
         self.metrics.sweeps += 1
-        self._began, self._turns.tokens, self._waited = self.metrics.clock(), 0, self.metrics.ranks_s
+        self._began, self._turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if self._turns.pooled:
             self._turns.tokens = tokens or 0

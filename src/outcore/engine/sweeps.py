@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,6 +19,17 @@ Wanted = Collection[int] | None
 
 class StreamedPasses(Streaming):
     """Streaming that runs several passes in a sweep, too."""
+
+    _joined = False  # a sweep of several passes that read experts one by one
+
+    def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._joined and self._turns.recording is None:
+            return super()._forward(original, args, kwargs)
+        out = original(*args, **kwargs)
+        if self._turns.recording is not None:
+            self._turns.recording.end(args, kwargs)
+            self._turns.recording.moved = self._turns.moved()
+        return out
 
     def advance(self) -> None:
         """What a pass has built so far is about to be computed: caches that moved on are not taken back in part."""

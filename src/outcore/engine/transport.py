@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.core as mx
 
 from ..modules.layers import Layer
-from ..plan.model_size import Graph
 from .seams import Stage
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ class Forecast(Protocol):
 
 class Sweeps(Protocol):
     """What computes several passes layer by layer (``sweeps.StreamedPasses.sweep``)."""
-
-    graph: Graph
 
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
