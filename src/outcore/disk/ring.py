@@ -104,7 +104,6 @@ class Ring:
         self.reader = reader
         self.metrics = metrics or Metrics()
         self.partly: Callable[[int], Partly | None] | None = None
-        self._bytes = [u.read_bytes for u in units]
         largest = max(u.slot_bytes for u in units)
         self.slots = [Slot(largest, device) for _ in range(slots)]
         self._clock = clock
@@ -136,7 +135,7 @@ class Ring:
     @property
     def share_ahead(self) -> float:
         """What part of a sweep's bytes the slots hold: so much is read while nobody takes a turn."""
-        sizes = [self._bytes[i] for i in self._order]
+        sizes = [self.units[i].read_bytes for i in self._order]
         return sum(sizes[: len(self.slots)]) / max(1, sum(sizes))
 
     def reorder(self, order: Sequence[int]) -> None:
