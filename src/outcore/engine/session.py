@@ -21,6 +21,7 @@ from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..machine.exclusive import Exclusive
 from ..machine.memory import memory_limits
+from ..modules.cache_form import CacheForm
 from ..modules.module_tree import modules
 from ..modules.split_linear import split_rows
 from ..plan.machine_profile import Calibration
@@ -111,9 +112,6 @@ class Session(Engine):
         residency: makes room, sheds and regrows resident layers.
         watch: what watches memory; None where it was not asked for, or nothing could be shed.
         closing: who is called when it is to be closed, before it waits for the pass under way.
-        forms: what its caches look like; none where that is not known.
-        positions: tokens that the model has positions for at all; None: for any number.
-        max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         vocabulary: tokens that the model has embeddings for; None where that is not known.
         found: tokens of the last prompt that were computed before, and found (``prefix``).
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
@@ -145,12 +143,7 @@ class Session(Engine):
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.forms, self.positions = profile.trace.forms, position_limit(profile.lazy.config)
-        self.max_context, self.cpu_streams, self.prefill_step_size = (
-            longest_context(profile.lazy.config),
-            cpu_streams,
-            prefill_step_size,
-        )
+        self.cpu_streams, self.prefill_step_size = cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
         self.closing, self._notes = Observers(), notes
         self.drafting: Drafter | None = None
@@ -168,6 +161,21 @@ class Session(Engine):
             self.watch = Watch(self, self.residency)
 
     # What it is
+
+    @property
+    def forms(self) -> tuple[CacheForm, ...]:
+        """What its caches look like; none where that is not known."""
+        return self.profile.trace.forms
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model has positions for at all; None: for any number."""
+        return position_limit(self.profile.lazy.config)
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model itself was made for; None if it does not say. Beyond them it errs."""
+        return longest_context(self.profile.lazy.config)
 
     def __repr__(self) -> str:
         plan = self.plan
