@@ -20,7 +20,7 @@ from .watched_pass import Advance
 
 
 def empty(cache: Any) -> None:
-    """Have a cache that was filled (``Hops.fill``) hold as many tokens without their keys and values."""
+    """Have a cache that was filled (``Stage.fill``) hold as many tokens without their keys and values."""
     for name in ("keys", "values"):
         held = getattr(cache, name, None)
         if any(a.shape[-1] for a in arrays_in(held)):
