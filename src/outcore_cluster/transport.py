@@ -18,9 +18,9 @@ from outcore.engine.session import Session
 from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, PromptError, UsageError
 
-from .agreement import Agreement
+from .agreement import RankAgreement
 from .foreign import hold_alike
-from .leading import Leader
+from .leading import RankLeader
 from .link.link import Link
 from .resident_passes import ResidentPasses
 from .stage import PipelineStage
@@ -33,7 +33,7 @@ ENDLESS = 2**62
 """Tokens of an answer that has no limit."""
 
 
-class RankRoom(Agreement):
+class RankRoom(RankAgreement):
     """What ranks agree on before texts are computed.
 
     Args:
@@ -119,9 +119,9 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
 
-    def leader(self, sequences: Continuous) -> Leader:
+    def leader(self, sequences: Continuous) -> RankLeader:
         """What other ranks' sequences follow."""
-        return Leader(sequences, self)
+        return RankLeader(sequences, self)
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
         """Caches of other ranks' layers hold nothing, or all of them are filled."""
