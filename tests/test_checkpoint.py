@@ -18,6 +18,7 @@ import zoo
 from outcore.checkpoint import find_model
 from outcore.checkpoint.checkpoint import ITEM_BYTES, open_checkpoint, read_header
 from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.identity import identity_of
 from outcore.decode import loader
 from outcore.errors import CheckpointError, HeaderError, MissingFileError, OutcoreError, UsageError
 
@@ -379,23 +380,23 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
 
 def test_identity_changes_with_what_the_weights_depend_on_and_with_nothing_else(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", {"model-a.safetensors": ("a", "b"), "model-b.safetensors": ("c",)})
-    first = open_checkpoint(folder).identity()
-    assert len(first) == 32 and first == open_checkpoint(folder).identity()
+    first = identity_of(open_checkpoint(folder))
+    assert len(first) == 32 and first == identity_of(open_checkpoint(folder))
     (folder / "README.md").write_text("new")
     moved = folder.rename(tmp_path / "moved")
-    assert open_checkpoint(moved).identity() == first
+    assert identity_of(open_checkpoint(moved)) == first
     seen = {first}
     shard = moved / "model-b.safetensors"
     times = (shard.stat().st_atime_ns, shard.stat().st_mtime_ns)
     os.utime(shard, ns=(times[0], times[1] + 1))
-    seen.add(open_checkpoint(moved).identity())
+    seen.add(identity_of(open_checkpoint(moved)))
     save(shard, "d")  # as long as before
     os.utime(shard, ns=times)
-    seen.add(open_checkpoint(moved).identity())
+    seen.add(identity_of(open_checkpoint(moved)))
     shard.rename(moved / "model-c.safetensors")
-    seen.add(open_checkpoint(moved).identity())
+    seen.add(identity_of(open_checkpoint(moved)))
     (moved / "config.json").write_text('{"model_type": "qwen3"}')
-    seen.add(open_checkpoint(moved).identity())
+    seen.add(identity_of(open_checkpoint(moved)))
     assert len(seen) == 5
 
 

@@ -31,7 +31,8 @@ from outcore.engine.expert_cache import ExpertReads, PooledSwitch
 from outcore.engine.look_ahead import LookAhead
 from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
-from outcore.machine.device_memory import CudaDriver, DeviceMemory, move
+from outcore.machine.device_memory import move
+from outcore.machine.device_stretches import CudaDriver, DeviceMemory
 from outcore.modules.switches import is_stacked
 from outcore.plan.expert_plan import hit_rate, pooled_sweep
 from outcore.plan.expert_policy import ExpertPolicy

@@ -27,6 +27,7 @@ from outcore import ClosedError, PromptError, UsageError
 from outcore.decode.passes import chunks
 from outcore.decode.preparation import prepare
 from outcore.plan import planner
+from outcore.plan.model_size import ModelSize
 from stand_ins import TokensOnly
 
 PROMPT = "def read_lines(path):\n    "
@@ -297,7 +298,8 @@ def test_a_prompt_of_many_chunks_keeps_to_the_plan(
     with model.outcore as session:
         assert session.plan.peak_bytes == planned.peak_bytes and session.plan.streams
         assert session.streaming is not None
-        session.streaming.graph = replace(session.streaming.graph, most=2**40)  # all chunks in one sweep
+        graph = replace(session.size.graph(True), most=2**40)  # all chunks in one sweep
+        monkeypatch.setattr(ModelSize, "graph", lambda *_: graph)
         mx.reset_peak_memory()
         prompt = [7 + i % 90 for i in range(200)]
         assert len(ids(outcore.stream_generate(model, tokenizer, prompt, max_tokens=2))) == 2

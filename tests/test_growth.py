@@ -200,7 +200,7 @@ def test_a_rehearsal_tells_how_attention_is_computed_and_what_is_handed_on(
     model_type: str, scores: int, several: bool, masked: bool | None
 ) -> None:
     _, rehearsal = rehearsed(model_type)
-    assert rehearsal.scores == scores
-    assert (rehearsal.versions > 0) == several
-    assert (rehearsal.expanded > 0) == (model_type == "deepseek_v3")  # keys and values of latents
-    assert masked is None or (rehearsal.masked > 0) == masked
+    assert rehearsal.passing.scores == scores
+    assert (rehearsal.passing.versions > 0) == several
+    assert (rehearsal.passing.expanded > 0) == (model_type == "deepseek_v3")  # keys and values of latents
+    assert masked is None or (rehearsal.passing.masked > 0) == masked

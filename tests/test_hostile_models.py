@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outcore.checkpoint.lazy_model import config_of
+from outcore.checkpoint.positions import config_of
 from outcore.cli import answers, generate
 from outcore.cli.main import main
 from outcore.errors import CheckpointError

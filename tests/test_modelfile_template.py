@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.modules.mlx_lm_compat import set_chat_template
+from outcore.modules.mlx_lm_tokenizer import set_chat_template
 from outcore_compat.modelfile.options import parse_modelfile
 from outcore_compat.modelfile.syntax import Instruction, LineError
 from outcore_compat.modelfile.template import GoTemplate, parse_template

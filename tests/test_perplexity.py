@@ -19,7 +19,8 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 from outcore import BudgetError, UsageError
 from outcore.cli.main import main
-from outcore.machine import budget, memory
+from outcore.decode import budget
+from outcore.machine import memory
 from outcore_bench import perplexity
 from outcore_bench.flags import perplexity as setup_arg_parser
 from outcore_bench.perplexity import cut, default_text, load_for_batches, read_data

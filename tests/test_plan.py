@@ -19,7 +19,7 @@ from outcore.options import PLACEMENTS
 from outcore.plan.candidate import ALLOCATOR_LEAST, Candidate, Candidates
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
-from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer
+from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer, spread
 from outcore.plan.plan import Plan
 from outcore.plan.planner import (
     ENOUGH_STEP,
@@ -28,7 +28,6 @@ from outcore.plan.planner import (
     SMALLEST_STEP,
     make_plan,
     resident_budget,
-    spread,
 )
 from outcore.plan.prediction import predict
 from outcore.sizes import GAP, slot_bytes

@@ -19,7 +19,7 @@ import outcore
 import zoo
 from outcore.decode.preparation import prepare
 from outcore.modules.layers import find_layers
-from outcore.plan.model_size import Graph
+from outcore.plan.model_size import Graph, ModelSize
 from outcore.plan.planner import resident_budget
 from stand_ins import TokensOnly
 
@@ -161,9 +161,9 @@ def test_a_long_prompt_is_built_in_parts_and_its_tokens_stay_the_same(folders: d
         model, _ = outcore.load_model(
             folders["hybrid"], memory="1GB", resident=0, context=320, prefill_step_size=32, cpu_streams=1, draft="none"
         )
-        with model.outcore as session:
-            assert session.streaming is not None and session.streaming.graph.recurrent == 2
-            session.streaming.graph = Graph(4, 2, most)
+        with model.outcore as session, pytest.MonkeyPatch.context() as patch:
+            assert session.streaming is not None and session.size.graph(True).recurrent == 2
+            patch.setattr(ModelSize, "graph", lambda *_, most=most: Graph(4, 2, most))
             found.append([r.token for r in outcore.stream_generate(model, TokensOnly(), ids, max_tokens=3)])
             sweeps.append(session.metrics.sweeps)
     assert found[0] == found[1] == found[2]
@@ -206,11 +206,13 @@ def test_products_before_the_layers_are_no_heads(model_type: str, resident: int 
     options: dict[str, Any] = {"memory": "1GB", "head_resident": False, "context": 160, "cpu_streams": 1}
     resident = len(find_layers(whole)) if resident is None else resident
     model, _ = outcore.load_model(folder, resident=resident, draft="none", govern=False, **options)
-    with model.outcore as session:
+    with model.outcore as session, pytest.MonkeyPatch.context() as patch:
         assert session.streaming is not None and session.plan.head_streamed
         assert len(session.plan.resident) == resident
+        plain = session.size.graph(True)
         for most in (10**12, 1):
-            session.streaming.graph = replace(session.streaming.graph, most=most, held=10**12)
+            graph = replace(plain, most=most, held=10**12)
+            patch.setattr(ModelSize, "graph", lambda *_, graph=graph: graph)
             for _ in range(2):
                 found = outcore.stream_generate(model, TokensOnly(), ids, max_tokens=3, prefill_step_size=16)
                 for r, (token, logprobs) in zip(found, expected, strict=True):

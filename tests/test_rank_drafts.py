@@ -27,7 +27,7 @@ from outcore.options import LoadOptions
 from outcore.plan.draft_cost import NGRAM
 from outcore.plan.planner import ASSUMED
 from outcore_cluster import sharing as ranked
-from outcore_cluster.agreement import Agreement
+from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
 from outcore_cluster.layer_shares import share_layers
 from outcore_cluster.timing import LinkTimes
@@ -164,7 +164,7 @@ def test_what_others_wait_for_their_disks_is_no_computing() -> None:
     def sweep(rank: int, stall_s: float, ranks_s: float) -> None:
         metrics = Metrics()
         metrics.stall_s, metrics.ranks_s = 100.0, 200.0
-        waits = Waits(metrics, Agreement(links[rank]))
+        waits = Waits(metrics, RankAgreement(links[rank]))
         metrics.stall_s, metrics.ranks_s = 100.0 + stall_s, 200.0 + ranks_s
         found[rank] = waits.for_disks()
 
@@ -189,12 +189,12 @@ def test_a_sampler_that_fails_ends_the_run() -> None:
     with linked(2) as links:
 
         def choose(rank: int) -> int:
-            chooser = Sampler(sampler, (), [1, 2], transport=Agreement(links[rank]))
+            chooser = Sampler(sampler, (), [1, 2], transport=RankAgreement(links[rank]))
             try:
                 return chooser.choose(mx.zeros((1, 4)))[0]
             except ValueError:
                 # Whoever catches it goes on with another text.
-                return Agreement(links[rank]).numbers(lambda: [77])
+                return RankAgreement(links[rank]).numbers(lambda: [77])
 
         first, other = in_threads([partial(choose, 0), partial(choose, 1)])
     assert isinstance(first, LinkError) and isinstance(other, LinkError)

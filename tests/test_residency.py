@@ -22,7 +22,7 @@ from outcore.engine.session import Session
 from outcore.errors import BudgetError, PromptError
 from outcore.machine.memory import MemoryLimit
 from outcore.machine.pressure import Pressure
-from outcore.plan.planner import farthest, thin
+from outcore.plan.replan import farthest, thin
 from outcore.sizes import slot_bytes
 
 PROMPT = "def read_lines(path):\n    "

@@ -12,7 +12,7 @@ import pytest
 
 import interrupts
 from outcore.machine.exclusive import Exclusive
-from outcore.machine.interrupts import TASKS, join
+from outcore.machine.held_signals import TASKS, join
 
 
 def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import UsageError
 from .sizes import MOST_BYTES
-from .text import shortened
+from .text import meant, shortened
 
 COUNT = 2**31 - 1
 """The most that is counted to: MLX's shapes and indices are 32 bits."""
@@ -132,3 +132,15 @@ def parse_size(text: str, *, flag: str = "--memory") -> int:
         return nbytes
     shown = text if len(text) <= _MOST_CHARACTERS and text.isprintable() else f"{text[:_MOST_CHARACTERS]!r}..."
     raise UsageError(f"{flag} {shown if text.strip() else repr(text)}: {why}")
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that there are none of.
+
+    Raises:
+        TypeError: names the first of them, and which may have been meant.
+    """
+    words = list(known)
+    for name in names:
+        if name not in words:
+            raise TypeError(f"unexpected keyword argument {name!r}{meant(name, words)}")

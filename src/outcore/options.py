@@ -9,10 +9,10 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
-from .checks import choice, parse_size, shown_value, whole
+from .checks import choice, parse_size, refuse_unknown, shown_value, whole
 from .errors import BudgetError, OutcoreError, UsageError
 from .sizes import MOST_BYTES
-from .text import refuse_unknown, shortened
+from .text import shortened
 
 FEW_BYTES = 1_000_000
 """A number of bytes below which some other unit was meant."""

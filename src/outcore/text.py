@@ -68,15 +68,3 @@ def meant(word: str, known: Iterable[str]) -> str:
     """Which of the known words may have been meant, to be added to a line that refuses one."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse keyword arguments that there are none of.
-
-    Raises:
-        TypeError: names the first of them, and which may have been meant.
-    """
-    words = list(known)
-    for name in names:
-        if name not in words:
-            raise TypeError(f"unexpected keyword argument {name!r}{meant(name, words)}")

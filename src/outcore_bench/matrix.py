@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.identity import identity_of
 from outcore.checks import choice, parse_size, whole
 from outcore.decode.preparation import prepare
 from outcore.disk.reader import FileReader
@@ -93,7 +94,7 @@ class MatrixRunner:
         fixed |= {"dtype": settings.dtype, "cpu_streams": settings.cpu_streams}
         opened = {io: prepare(folder, least=True, io=io, **fixed) for io in ways}
         sizes = {io: prepared.profile.size for io, prepared in opened.items()}
-        common = asdict(settings) | {"identity": checkpoint.identity()}
+        common = asdict(settings) | {"identity": identity_of(checkpoint)}
         self._output = output
         self._runner = Runner(folder, name, opened[ways[0]], common, command)
         self.document = self._runner.document

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from outcore.checkpoint.positions import longest_context
 from outcore.decode.preparation import Preparation, prepare
 from outcore.machine.memory import last_resort
 from outcore.plan.planner import resident_budget
@@ -53,7 +54,7 @@ def bench(
         len(prepared.profile.size.layers),
         fits=prepared.refused is None and not prepared.plan.streams,
         vocabulary=vocabulary(prepared),
-        longest=prepared.profile.max_context,
+        longest=longest_context(prepared.profile.lazy.config),
     )
     return Runner(folder, name, prepared, settings.record(), command).run(jobs, progress, on_row)
 

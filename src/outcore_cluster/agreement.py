@@ -11,7 +11,7 @@ from outcore.text import one_line
 from .link.link import Link
 
 
-class Agreement:
+class RankAgreement:
     """What one rank knows of the others' choices (``engine.transport.Transport``).
 
     Args:

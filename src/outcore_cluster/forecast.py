@@ -14,7 +14,7 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.prediction import Turn, turns_of
 
-from .agreement import Agreement
+from .agreement import RankAgreement
 from .link_times import link_times
 from .rank_share import RankShare
 from .timing import LinkTimes, RankStage, rank_timing
@@ -233,7 +233,7 @@ def predicted(
     link = share.link
     # What they all see is what rank 0 was told.
     prompt, sequences = json.loads(link.agree(json.dumps([size.prompt, size.sequences]).encode()))
-    (longest,) = Agreement(link).leasts([plan.prefill_step])
+    (longest,) = RankAgreement(link).leasts([plan.prefill_step])
     steps = [longest, *(n for n in STEPS if asked is None and n < min(longest, prompt))]
     mine = RankPart.of(share, size, plan, calibration, steps, **more)
     told = link.gather(json.dumps(asdict(mine)).encode())

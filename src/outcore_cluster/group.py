@@ -20,7 +20,7 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.workload import Workload
 
-from .agreement import Agreement
+from .agreement import RankAgreement
 from .forecast import RanksPlan, predicted
 from .link.link import Link
 from .rank_share import RankShare
@@ -40,9 +40,9 @@ class RankGroup:
     host: str = ""
 
     @property
-    def agreement(self) -> Agreement:
+    def agreement(self) -> RankAgreement:
         """What they agree on before there is a model."""
-        return Agreement(self.link)
+        return RankAgreement(self.link)
 
     # Loading
 

@@ -20,20 +20,20 @@ from outcore.decode.step import StepResult
 from outcore.engine.session import Session
 from outcore.machine.allocator import clear_cache
 
-from .agreement import Agreement
+from .agreement import RankAgreement
 
 STEP, REST, END = "step", "rest", "end"
 """What follows on who joins and who leaves: the next step; nothing for now; nothing more."""
 
 
-class Leader:
+class RankLeader:
     """The first rank's ``Continuous``, which the other ranks' do as.
 
     Args:
         agreement: with them.
     """
 
-    def __init__(self, sequences: Continuous, agreement: Agreement) -> None:
+    def __init__(self, sequences: Continuous, agreement: RankAgreement) -> None:
         self._sequences, self._agreement = sequences, agreement
         self._joining: list[tuple[int, list[int], int]] = []  # number, tokens and most tokens of the answer
         self._leaving: list[int] = []

@@ -8,25 +8,20 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from outcore.engine.recorded_pass import Recorded, RecordedPass, Wanted, in_turn
+from outcore.engine.recorded_pass import Recorded, RecordedPass
+from outcore.engine.sweeps import Wanted, in_turn
 from outcore.engine.undo import Moved
 from outcore.machine.interrupts import check
-from outcore.plan.model_size import Graph
 
 from .incoming import Rounds
 from .stage import PipelineStage
 
 
 class ResidentPasses:
-    """What records passes where nothing is streamed.
+    """What records passes where nothing is streamed."""
 
-    Args:
-        graph: what building passes takes.
-    """
-
-    def __init__(self, hops: PipelineStage, graph: Graph) -> None:
+    def __init__(self, hops: PipelineStage) -> None:
         self.recording: RecordedPass | None = None
-        self.graph = graph
         self._hops = hops
 
     def moved(self) -> Moved:
@@ -38,7 +33,7 @@ class ResidentPasses:
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
-        """As ``Streaming.sweep``."""
+        """As ``sweeps.StreamedPasses.sweep``."""
         hops, recorded, outputs = self._hops, list[RecordedPass](), list[mx.array]()
         rounds = hops.rounds = Rounds()
         before, hops.recorder = hops.recorder, self

@@ -13,16 +13,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from outcore.decode.continuous import Continuous
 from outcore.engine.session import Session
 from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, PromptError, UsageError
 
-from .agreement import Agreement
+from .agreement import RankAgreement
 from .foreign import hold_alike
-from .leading import Leader
+from .leading import RankLeader
 from .link.link import Link
 from .resident_passes import ResidentPasses
 from .stage import PipelineStage
@@ -35,7 +33,7 @@ ENDLESS = 2**62
 """Tokens of an answer that has no limit."""
 
 
-class RankRoom(Agreement):
+class RankRoom(RankAgreement):
     """What ranks agree on before texts are computed.
 
     Args:
@@ -121,9 +119,9 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
 
-    def leader(self, sequences: Continuous) -> Leader:
+    def leader(self, sequences: Continuous) -> RankLeader:
         """What other ranks' sequences follow."""
-        return Leader(sequences, self)
+        return RankLeader(sequences, self)
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
         """Caches of other ranks' layers hold nothing, or all of them are filled."""
@@ -134,4 +132,4 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         """What computes several passes layer by layer, where nothing is streamed here."""
         if self.eager:
             return None
-        return ResidentPasses(self, self._running.size.graph(mx.default_device().type == mx.DeviceType.cpu))
+        return ResidentPasses(self)

@@ -14,8 +14,8 @@ from pathlib import Path
 import xxhash
 from mlx.utils import tree_flatten
 
-from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, code_print, read_header, read_object
-from outcore.checkpoint.identity import MOST_BLOCKS, block_of, read_blocks
+from outcore.checkpoint.checkpoint import ADAPTER, ADAPTER_CONFIG, TensorInfo, read_header, read_object
+from outcore.checkpoint.identity import MOST_BLOCKS, block_of, code_print, identity_of, read_blocks
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
 from outcore.errors import UsageError
@@ -109,7 +109,7 @@ def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
         UsageError: names who has another model, and what of it.
     """
     # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
-    made_from = lazy.checkpoint.identity()
+    made_from = identity_of(lazy.checkpoint)
     mine = {"host": host, "made_from": made_from, "coding": lazy.coding, "prints": weight_prints(lazy)}
     told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]

@@ -34,11 +34,11 @@ from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, OutcoreError, UsageError
 from outcore.options import LoadOptions
 from outcore.plan.machine_profile import Calibration
-from outcore_cluster.agreement import Agreement
+from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
-from outcore_cluster.leading import Leader, follow
+from outcore_cluster.leading import RankLeader, follow
 from outcore_cluster.link.link import Link
 from stand_ins import TokensOnly
 
@@ -479,7 +479,7 @@ def sequences(
             if link is not None and link.rank:
                 follow(model, own)
                 return {"streams": session.plan.streams, "running": own.running}
-            engine = own if link is None else Leader(own, Agreement(link))
+            engine = own if link is None else RankLeader(own, RankAgreement(link))
             written = _written(engine, own, joining, leaving)
             by = session.drafting.name if session.drafting is not None else None
             return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted, "by": by}
@@ -489,7 +489,7 @@ def sequences(
 
 
 def _written(
-    engine: Continuous | Leader, own: Continuous, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
+    engine: Continuous | RankLeader, own: Continuous, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
 ) -> dict[str, Any]:
     tokens: dict[int, list[int]] = {}
     limits: dict[int, int] = {}
@@ -500,7 +500,7 @@ def _written(
         for uid, prompt, limit, seed in joining.get(step, ()):
             engine.add(Request(uid, prompt, limit, _sampler(seed)))
             limits[uid] = limit
-        if isinstance(engine, Leader) and not own.running and not own.waiting:
+        if isinstance(engine, RankLeader) and not own.running and not own.waiting:
             engine.rest()
         found = engine.step()
         most = max(most, own.running)

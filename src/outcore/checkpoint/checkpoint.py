@@ -1,8 +1,7 @@
 """Where every parameter of a model lives on disk: shards, safetensors headers.
 
-Nothing that a file says is believed before it is checked, and of the weights only a few blocks are read, to tell one
-model from another: a download that was cut off, or a hostile header, is refused here with the file and the byte, before
-MLX sees it. The format:
+Nothing that a file says is believed before it is checked: a download that was cut off, or a hostile header, is refused
+here with the file and the byte, before MLX sees it. The format:
 https://github.com/huggingface/safetensors#format
 """
 
@@ -13,19 +12,16 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from ..disk.open_file import state_of
 from ..errors import CheckpointError, HeaderError, MissingFileError
 from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_small
 from ..sizes import format_size
 from ..text import one_line, quoted
-from .identity import Stamped, identity
 
 # What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.
 ITEM_BYTES = {
@@ -76,27 +72,19 @@ class Checkpoint:
         folder: as it was given.
         files: the weight files that mlx-lm would load, sorted by name.
         tensors: every tensor of every file, by name.
+        notes: what others find out about it once, such as its identity.
     """
 
     folder: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
-    _identity: str = field(repr=False)
     _were: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    notes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together, without headers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def identity(self) -> str:
-        """32 hex digits over config.json, the model's own code, and each weight file's name, size, time, header and a
-        block of each tensor.
-
-        As they were when opened; see `identity`. A packed copy fits as long as this is equal. The folder's own name is
-        not part of it.
-        """
-        return self._identity
 
     def check(self) -> None:
         """See that the files are those whose headers were read. From when they are opened on the reader looks itself.
@@ -122,8 +110,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(not_a_folder(folder))
         raise MissingFileError(f"{folder}: no such folder; check the path")
     require_config(folder)
-    config, about = read_object(folder / "config.json", CONFIG_BYTES)
-    config += code_print(folder, about)
+    read_object(folder / "config.json", CONFIG_BYTES)
     files = tuple(sorted(folder.glob(_WEIGHTS)))
     index = _read_index(folder / _INDEX)
     if index is not None:
@@ -141,12 +128,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
         raise MissingFileError(f"{folder}: no {_WEIGHTS} here; {what}")
     tensors: dict[str, TensorInfo] = {}
-    stamps: list[Stamped] = []
     # Looked at first: what changes while headers are read is noticed.
     were = tuple(state_of(file) for file in files)
     for file in files:
-        found, stamp = _stamped_header(file)
-        stamps.append(stamp)
+        found = read_header(file)
         for twin in tensors.keys() & found.keys():
             raise CheckpointError(
                 f"{file}: tensor {quoted(twin)} is also in {tensors[twin].file.name};"
@@ -159,44 +144,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{folder / file_name}: has no tensor {quoted(name)}, which {_INDEX} places there;"
                 " the files are of different versions, download the model again"
             )
-    return Checkpoint(folder, files, tensors, identity(config, stamps), were)
-
-
-def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
-    """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
-    import any of them, from linked folders too; empty where it has none.
-
-    Raises:
-        CheckpointError: one cannot be read.
-    """
-    if config.get("model_file") is None:
-        return b""
-    digest, found, seen = xxhash.xxh3_128(), list[Path](), set[str]()
-    for here, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(here)
-        if real in seen:  # a link to what was looked through
-            folders.clear()
-            continue
-        seen.add(real)
-        folders.sort()
-        found += [path for name in files if name.endswith(".py") and (path := Path(here, name)).exists()]
-    for path in sorted(found):
-        try:
-            code = read_small(path, CONFIG_BYTES)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-        digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
-    return digest.hexdigest().encode()
-
-
-def identity_of_adapter(folder: Path) -> str:
-    """32 hex digits over an adapter's configuration and weights, as ``Checkpoint.identity`` is over a model's.
-
-    Raises:
-        MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
-    """
-    config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
-    return identity(config, [_stamped_header(folder / ADAPTER)[1]])
+    return Checkpoint(folder, files, tensors, were)
 
 
 def require_config(folder: Path) -> None:
@@ -218,11 +166,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         HeaderError: the header, or the length of the file, is not what the format asks for.
         CheckpointError: the file cannot be read.
     """
-    return _stamped_header(path)[0]
+    raw, status = header_bytes(path)
+    return _parse_header(path, raw, status.st_size)
 
 
-def _stamped_header(path: Path) -> tuple[dict[str, TensorInfo], Stamped]:
-    """The tensors, and what the file contributes to the checkpoint's identity."""
+def header_bytes(path: Path) -> tuple[bytes, os.stat_result]:
+    """A safetensors file's header behind the eight bytes of its length, and the file's size and times; raises as
+    ``read_header``."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # before opening: a FIFO would block
             raise HeaderError(f"{path}: not a regular file; put the safetensors file itself there")
@@ -239,9 +189,7 @@ def _stamped_header(path: Path) -> tuple[dict[str, TensorInfo], Stamped]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if len(raw) != length:
         raise HeaderError(f"{path}: got {len(raw)} of {length} header bytes; the file shrank while it was read")
-    stamp = json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode() + prefix + raw
-    found = _parse_header(path, raw, status.st_size)
-    return found, (path, stamp, [(tensor.offset, tensor.nbytes) for tensor in found.values()])
+    return raw, status
 
 
 def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:

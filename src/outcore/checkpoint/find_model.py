@@ -72,7 +72,7 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
     from huggingface_hub import errors as hub
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    from ..modules.mlx_lm_compat import download as by_mlx_lm
+    from ..modules.mlx_lm_tokenizer import download as by_mlx_lm
 
     # The Hub's errors share no base, and its HTTP library (re-exported there) changed twice.
     # hf_xet, which moves the bytes, raises RuntimeError; a revision or a name of the wrong form ValueError.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from ..errors import CheckpointError
+from ..machine.small_files import CONFIG_BYTES, read_small
+from .checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, header_bytes, read_header, read_object
 
 BLOCK = 4096
 """Bytes that are read of a place."""
@@ -23,12 +27,28 @@ VERSION = b"outcore identity 2\n"
 Place = tuple[int, int]
 """A tensor's offset and its bytes."""
 
-Stamped = tuple[Path, bytes, Sequence[Place]]
-"""A file, its name, size, time and header, and the places of its tensors."""
+
+def identity_of(checkpoint: Checkpoint) -> str:
+    """32 hex digits over config.json, the model's own code, and each weight file's name, size, time, header and a block
+    of each tensor: as they were when it was opened. A packed copy, which has its original's, fits as long as this is
+    equal. The folder's own name is not part of it.
+
+    Raises:
+        CheckpointError: a file cannot be read, or was written to since.
+    """
+    if "identity" not in checkpoint.notes:
+        config, about = read_object(checkpoint.folder / "config.json", CONFIG_BYTES)
+        places: dict[Path, list[Place]] = {file: [] for file in checkpoint.files}
+        for tensor in checkpoint.tensors.values():
+            places[tensor.file].append((tensor.offset, tensor.nbytes))
+        found = _digest(config + code_print(checkpoint.folder, about), places)
+        checkpoint.check()
+        checkpoint.notes["identity"] = found
+    return checkpoint.notes["identity"]
 
 
-def identity(config: bytes, files: Sequence[Stamped]) -> str:
-    """32 hex digits over a model's configuration and, of each file, what is known of it and a block of each tensor.
+def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
+    """Over a model's configuration and, of each file, what is known of it and a block of each tensor.
 
     So another model is told apart if any one of its tensors differs as a whole, as after training; a few bytes that
     were changed in place while size and time were kept are not. Of more than ``MOST_BLOCKS`` tensors every n-th is
@@ -37,6 +57,7 @@ def identity(config: bytes, files: Sequence[Stamped]) -> str:
 
     Args:
         config: bytes of config.json, and what tells the model's own code apart: they decide what the weights mean.
+        files: the places of each one's tensors.
 
     Raises:
         CheckpointError: a file cannot be read, or became shorter.
@@ -47,9 +68,11 @@ def identity(config: bytes, files: Sequence[Stamped]) -> str:
         digest.update(len(data).to_bytes(8, "little") + data)
 
     add(config)
-    every = max(1, -(-sum(len(places) for _, _, places in files) // MOST_BLOCKS))
-    for path, stamp, places in files:
-        add(stamp)
+    every = max(1, -(-sum(map(len, files.values())) // MOST_BLOCKS))
+    for path, places in files.items():
+        raw, status = header_bytes(path)
+        about = json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode()
+        add(about + len(raw).to_bytes(8, "little") + raw)
         found = sorted((offset, nbytes) for offset, nbytes in places if nbytes)
         blocks = {block_of(offset, nbytes) for offset, nbytes in found[::every]}
         if found:  # the first and the last of all, too
@@ -92,3 +115,41 @@ def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
             os.close(fd)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
+    """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
+    import any of them, from linked folders too; empty where it has none.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    if config.get("model_file") is None:
+        return b""
+    digest, found, seen = xxhash.xxh3_128(), list[Path](), set[str]()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:  # a link to what was looked through
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        found += [path for name in files if name.endswith(".py") and (path := Path(here, name)).exists()]
+    for path in sorted(found):
+        try:
+            code = read_small(path, CONFIG_BYTES)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        digest.update(json.dumps([path.relative_to(folder).as_posix(), code.hex()]).encode())
+    return digest.hexdigest().encode()
+
+
+def identity_of_adapter(folder: Path) -> str:
+    """32 hex digits over an adapter's configuration and weights, as ``identity_of`` is over a model's.
+
+    Raises:
+        MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
+    """
+    config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
+    path = folder / ADAPTER
+    return _digest(config, {path: [(t.offset, t.nbytes) for t in read_header(path).values()]})

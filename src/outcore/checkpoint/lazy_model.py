@@ -155,20 +155,6 @@ def _open(
     return LazyModel(model, config, checkpoint, origins, frozenset(found), arguments, again)
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """A model's config.json as mlx-lm reads it.
-
-    Raises:
-        CheckpointError: it cannot be, or a file beside it is none that mlx-lm can be let open.
-    """
-    check_files(folder)
-    try:
-        config: dict[str, Any] = mlx_lm.utils.load_config(folder)
-        return config
-    except Exception as e:  # of generation_config.json too, which it looks into
-        raise CheckpointError(f"{folder}: its config.json cannot be loaded: {_one_line(e)}") from e
-
-
 def _check_adapter(folder: Path) -> None:
     """Refuse an adapter whose files mlx-lm cannot be let open."""
     if folder.is_dir():  # mlx-lm tells what is missing
@@ -193,7 +179,7 @@ def _classes(folder: Path, config: dict[str, Any], file: Path | None) -> tuple[t
         try:
             return classes_of(config)
         except ValueError as e:
-            raise UnsupportedModelError(f"{folder}: {_one_line(e)}") from e
+            raise UnsupportedModelError(f"{folder}: {one_line_of(e)}") from e
     config["model_file"] = file.name
     spec = importlib.util.spec_from_file_location("custom_model", file)
     if spec is None or spec.loader is None:
@@ -239,41 +225,9 @@ def _wrap(where: Path, load: Callable[[], Any]) -> Any:
     except OutcoreError:
         raise
     except Exception as e:  # whatever a model's code raises on a configuration that it does not expect
-        raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {_one_line(e)}") from e
+        raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {one_line_of(e)}") from e
 
 
-def _one_line(error: BaseException) -> str:
+def one_line_of(error: BaseException) -> str:
     known = isinstance(error, ValueError | RuntimeError | OSError | ImportError)
     return one_line(error) if known else f"{type(error).__name__} {one_line(error)}"
-
-
-LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_bigcode": "n_positions"}
-"""Types of mlx-lm's with a table of positions, and what its rows are called in config.json. All others compute theirs,
-for any position."""
-
-
-def longest_context(config: dict[str, Any]) -> int | None:
-    """Tokens that the model was made for, where its config says so: what it has learnt, or is stretched to by a scaling
-    of its rotations. mlx-lm goes on beyond them, in text that gets poorer."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        longest = part.get("max_position_embeddings")
-        if isinstance(longest, int) and longest > 0:
-            return max(longest, _stretched(part, longest))
-    return position_limit(config)
-
-
-def _stretched(config: dict[str, Any], longest: int) -> int:
-    """Tokens that a rope scaling makes of those that were learnt; 0 without one."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if not isinstance(scaling, dict):
-        return 0
-    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", longest)
-    numbers = all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < 2**31 for n in (factor, original))
-    return int(factor * original) if numbers else 0
-
-
-def position_limit(config: dict[str, Any]) -> int | None:
-    """Tokens that the model has positions for at all; None: it computes them. Beyond its table there is nothing."""
-    rows = config.get(LEARNED_POSITIONS.get(str(config.get("model_type")), ""))
-    return rows if isinstance(rows, int) and rows > 0 else None

@@ -23,6 +23,7 @@ from ..errors import StoreError
 from ..machine.cache_folder import cache_dir, make_cache
 from ..text import counted
 from .checkpoint import Checkpoint
+from .identity import identity_of
 
 COPY = "copy the folder again (cp -rL)"
 
@@ -123,7 +124,7 @@ def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
         found = [(str(copy.resolve()), copy.stat()) for copy in (mirror.copies or {}).values()]
         # No number of a device: a disk gets another one when it is plugged in again.
         states = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
-        key = repr([VERSION, checkpoint.identity(), sorted(states)])
+        key = repr([VERSION, identity_of(checkpoint), sorted(states)])
         return cache_dir() / FOLDER / xxhash.xxh3_128_hexdigest(key.encode())
     except (OSError, StoreError):
         return None

@@ -22,6 +22,7 @@ from ..machine.cache_folder import cache_dir, make_cache, require_own
 from ..machine.cache_use import WRITER as _LOCK
 from ..sizes import format_size
 from .checkpoint import Checkpoint, open_checkpoint
+from .identity import identity_of
 from .manifest import (
     FILE_NAME,
     FORMAT,
@@ -184,7 +185,7 @@ class PackWriter:
 
     def _require_unchanged(self) -> None:
         folder = self.checkpoint.folder
-        if not is_packed(folder) and open_checkpoint(folder).identity() != self.checkpoint.identity():
+        if not is_packed(folder) and identity_of(open_checkpoint(folder)) != identity_of(self.checkpoint):
             self.discard()
             raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
 

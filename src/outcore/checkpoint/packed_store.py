@@ -30,6 +30,7 @@ from ..machine.hardware import version
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .codings import as_used
+from .identity import identity_of
 from .lazy_model import Decoder, LazyModel, open_lazily
 from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PLAIN, Manifest, PackedFrom, Record, is_packed, read_manifest
 from .nested import with_nested_layers
@@ -136,7 +137,7 @@ def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
     if not is_packed(copy):
         return None
     try:
-        return _open_kept(copy, arguments, checkpoint.identity())
+        return _open_kept(copy, arguments, identity_of(checkpoint))
     except StoreError as error:
         logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
         return None
@@ -170,7 +171,7 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     for path, coded in manifest.codings.items():
         weights.pop(coded.beside(path), None)
         weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
-    checkpoint = Checkpoint(folder, store.files, store.tensors, manifest.source.identity)
+    checkpoint = Checkpoint(folder, store.files, store.tensors, notes={"identity": manifest.source.identity})
     try:
         lazy = open_lazily(checkpoint, **arguments, weights=weights)
     except UnsupportedModelError:
@@ -203,7 +204,7 @@ def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name.removeprefix("models--"))[:80].strip(".-") or "model"
     made_by = [version("mlx"), mlx_lm.__version__]
     key = hashlib.sha256(json.dumps([*made_by, *more], sort_keys=True, default=str).encode()).hexdigest()
-    path = cache_dir() / f"{kind}-{name}-{checkpoint.identity()[:16]}-{key[:8]}"
+    path = cache_dir() / f"{kind}-{name}-{identity_of(checkpoint)[:16]}-{key[:8]}"
     require_own(path)
     return path
 
@@ -216,7 +217,7 @@ def full_copy(checkpoint: Checkpoint, coding: str, model_config: dict[str, Any] 
 def source_of(checkpoint: Checkpoint) -> PackedFrom:
     """What a copy that is made of this model now says of it."""
     folder = checkpoint.folder.absolute().name[:1000]
-    return PackedFrom(folder=folder, identity=checkpoint.identity(), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
+    return PackedFrom(folder=folder, identity=identity_of(checkpoint), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
 
 
 Overlay = tuple[Path, list[PackedFile]]

@@ -10,7 +10,7 @@ import mlx_lm.utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import CheckpointError, OutcoreError, PromptError, UsageError
-from ..modules.mlx_lm_compat import inner_tokenizer
+from ..modules.mlx_lm_tokenizer import inner_tokenizer
 from ..text import half_character, one_line, shortened
 from .config import CONFIG, check_files
 

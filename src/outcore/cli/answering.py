@@ -18,7 +18,7 @@ from typing import Any
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.lazy_model import config_of
+from ..checkpoint.positions import config_of
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
 from ..decode.sampling import SAMPLING, check_sampling, make_sampler

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.lazy_model import config_of, position_limit
+from ..checkpoint.positions import config_of, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
 from ..decode import batch_file

@@ -32,6 +32,18 @@ FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
 """For those whose budget is too small for what these flags say."""
 
 
+SPREAD, ASSUMED_SPREAD = 1.25, 2.0
+"""Times as long, or as short, as predicted that a token may take: where the machine was measured, and where it was not.
+Fixed numbers: what a calibration alone foresaw of predictions-cpu.json, and of predictions-qwen3.5-9b-8bit-h200.json,
+lay within the first."""
+
+
+def token_range_s(plan: Plan) -> tuple[float, float]:
+    """Seconds for a token at best and at worst: a fixed spread around what is predicted."""
+    spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
+    return plan.token_s / spread, plan.token_s * spread
+
+
 def run(args: argparse.Namespace) -> None:
     """Run the command.
 
@@ -108,7 +120,7 @@ def show(
     row = _row(plan, device is not None)
     computing = computing_from(plans)
     name = name_of(Path(prepared.given))
-    low, high = plan.token_range_s if plan.foretold and device is None else (None, None)
+    low, high = token_range_s(plan) if plan.foretold and device is None else (None, None)
     record = {
         "model": name,
         "title": f"{name} on {device}" if device else name,

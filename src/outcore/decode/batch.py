@@ -25,7 +25,7 @@ from ..engine.session import Session
 from ..errors import BudgetError, PromptError, UsageError
 from ..machine.interrupts import check
 from ..modules.cache_check import check_cache
-from ..modules.call_values import mergeable
+from ..modules.side_by_side import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
 from .batch_engine import Request

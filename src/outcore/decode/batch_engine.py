@@ -25,7 +25,8 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..engine.session import Session
 from ..engine.transport import sweeps_of
 from ..machine.allocator import clear_cache, note_held
-from ..modules.call_values import caches_in, own_memory
+from ..modules.call_values import caches_in
+from ..modules.side_by_side import own_memory
 from .passes import KvBits, Pass, chunks, run_passes
 from .sampling import Draw, Processor
 

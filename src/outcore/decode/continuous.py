@@ -23,7 +23,7 @@ from ..engine.session import Session
 from ..engine.transport import sweeps_of
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
-from ..modules.call_values import mergeable
+from ..modules.side_by_side import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
 from .batch_engine import BatchDecoder, Request, own_cache

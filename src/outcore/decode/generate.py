@@ -17,13 +17,13 @@ from mlx_lm.generate import stream_generate as generate_resident
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checks import refuse_unknown
 from ..checks import whole as whole_number
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
+from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
-from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
-from ..text import refuse_unknown
 from .batch_engine import Alone, KnownPrefix, Request, Token
 from .continuous import Continuous
 from .one_text import make_room

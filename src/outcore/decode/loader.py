@@ -18,6 +18,7 @@ from ..checkpoint.mirror import compare_whole
 from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
+from ..checks import refuse_unknown
 from ..disk.mirrored_reader import Replicas
 from ..engine.binding import Progress
 from ..engine.droppable_draft import DroppableDraft
@@ -29,7 +30,6 @@ from ..plan.draft_choice import SeenDrafts, chance_of, expected
 from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
 from ..plan.joint_plan import Planned
 from ..plan.planner import resident_budget
-from ..text import refuse_unknown
 from .prefix_cache import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.acceptance import AcceptanceStats

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.undo import Undo
-from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
+from ..modules.away import snapshot_bytes
+from ..modules.cache_rollback import Snapshot, by_offset
 from ..modules.call_values import flat
 from .passes import ForwardPasses, Pass, run_passes
 

@@ -259,7 +259,7 @@ class OneText:
         streaming = session.streaming
         reads = streaming is not None and not control.by_token
         control.own = session.transport.alone
-        control.ahead = streaming.ring.ahead if streaming is not None and reads else 0.0
+        control.ahead = streaming.ring.share_ahead if streaming is not None and reads else 0.0
         sweep = session.plan.bytes_per_token if reads else 0
         control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
 

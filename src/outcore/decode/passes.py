@@ -24,6 +24,7 @@ from ..engine.transport import sweeps_of
 from ..engine.undo import Undo
 from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
+from ..machine.device import on_cpu
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, flat, handles
 
@@ -320,8 +321,10 @@ def run_passes(
                 between(n, row)
                 check()
         return rows
-    lengths, graph = [each.tokens for each in passes[:prompts]], sweeps.graph
-    counts = session.transport.numbers(lambda: list(graph.sweeps(lengths, context))) if prompts else [0]
+    counts = [0]
+    if prompts:
+        lengths = [each.tokens for each in passes[:prompts]]
+        counts = list(session.transport.numbers(lambda: session.size.graph(on_cpu()).sweeps(lengths, context)))
     counts[-1] += len(passes) - prompts
     at = 0
     for count in counts:

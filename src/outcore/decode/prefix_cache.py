@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..checkpoint.checkpoint import identity_of_adapter
+from ..checkpoint.identity import identity_of, identity_of_adapter
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.packed_store import cached
 from ..engine.session import Session
@@ -37,7 +37,7 @@ def prefix_cache(lazy: LazyModel, o: LoadOptions) -> PrefixCache | None:
         return None
     validity = [
         FORMAT,
-        lazy.checkpoint.identity(),
+        identity_of(lazy.checkpoint),
         json.dumps(o.model_config, sort_keys=True, default=repr),
         identity_of_adapter(Path(o.adapter_path)) if o.adapter_path else "",
         o.dtype or "",

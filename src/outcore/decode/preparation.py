@@ -23,8 +23,8 @@ from ..errors import BudgetError, UsageError
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
-from ..modules.call_values import mergeable
 from ..modules.module_tree import named_modules, named_parameters
+from ..modules.side_by_side import mergeable
 from ..modules.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..plan.draft_choice import Choice, fastest

@@ -14,7 +14,8 @@ from ..plan.cache_size import SHARED_STEP
 from ..plan.draft_choice import SeenDrafts, pays_for_several
 from ..plan.draft_cost import MOST, SELF, guess_s
 from ..plan.model_size import ModelSize
-from ..plan.planner import prefill_steps, replanned_bytes
+from ..plan.planner import prefill_steps
+from ..plan.replan import replanned_bytes
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
 from .one_text import make_room

@@ -81,6 +81,8 @@ class Ring:
         order: the order of units expected in the first sweep.
 
     Attributes:
+        ahead: turns whose reads have begun and that were not taken; ``held``: those taken and not given back. Other
+            threads may look at them.
         partly: of a unit, what is to be read and what to be copied, where some of it is in memory elsewhere; None: all
             of it is read.
     """
@@ -102,7 +104,6 @@ class Ring:
         self.reader = reader
         self.metrics = metrics or Metrics()
         self.partly: Callable[[int], Partly | None] | None = None
-        self._bytes = [u.read_bytes for u in units]
         largest = max(u.slot_bytes for u in units)
         self.slots = [Slot(largest, device) for _ in range(slots)]
         self._clock = clock
@@ -111,14 +112,10 @@ class Ring:
         self._before: list[int] = []  # the sweep before
         self._at = 0  # place in the order of the unit whose turn is next
         self._turn = 0  # the next turn to be taken
-        self._ahead: list[Lease] = []  # turns whose reads have begun and that were not taken
-        self._held: dict[int, Lease] = {}  # turns taken and not given back
+        self.ahead: list[Lease] = []
+        self.held: dict[int, Lease] = {}
         self._closed = False
         self._broken = False  # a sweep broke off: what is held is nobody's
-
-    def start(self) -> None:
-        """Begin to read ahead, before the first unit is asked for."""
-        self._read_ahead()
 
     def begin_sweep(self) -> None:
         """A new pass over the units begins; the one before is what the next is expected to look like.
@@ -136,9 +133,9 @@ class Ring:
         self._before, self._seen = self._seen, []
 
     @property
-    def ahead(self) -> float:
+    def share_ahead(self) -> float:
         """What part of a sweep's bytes the slots hold: so much is read while nobody takes a turn."""
-        sizes = [self._bytes[i] for i in self._order]
+        sizes = [self.units[i].read_bytes for i in self._order]
         return sum(sizes[: len(self.slots)]) / max(1, sum(sizes))
 
     def reorder(self, order: Sequence[int]) -> None:
@@ -146,11 +143,11 @@ class Ring:
         self._check_open()
         if not order:
             raise ValueError("a ring without units has nothing to do; close it")
-        fits = [lease.unit == order[n % len(order)] for n, lease in enumerate(self._ahead)]
+        fits = [lease.unit == order[n % len(order)] for n, lease in enumerate(self.ahead)]
         self._drop(fits.index(False) if False in fits else len(fits))
         self._order, self._at = list(order), 0
         self._seen, self._before = [], []
-        self._read_ahead()
+        self.start()
 
     def take(self, unit: int) -> Lease:
         """The turn for ``unit``. Its read may still be under way: see ``wait``.
@@ -162,24 +159,18 @@ class Ring:
             self._check_open()
         if self._is_held(self._turn % len(self.slots)):
             raise RuntimeError("every slot of the ring is held; release one first")
-        if unit != (self._ahead[0].unit if self._ahead else self._order[self._at]):
+        if unit != (self.ahead[0].unit if self.ahead else self._order[self._at]):
             self._miss(unit)
-        lease = self._ahead.pop(0) if self._ahead else self._begin(unit, 0)
+        lease = self.ahead.pop(0) if self.ahead else self._begin(unit, 0)
         if lease.read.failed:
             # Some time ago, ahead of anybody's wanting it: what was wrong may have passed.
             lease = self._begin(unit, 0)
-        self._held[lease.turn] = lease
+        self.held[lease.turn] = lease
         self._turn += 1
         self._at = (self._at + 1) % len(self._order)
         self._seen.append(unit)
         self.metrics.units += 1
         return lease
-
-    def let_go(self) -> None:
-        """Between sweeps: free the slots, for another ring that reads by the same reader."""
-        self._drop(0)
-        self._closed = True
-        self.slots.clear()
 
     def again(self, lease: Lease) -> None:
         """Read what a turn has anew: it is not what it was when reading it began."""
@@ -193,17 +184,17 @@ class Ring:
         Nothing is waited for here, since a read may hang; slots are read anew only when it has ended.
         """
         self._broken = True
-        for lease in [*self._held.values(), *self._ahead]:
+        for lease in [*self.held.values(), *self.ahead]:
             lease.read.cancel()
 
     def _recover(self) -> None:
-        for lease in [*self._held.values(), *self._ahead]:
+        for lease in [*self.held.values(), *self.ahead]:
             lease.read.ended()
-        self._held.clear()
-        self._ahead.clear()
+        self.held.clear()
+        self.ahead.clear()
         self._broken, self._at = False, 0
         self._seen, self._before = [], []
-        self._read_ahead()
+        self.start()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -215,7 +206,7 @@ class Ring:
         return self._turn % len(self.slots)
 
     def _is_held(self, slot: int) -> bool:
-        for lease in self._held.values():  # noqa: SIM110 - a generator's steps are calls, in every layer of every pass
+        for lease in self.held.values():  # noqa: SIM110 - a generator's steps are calls, in every layer of every pass
             if lease.slot == slot:
                 return True
         return False
@@ -232,12 +223,12 @@ class Ring:
 
     def _drop(self, keep: int) -> None:
         """Give up all reads ahead but the first ``keep``."""
-        dropped = self._ahead[keep:]
+        dropped = self.ahead[keep:]
         for lease in dropped:
             lease.read.cancel()
         for lease in dropped:
             lease.read.wait_quietly()
-        del self._ahead[keep:]
+        del self.ahead[keep:]
 
     def _begin(self, unit: int, ahead: int) -> Lease:
         turn = self._turn + ahead
@@ -249,14 +240,15 @@ class Ring:
             partly.begun(read)
         return Lease(turn, unit, slot, read)
 
-    def _read_ahead(self) -> None:
-        while len(self._ahead) + len(self._held) < len(self.slots):
-            ahead = len(self._ahead)
+    def start(self) -> None:
+        """Begin to read ahead into all slots that are free: before the first unit is asked for, too."""
+        while len(self.ahead) + len(self.held) < len(self.slots):
+            ahead = len(self.ahead)
             unit = self._order[(self._at + ahead) % len(self._order)]
             slot = (self._turn + ahead) % len(self.slots)
             if self._is_held(slot):
                 return
-            self._ahead.append(self._begin(unit, ahead))
+            self.ahead.append(self._begin(unit, ahead))
 
     def wait(self, lease: Lease) -> None:
         """Return when the unit's bytes are in its slot.
@@ -270,14 +262,6 @@ class Ring:
             self.metrics.stall_s += self._clock() - began
         lease.read.wait()
 
-    def glance(self) -> list[tuple[int, str]]:
-        """Units that have a slot at this moment, each ``loading``, ``ready`` or ``computing``: for other threads to
-        look at. Nothing is locked, so a unit may be told of twice, or late."""
-        ahead, held = list(self._ahead), list(self._held.values())
-        return [(lease.unit, "ready" if lease.read.ready else "loading") for lease in ahead] + [
-            (lease.unit, "computing" if lease.read.ready else "loading") for lease in held
-        ]
-
     def check(self) -> None:
         """Raise ``ReadError`` if a file that is read was written to."""
         self._check_open()
@@ -285,16 +269,23 @@ class Ring:
 
     def release(self, lease: Lease) -> None:
         """Nothing will read the slot any more: the next unit may be read into it."""
-        self._held.pop(lease.turn, None)
+        self.held.pop(lease.turn, None)
         if not self._closed and not self._broken:
-            self._read_ahead()
+            self.start()
 
-    def close(self) -> None:
-        """Cancel the reads, end the reader and free the slots. Safe to call twice."""
+    def close(self, reader: bool = True) -> None:
+        """Cancel the reads and free the slots. Safe to call twice.
+
+        Args:
+            reader: it ends, too; else, between sweeps, it stays for another ring.
+        """
         if not self._closed:
             self._closed = True
-            for lease in self._ahead:
-                lease.read.cancel()
-            self.reader.close()
-            for each in (self._ahead, self._held, self.slots):
+            if not reader:
+                self._drop(0)
+            else:
+                for lease in self.ahead:
+                    lease.read.cancel()
+                self.reader.close()
+            for each in (self.ahead, self.held, self.slots):
                 each.clear()

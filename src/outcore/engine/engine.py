@@ -15,7 +15,7 @@ import mlx.nn as nn
 from ..disk.metrics import Metrics
 from ..disk.ring import Ring
 from ..machine.allocator import Needs, clear_cache, limits
-from ..machine.device import device_kind, on_cpu
+from ..machine.device import device_kind
 from ..modules.hooks import swap, unswap
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -56,6 +56,8 @@ class Engine:
         StoreError, ReadError, UsageError: see their docstrings.
         CheckpointError: a file was written to since the model was opened.
     """
+
+    streaming_class = Streaming
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class Engine:
             if self.streaming is not None:
                 self.streaming.bind(ring, units, order, resident, tables)
             else:
-                self.streaming = Streaming(
+                self.streaming = self.streaming_class(
                     self.model,
                     ring,
                     units,
@@ -233,7 +235,6 @@ class Engine:
                     copies=profile.copies,
                     evaluates=profile.evaluates,
                     exclusive=self.exclusive,
-                    graph=profile.size.graph(on_cpu()),
                     transport=self.transport,
                 )
             self._join(self.streaming, plan)

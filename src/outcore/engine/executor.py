@@ -232,12 +232,12 @@ class LayerExecutor:
             turn.arrays += [array for _, array in turn.leaving]
             turn.moved = self.moved()
             return
-        self._arrive(turn.lease)
+        self.arrive(turn.lease)
         self._arrived(turn.lease.unit, turn.lease.slot)
         if not turn.leaving:
-            self._hand_over(turn.lease, turn.arrays)
+            self.hand_over(turn.lease, turn.arrays)
             return
-        self._hand_over(turn.lease, [*turn.arrays, *(array for _, array in turn.leaving)])
+        self.hand_over(turn.lease, [*turn.arrays, *(array for _, array in turn.leaving)])
         self._transport.depart(turn.leaving)
 
     def _close_part(self) -> None:
@@ -247,42 +247,15 @@ class LayerExecutor:
             self._end(part)
             self._open = None
 
-    def evaluate(self, passes: list[Recorded]) -> None:
-        """Compute what passes recorded of one unit, or of a layer in memory whose outputs go to other ranks, in its
-        turn."""
-        unit = passes[0].unit
-        lease = None if unit is None else self._ring.take(unit)
-        if lease is not None:
-            self._arrive(lease)
-        for recorded in passes:
-            if not all(each.ready for each in recorded.arriving):
-                self._under_way.drain()
-            for each in recorded.arriving:
-                each.wait()
-            self.reached(recorded.moved)
-            arrays, recorded.moved, recorded.arrays = recorded.arrays, [], []
-            if recorded is passes[-1] and lease is not None:
-                self._hand_over(lease, arrays)
-            else:
-                # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
-                with self._transport.working():
-                    mx.eval(arrays)
-                if recorded is passes[-1]:
-                    self._handed_over()
-                else:
-                    self._under_way.drain()  # the unit before is computed too, and its slot may be read into
-            del arrays
-            self._transport.depart(recorded.leaving)
-            recorded.leaving = []
-
-    def _hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+    def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
+        """Have the device compute what is derived from the lease's slot, and wait for the unit before."""
         if self.undo is not None:
             self.undo.reached(self.undo.moved())
         self._under_way.hand_over(lease, arrays)
         self._handed_over()
         self._under_way.drain(LAG)
 
-    def _arrive(self, lease: Lease) -> None:
+    def arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
         self._under_way.arrive(lease)
         if not self._alone:

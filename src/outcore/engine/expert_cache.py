@@ -24,7 +24,8 @@ from ..disk.metrics import Metrics
 from ..disk.reader import Read, Reader
 from ..disk.ring import Slot
 from ..errors import ReadError
-from ..machine.device_memory import DeviceMemory, address_of, move
+from ..machine.device_memory import address_of, move
+from ..machine.device_stretches import DeviceMemory
 from ..modules.hooks import absent, put
 from ..modules.layers import Parameter
 from ..modules.switches import Switch

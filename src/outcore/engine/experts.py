@@ -24,7 +24,7 @@ from ..disk.metrics import Metrics
 from ..disk.ring import Lease, Ring, Slot
 from ..machine.allocator import clear_cache
 from ..machine.device import device_kind, on_cuda, on_metal
-from ..machine.device_memory import DeviceMemory
+from ..machine.device_stretches import DeviceMemory
 from ..machine.interrupts import check
 from ..modules.hooks import Call, arrays_in, swap, unswap
 from ..modules.switches import block_of
@@ -39,7 +39,7 @@ from .whole_profile import stacked
 
 if TYPE_CHECKING:
     from .model_profile import ModelProfile
-    from .streaming import Streaming
+    from .sweeps import StreamedPasses
 
 
 class Experts:
@@ -270,7 +270,7 @@ class Experts:
         self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
 
 
-def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Experts | None:
+def experts_for(streaming: StreamedPasses, profile: ModelProfile, plan: Plan) -> Experts | None:
     """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there are
     slots for it."""
     units, slots = [], [n for _, n in plan.pools]

@@ -19,8 +19,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from ..disk.layout import Extent
 from ..disk.scratch import Region, Scratch
-from ..modules.away import Away, as_away, as_plain
-from ..modules.cache_rollback import KEEPER, keeper_of
+from ..modules.away import Away, as_away, as_plain, keeper_of
+from ..modules.cache_rollback import KEEPER
 from ..modules.call_values import flat
 from ..modules.hooks import handle
 from ..sizes import BLOCK, round_up

@@ -26,8 +26,8 @@ from ..disk.scratch import Scratch
 from ..errors import StoreError
 from ..machine.cache_folder import make_cache
 from ..machine.device import device_kind
-from ..modules.away import PLAIN, Away
-from ..modules.cache_rollback import KEEPER, keeper_of
+from ..modules.away import PLAIN, Away, keeper_of
+from ..modules.cache_rollback import KEEPER
 from ..modules.call_values import flat
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -125,7 +125,7 @@ class KvDisk:
     def resize(self, slot_bytes: int) -> None:
         """Between sweeps: slots of another size."""
         if slot_bytes != self.slot_bytes:
-            self._ring.let_go()
+            self._ring.close(reader=False)
             self._ring = self._make_ring(slot_bytes)
 
     def expect(self, modules: Sequence[int]) -> None:
@@ -359,7 +359,7 @@ def kv_for(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | 
         [KvLayer(id(profile.layers[i].module), profile.layers[i].path, n) for i, n in profile.kept_apart.items()],
         scratch_for(session.size, plan, reading.kv_dir, reading.io),
         slot_bytes=plan.kv_slot,
-        tokens=max(plan.context, min(profile.max_context or 0, LONGEST)),
+        tokens=max(plan.context, min(session.max_context or 0, LONGEST)),
         drain=drain,
         metrics=session.metrics,
         device=device_kind(),

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import Decoder, LazyModel, longest_context
+from ..checkpoint.lazy_model import Decoder, LazyModel
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
@@ -118,11 +118,6 @@ class ModelProfile:
         """Whether the model evaluates arrays inside its forward pass."""
         return self.trace.evaluates
 
-    @property
-    def max_context(self) -> int | None:
-        """Tokens that the model was made for; None if it does not say."""
-        return longest_context(self.lazy.config)
-
     def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
         """Some parameters of a layer as a unit."""
         return self.place.unit(part_of(self.layers[layer], parameters))
@@ -182,6 +177,7 @@ def profile_of(
     kept_apart = {i: n for i, n in own.items() if all(_unbounded(rehearsal.caches[k]) for k in n)}
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
     kept_bytes = tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n)
+    weighed = _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt)
     return ModelProfile(
         lazy=lazy,
         layers=tuple(layers),
@@ -193,10 +189,7 @@ def profile_of(
         cast=to,
         order=tuple(order),
         trace=rehearsal,
-        size=replace(
-            _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt),
-            kept_apart=kept_bytes,
-        ),
+        size=replace(weighed, kept_apart=kept_bytes),
         notes=(*notes, *too_large),
         place=place,
         overlay=planned,
@@ -273,7 +266,7 @@ def _model_size(
 ) -> ModelSize:
     """All that the model takes on this device, for a context and a prompt of so many tokens."""
     parameters = dict(named_parameters(lazy.model))
-    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.scores)
+    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.passing.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     rest += sum(decoder.nbytes for decoder in lazy.decoders.values())
     if on_cuda():
@@ -282,7 +275,7 @@ def _model_size(
         taken["workspace"] = CUDA_WORKSPACE
         taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"])
     # Rows that were looked up wait as they were read until the first unit computes with them.
-    taken["hidden"] = max(taken["hidden"], rehearsal.passed_bytes, sum(t.row_bytes for t in tables if t.looked_up))
+    taken["hidden"] = max(taken["hidden"], rehearsal.passing.passed, sum(t.row_bytes for t in tables if t.looked_up))
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
     if not by_token:
@@ -296,9 +289,9 @@ def _model_size(
         growing=rehearsal.growing,
         fixed=rehearsal.fixed_bytes,
         window=rehearsal.window_bytes,
-        versions=rehearsal.versions,
-        masked=rehearsal.masked,
-        expanded=rehearsal.expanded,
+        versions=rehearsal.passing.versions,
+        masked=rehearsal.passing.masked,
+        expanded=rehearsal.passing.expanded,
         state=rehearsal.state_bytes * (UNDER_WAY_OPERATIONS if rehearsal.rewritten else 1) if by_token else 0,
         rest=REST_BYTES if by_token and rehearsal.known else UNKNOWN_BYTES,
         copied=COPIED if by_token else COPIED_ELSEWHERE,

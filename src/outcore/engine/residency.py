@@ -15,7 +15,8 @@ from ..errors import BudgetError
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
-from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps, replan, replanned_bytes, thin
+from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps
+from ..plan.replan import replan, replanned_bytes, thin
 from ..sizes import format_size
 from .replanner import another
 from .resident_layers import ResidentLayers
@@ -77,8 +78,8 @@ class Residency:
         kept = max(kept, size.kept)
         # Room for more than what is asked for, so that it is not asked for with every token; else for that.
         grown = [-(-tokens // GROWTH) * GROWTH, tokens] if tokens > plan.context else [plan.context]
-        if session.profile.max_context is not None:
-            grown[0] = max(tokens, min(grown[0], session.profile.max_context))
+        if session.max_context is not None:
+            grown[0] = max(tokens, min(grown[0], session.max_context))
         larger = [replace(self._grown(size, context, prompt), kept=kept) for context in dict.fromkeys(grown)]
         steps = prefill_steps(larger[-1].prompt)
         if step:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..errors import BudgetError
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
-from ..plan.planner import farthest, replan, replanned_bytes, thin
+from ..plan.replan import farthest, replan, replanned_bytes, thin
 from ..sizes import format_size
 from ..text import counted
 from .binding import sheddable

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 
 import mlx.nn as nn
 
-from ..checkpoint.lazy_model import position_limit
 from ..checkpoint.pack import pack_overlay
+from ..checkpoint.positions import longest_context, position_limit
 from ..disk.metrics import Metrics
 from ..disk.mirrored_reader import MirroredReader, Replicas
 from ..disk.reader import FileReader
@@ -21,6 +21,7 @@ from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..machine.exclusive import Exclusive
 from ..machine.memory import memory_limits
+from ..modules.cache_form import CacheForm
 from ..modules.module_tree import modules
 from ..modules.split_linear import split_rows
 from ..plan.machine_profile import Calibration
@@ -40,6 +41,7 @@ from .observers import Observers
 from .replanner import come_down
 from .residency import Residency
 from .streaming import Streaming
+from .sweeps import StreamedPasses
 from .transport import Solo, Transport
 
 
@@ -110,9 +112,6 @@ class Session(Engine):
         residency: makes room, sheds and regrows resident layers.
         watch: what watches memory; None where it was not asked for, or nothing could be shed.
         closing: who is called when it is to be closed, before it waits for the pass under way.
-        forms: what its caches look like; none where that is not known.
-        positions: tokens that the model has positions for at all; None: for any number.
-        max_context: tokens that the model itself was made for; None if it does not say. Beyond them it errs.
         vocabulary: tokens that the model has embeddings for; None where that is not known.
         found: tokens of the last prompt that were computed before, and found (``prefix``).
         in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
@@ -121,6 +120,9 @@ class Session(Engine):
     transport: Transport
     reading: Folders
     exclusive: Exclusive
+    streaming: StreamedPasses | None
+
+    streaming_class = StreamedPasses
 
     def __init__(
         self,
@@ -141,8 +143,7 @@ class Session(Engine):
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.forms, self.positions = profile.trace.forms, position_limit(profile.lazy.config)
-        self.max_context, self.cpu_streams, self.prefill_step_size = profile.max_context, cpu_streams, prefill_step_size
+        self.cpu_streams, self.prefill_step_size = cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
         self.closing, self._notes = Observers(), notes
         self.drafting: Drafter | None = None
@@ -160,6 +161,21 @@ class Session(Engine):
             self.watch = Watch(self, self.residency)
 
     # What it is
+
+    @property
+    def forms(self) -> tuple[CacheForm, ...]:
+        """What its caches look like; none where that is not known."""
+        return self.profile.trace.forms
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model has positions for at all; None: for any number."""
+        return position_limit(self.profile.lazy.config)
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model itself was made for; None if it does not say. Beyond them it errs."""
+        return longest_context(self.profile.lazy.config)
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -252,6 +268,7 @@ class Session(Engine):
         return Solo() if share is None else share.install(self)
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
+        assert isinstance(streaming, StreamedPasses)
         experts = experts_for(streaming, self.profile, plan)
         streaming.join(experts, kv_for(streaming, self, plan))
 

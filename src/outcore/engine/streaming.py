@@ -16,10 +16,8 @@ from ..machine.allocator import clear_cache
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, handles
 from ..modules.hooks import absent, put, swap, unswap
-from ..plan.model_size import Graph
 from .executor import InFlightQueue, LayerExecutor
 from .observers import Observers
-from .recorded_pass import RecordedPass, Wanted, in_turn
 from .seams import ExpertCaches, KVOffloader, Stage
 from .streamed_layers import StreamedLayers, StreamedUnit
 from .undo import Undo
@@ -36,7 +34,6 @@ class Streaming:
         copies: as in ``Weights``.
         evaluates: as in ``LayerExecutor``.
         exclusive: who may compute with the model.
-        graph: what building passes takes.
         transport: to the ranks that have other layers of the model.
         ring, units, and what follows them: as of ``bind``.
 
@@ -60,19 +57,17 @@ class Streaming:
         copies: bool,
         evaluates: bool,
         exclusive: AbstractContextManager[object],
-        graph: Graph,
         transport: Stage,
     ) -> None:
-        self.model, self.metrics, self.exclusive, self.graph = model, metrics, exclusive, graph
+        self.model, self.metrics, self.exclusive = model, metrics, exclusive
         self.evaluates, self._copies, self._transport = evaluates, copies, transport
         self.after_unit, self.before_sweep = Observers(), Observers()
         self.after_unit.join(check)
         self.experts: ExpertCaches | None = None
         self.beside: KVOffloader | None = None
         self.sweep_s: float | None = None
-        self._began = self._waited = 0.0
+        self._began: tuple[float, float] | None = None  # when the sweep did, and seconds that ranks were waited for
         self._within = False  # a transaction
-        self._joined = False  # a sweep of several passes that read experts one by one
         self._under_way = InFlightQueue(ring, metrics, transport)
         self._turns = LayerExecutor(
             self._under_way, handed_over=self.after_unit, evaluates=evaluates, transport=transport
@@ -175,16 +170,6 @@ class Streaming:
         return self._turns.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._joined:
-            return original(*args, **kwargs)
-        if self._turns.recording is None:
-            return self._sweep_alone(original, args, kwargs)
-        out = original(*args, **kwargs)
-        self._turns.recording.end(args, kwargs)
-        self._turns.recording.moved = self._turns.moved()
-        return out
-
-    def _sweep_alone(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A sweep of one pass."""
         caches = caches_in(args, kwargs)
         if not BATCHED.isdisjoint(map(type, caches)):
@@ -250,9 +235,10 @@ class Streaming:
     def _begin_sweep(self, tokens: int | None) -> None:
         """``tokens``: of all passes; None: many."""
         self.drain()
-        if self._began:
+        if self._began is not None:
             # What others took until then says nothing of this machine.
-            self.sweep_s = self._under_way.settled - self._began - (self._under_way.waited_s - self._waited)
+            began, waited = self._began
+            self.sweep_s = self._under_way.settled - began - (self._under_way.waited_s - waited)
         if self.layers.keep_adopted():
             self.ring.reorder(self.layers.order)
             self._tell_order()
@@ -263,7 +249,7 @@ class Streaming:
         if self.beside is not None:
             self.beside.begin_sweep()
         self.metrics.sweeps += 1
-        self._began, self._turns.tokens, self._waited = self.metrics.clock(), 0, self.metrics.ranks_s
+        self._began, self._turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
         self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if self._turns.pooled:
             self._turns.tokens = tokens or 0
@@ -282,85 +268,6 @@ class Streaming:
             if t.lookup is not None:
                 t.lookup.reader.check()
 
-    def advance(self) -> None:
-        """What a pass has built so far is about to be computed: caches that moved on are not taken back in part."""
-        self._turns.reached(self._turns.moved())
-
     def drain(self) -> None:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""
         self._under_way.drain()
-
-    def sweep(
-        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
-    ) -> list[mx.array]:
-        """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
-
-        The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
-        they are evaluated unit by unit. The results equal those of separate sweeps bit for bit. The model must not
-        evaluate anything inside its forward pass.
-
-        Args:
-            tokens: of all passes together; None: many.
-            wanted: results of which passes, by their numbers: a streamed head is not computed for the others. None: of
-                all.
-
-        Returns:
-            What each of these passes returned, not necessarily evaluated.
-        """
-        recorded: list[RecordedPass] = []
-        made: dict[int, list[mx.array | None]] = {}
-        heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
-        if not self._transport.alone and len(passes) > 1:
-            tokens = None  # what goes to pools goes pass by pass; all ranks have to go layer by layer
-        with self.exclusive, self.transaction(None, 0):
-            self._begin_sweep(tokens)
-            if self._turns.pooled:
-                return self._pooled(passes, wanted)
-            outputs: list[mx.array] = []
-            try:
-                with self._transport.passes() as next_pass:
-                    for number, run in enumerate(passes):
-                        self._turns.recording = RecordedPass(made)
-                        next_pass()
-                        # A result that nobody wants would hold what it is made from, caches above all.
-                        result = run()
-                        outputs += [result] if wanted is None or number in wanted else []
-                        del result
-                        recorded.append(self._turns.recording)
-                        check()
-            finally:
-                self._turns.recording = None
-                made.clear()  # graphs have what they need
-            for unit in in_turn(recorded, heads, self._turns.reached, wanted):
-                self._turns.evaluate(unit)
-            if not self._transport.alone:
-                self.drain()  # the head may wait for others
-            for each in recorded:
-                each.settle()
-            self._end_sweep()
-        return outputs
-
-    def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
-        """One pass after the other, each to its end: what one has read, the next finds in the caches."""
-        outputs: list[mx.array] = []
-        self._joined = True
-        try:
-            for number, run in enumerate(passes):
-                result = run()
-                outputs += [result] if wanted is None or number in wanted else []
-                del result
-                assert self.experts is not None
-                self.experts.settle()
-                check()
-        finally:
-            self._joined = False
-        self._end_sweep()
-        return outputs
-
-    def leaves(self, array: mx.array) -> None:
-        """Have this, which the pass just built put out behind the last unit, computed with what it leaves in the
-        caches; where passes are not recorded, at once."""
-        if self._turns.recording is not None:
-            self._turns.recording.tail.append(array)
-        else:
-            mx.eval(array)

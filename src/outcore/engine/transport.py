@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.core as mx
 
 from ..modules.layers import Layer
-from ..plan.model_size import Graph
-from .recorded_pass import Wanted
 from .seams import Stage
 
 if TYPE_CHECKING:
     from .session import Session
-    from .streaming import Streaming
+    from .sweeps import StreamedPasses, Wanted
 
 HasRoom = Callable[[], tuple[int, int]]
 """Says how many tokens an answer may have (-1: any number), and how many of its prompt are computed at a time."""
@@ -53,9 +51,7 @@ class Forecast(Protocol):
 
 
 class Sweeps(Protocol):
-    """What computes several passes layer by layer (``streaming.Streaming.sweep``)."""
-
-    graph: Graph
+    """What computes several passes layer by layer (``sweeps.StreamedPasses.sweep``)."""
 
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
@@ -187,7 +183,7 @@ class Solo(Transport):
     """All of the model is here: nobody has to agree, and nothing is sent."""
 
 
-def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
+def sweeps_of(streaming: StreamedPasses | None, transport: Transport) -> Sweeps | None:
     """What computes several passes layer by layer; None: they follow each other."""
     if streaming is None:
         return transport.sweeps()

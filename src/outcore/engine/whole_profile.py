@@ -10,8 +10,9 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import LazyModel, longest_context, position_limit
+from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.packed_store import Overlay, overlay, places
+from ..checkpoint.positions import longest_context, position_limit
 from ..errors import UsageError
 from ..machine.device import on_cpu
 from ..modules.layers import Layer, Projection

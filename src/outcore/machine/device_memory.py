@@ -1,9 +1,4 @@
-"""Where memory lies: large pages, and on a CUDA device with the host or on the device, with bytes moved there and back.
-
-What MLX makes on a CUDA device becomes managed memory when the host looks at it. Advised to stay on the device, it is
-read there at the device's own rate, also after the driver copied something into it (H100: 2,100 GB/s; memory
-that stays on the host is read over the bus at 50). The host must not touch it: each page would travel to it, and back.
-So bytes go by ``cuMemcpyAsync``, on a stream of the calling thread's own: 10 GB/s for an expert of a megabyte.
+"""Where a slot's memory lies: in large pages, and for a CUDA device with the host. Bytes copied there.
 
 Source: CUDA's driver API, "Memory Management" and "Unified Addressing".
 """
@@ -13,103 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-import threading
-from typing import Any
 
 PREFERRED_LOCATION, ACCESSED_BY, CPU = 3, 5, -1
 """``CU_MEM_ADVISE_SET_PREFERRED_LOCATION``, ``CU_MEM_ADVISE_SET_ACCESSED_BY``, ``CU_DEVICE_CPU``"""
-
-NON_BLOCKING = 1
-"""``CU_STREAM_NON_BLOCKING``: it waits for no other stream, and none for it."""
-
-
-class CudaDriver:
-    """What is asked of CUDA, of device 0, which is MLX's. Each call returns its status, 0 for success.
-
-    Raises:
-        OSError: there is none.
-    """
-
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._context = ctypes.c_void_p()
-        _check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0))
-
-    def current(self) -> int:
-        """Make the device's own context the calling thread's."""
-        return int(self._cuda.cuCtxSetCurrent(self._context))
-
-    def keep(self, address: int, nbytes: int) -> int:
-        """Move memory to the device, where it stays."""
-        at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
-        # Advice: where it is refused memory stays right, and is slower.
-        self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
-        self._cuda.cuMemPrefetchAsync(at, n, device, None)
-        return int(self._cuda.cuCtxSynchronize())
-
-    def stream(self) -> tuple[int, Any]:
-        """A new stream."""
-        stream = ctypes.c_void_p()
-        return int(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))), stream
-
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
-        """Copy, and wait for it."""
-        to, of, n = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
-        return int(self._cuda.cuMemcpyAsync(to, of, n, stream) or self._cuda.cuStreamSynchronize(stream))
-
-    def destroy(self, stream: Any) -> int:
-        """End a stream."""
-        return int(self._cuda.cuStreamDestroy_v2(stream))
-
-
-class DeviceMemory:
-    """Stretches of memory that stay on the device. Safe to use from several threads."""
-
-    def __init__(self, driver: CudaDriver | None = None) -> None:
-        self._driver = driver or CudaDriver()
-        self._kept: dict[int, int] = {}  # where each begins, and its end
-        self._mine, self._streams = threading.local(), list[Any]()
-        self._lock = threading.Lock()
-
-    def keep(self, address: int, nbytes: int) -> None:
-        """This memory stays on the device until it is ``forgotten``.
-
-        Raises:
-            OSError: the driver refuses.
-        """
-        _check(self._driver.current())
-        _check(self._driver.keep(address, nbytes))
-        with self._lock:
-            self._kept = self._kept | {address: address + nbytes}
-
-    def forget(self, address: int) -> None:
-        """It is about to be freed."""
-        with self._lock:
-            self._kept = {a: end for a, end in self._kept.items() if a != address}
-
-    def move(self, target: memoryview, source: memoryview) -> None:
-        """Copy all of ``source`` to ``target``, each of which may be on the device.
-
-        Raises:
-            OSError: the driver refuses.
-        """
-        to, of = address_of(target), address_of(source)
-        if not any(begin <= at < end for begin, end in self._kept.items() for at in (to, of)):
-            ctypes.memmove(to, of, len(source))
-            return
-        if not hasattr(self._mine, "stream"):
-            _check(self._driver.current())
-            status, stream = self._driver.stream()
-            _check(status)
-            self._streams.append(stream)
-            self._mine.stream = stream
-        _check(self._driver.copy(to, of, len(source), self._mine.stream))
-
-    def close(self) -> None:
-        """End the streams. No copy is under way."""
-        self._mine = threading.local()
-        while self._streams:
-            self._driver.destroy(self._streams.pop())
 
 
 def move(target: memoryview, source: memoryview) -> None:
@@ -144,8 +45,3 @@ def prepare_slot(address: int, nbytes: int, device: str) -> None:
             cuda = ctypes.CDLL("libcuda.so.1")
             for advice, where in ((PREFERRED_LOCATION, CPU), (ACCESSED_BY, 0)):
                 cuda.cuMemAdvise(ctypes.c_uint64(address), size, ctypes.c_int(advice), ctypes.c_int(where))
-
-
-def _check(status: int) -> None:
-    if status:
-        raise OSError(f"CUDA error {status}")

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ..errors import BusyError
-from .interrupts import POLL_S, check, held
+from .held_signals import held
+from .interrupts import POLL_S, check
 
 PATIENCE_S = 60.0
 """Seconds that others wait for a text which nobody asks another token of."""

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from .cache_rollback import KEEPER, Keeper
+from .cache_rollback import KEEPER, by_offset
+from .call_values import flat
+from .hooks import arrays_in
 
 KEPT = ("keys", "values")
 """The attributes of a cache that are kept elsewhere."""
+
+
+class Keeper(Protocol):
+    """Who keeps a cache's keys and values elsewhere, as KV offload does."""
+
+    def mark(self, cache: Any) -> Callable[[], None]:
+        """What takes the cache back to what it is now, between passes."""
+
+    def bring_back(self, cache: Any) -> None:
+        """All of it into memory, and nobody keeps it any more.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+
+    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
+        """The cache as a quantized one, which it becomes when it is needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that the cache would have in memory."""
+
+
+def keeper_of(cache: Any) -> Keeper | None:
+    """Who keeps this cache's keys and values; None: it does."""
+    keeper: Keeper | None = getattr(cache, "__dict__", {}).get(KEEPER)
+    return keeper
 
 
 class Away:
@@ -101,3 +131,14 @@ def as_away(cache: Any) -> None:
 def as_plain(cache: Any) -> None:
     """A cache is mlx-lm's own again, with the arrays that it will be given."""
     cache.__class__ = _PLAIN.get(type(cache), type(cache))
+
+
+def is_away(cache: Any) -> bool:
+    """Whether its keys and values are elsewhere now: asked for, they would be read."""
+    return getattr(type(cache), "outcore_away", False)
+
+
+def snapshot_bytes(cache: Sequence[Any]) -> int:
+    """Bytes that a snapshot keeps from being freed once the caches have moved on: of all that is not taken back by an
+    offset. Exact for caches that hold their arrays; 0 for empty ones."""
+    return sum(a.nbytes for c in flat(cache) if not by_offset(c) for a in arrays_in(c))

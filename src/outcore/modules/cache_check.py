@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UsageError
+from .away import is_away
 from .cache_form import INSTEAD, KEYED, PLAIN, CacheForm, placed, shapes_of
-from .cache_rollback import is_away
 
 COUNTS = ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size")
 """Attributes in which mlx-lm's caches count tokens and others."""

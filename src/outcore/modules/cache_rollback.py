@@ -7,49 +7,16 @@ or writes to them, and MLX copies what somebody else still refers to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from .call_values import flat
-from .hooks import arrays_in, handle
+from .hooks import handle
 
 KEEPER = "_outcore_keeper"
 """The attribute of such a cache. What it refers to has no ``__dict__``: who looks for a cache's arrays passes it by."""
-
-
-class Keeper(Protocol):
-    """Who keeps a cache's keys and values elsewhere: the seam to KV offload (``away``)."""
-
-    def mark(self, cache: Any) -> Callable[[], None]:
-        """What takes the cache back to what it is now, between passes."""
-
-    def bring_back(self, cache: Any) -> None:
-        """All of it into memory, and nobody keeps it any more.
-
-        Raises:
-            StoreError: the disk failed.
-        """
-
-    def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
-        """The cache as a quantized one, which it becomes when it is needed."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays that the cache would have in memory."""
-
-
-def keeper_of(cache: Any) -> Keeper | None:
-    """Who keeps this cache's keys and values; None: it does."""
-    keeper: Keeper | None = getattr(cache, "__dict__", {}).get(KEEPER)
-    return keeper
-
-
-def is_away(cache: Any) -> bool:
-    """Whether its keys and values are elsewhere now: asked for, they would be read."""
-    return getattr(type(cache), "outcore_away", False)
 
 
 class Snapshot:
@@ -70,12 +37,6 @@ class Snapshot:
         caches = [back() for back in self._saved]
         if isinstance(self._cache, list):
             self._cache[:] = caches
-
-
-def snapshot_bytes(cache: Sequence[Any]) -> int:
-    """Bytes that a snapshot keeps from being freed once the caches have moved on: of all that is not taken back by an
-    offset. Exact for caches that hold their arrays; 0 for empty ones."""
-    return sum(a.nbytes for c in flat(cache) if not by_offset(c) for a in arrays_in(c))
 
 
 def by_offset(cache: Any) -> bool:

@@ -23,6 +23,28 @@ from .stand_ins import Casts, StandIns, restored
 
 
 @dataclass
+class PassSize:
+    """What passes hold beside weights, and what is in caches. Bytes.
+
+    Attributes:
+        passed: per token, of what a layer is given beside caches; and of what later layers are given beside the
+            layer's before them.
+        scores: arrays of attention scores that are there at once.
+        versions: bytes per token of context of keys and values that several layers use: of each pass of several they
+            are there as they were then, until the last of the layers has computed it.
+        masked: bytes of masks that layers are given, per token of a pass and token of context.
+        expanded: bytes per token of context of a layer's keys and values that are made anew in a pass of several tokens
+            from what caches hold of them (latents: DeepSeek's and others' attention).
+    """
+
+    passed: int = 0
+    scores: int = OTHERWISE
+    versions: int = 0
+    masked: int = 0
+    expanded: int = 0
+
+
+@dataclass
 class Trace:
     """What building the forward pass once has shown.
 
@@ -40,14 +62,7 @@ class Trace:
         pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
         own: for each layer that is called once, the numbers in ``caches`` of plain ones that it alone uses.
         used: for each layer with routed experts, how many of them a token uses.
-        passed_bytes: per token, of what a layer is given beside caches; and of what later layers are given beside the
-            layer's before them.
-        scores: arrays of attention scores that are there at once.
-        versions: bytes per token of context of keys and values that several layers use: of each pass of several they
-            are there as they were then, until the last of the layers has computed it.
-        masked: bytes of masks that layers are given, per token of a pass and token of context.
-        expanded: bytes per token of context of a layer's keys and values that are made anew in a pass of several tokens
-            from what caches hold of them (latents: DeepSeek's and others' attention).
+        passing: what passes hold beside weights and caches.
     """
 
     order: list[int] = field(default_factory=list)
@@ -62,11 +77,7 @@ class Trace:
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
-    passed_bytes: int = 0
-    scores: int = OTHERWISE
-    versions: int = 0
-    masked: int = 0
-    expanded: int = 0
+    passing: PassSize = field(default_factory=PassSize)
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
@@ -143,9 +154,9 @@ def rehearse(
         found.known = None not in grown
         unknown = [Growth()] * len(grown) if found.known else run.probed(held[-1], sum(passes))
         found.caches = tuple(known or probed for known, probed in zip(grown, unknown, strict=True))
-        found.versions += sum(found.growing_of(n) for n in several)
-        if found.expanded <= max((each for each, _ in found.growing), default=0):
-            found.expanded = 0
+        found.passing.versions += sum(found.growing_of(n) for n in several)
+        if found.passing.expanded <= max((each for each, _ in found.growing), default=0):
+            found.passing.expanded = 0
         return found
     return Trace(failure=failure)
 
@@ -208,7 +219,7 @@ class _Run:
             if called[1:]:
                 total = sum(passes)
                 late = [a for a in stage.beside.values() if a.ndim > 2 and a.shape[-2] == total]
-                found.versions = sum(a.nbytes for a in late) // total
+                found.passing.versions = sum(a.nbytes for a in late) // total
             found.forms = forms_of(cache, forms, known=len(passes) > 1)
             orders = {i: _in_turn(len(split[i]), [c.get(i, []) for c in called]) for i in split}
             found.pieces = {i: order for i, order in orders.items() if order}
@@ -226,11 +237,11 @@ class _Run:
 def _see_first(found: Trace, stage: StandIns, attention: Attention, tokens: int, attending: int) -> None:
     """What the first pass shows: bytes that layers are given, masks, attention's scores."""
     beside = list(stage.beside.values())
-    found.passed_bytes = -(-(stage.hidden + sum(a.nbytes for a in beside)) // tokens)
+    found.passing.passed = -(-(stage.hidden + sum(a.nbytes for a in beside)) // tokens)
     masks = [a for a in beside if a.shape[-2:] == (tokens, tokens) and (a.ndim == 2 or a.dtype == mx.bool_)]
-    found.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
-    found.expanded = attention.each
-    found.scores = attention.scores(attending)
+    found.passing.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
+    found.passing.expanded = attention.each
+    found.passing.scores = attention.scores(attending)
 
 
 def _writes(out: Any) -> int:

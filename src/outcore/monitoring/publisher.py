@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutcoreError
-from ..machine.interrupts import SIGNALS
+from ..machine.held_signals import SIGNALS
 from ..machine.settings import OFF, setting
 from . import files
 from .snapshot import SnapshotRecorder

@@ -129,8 +129,12 @@ def _strip(session: Session) -> tuple[str, str]:
         return "".join(strip), head
     places = {id(module): i for i, module in enumerate(residency.layers.modules)}
     units = streaming.layers.units
-    for number, state in streaming.ring.glance():
-        unit, code = units[number] if number < len(units) else None, state[0]
+    # Nothing is locked, so a unit may be told of twice, or late.
+    ring = streaming.ring
+    leases = [(each, "r") for each in list(ring.ahead)] + [(each, "c") for each in list(ring.held.values())]
+    for lease, code in leases:
+        unit = units[lease.unit] if lease.unit < len(units) else None
+        code = code if lease.read.ready else "l"
         place = places.get(id(unit.layer.module)) if unit is not None and unit.rows is None else None
         if place is None:
             head = max(head, code, key=CODES.find)

@@ -17,7 +17,8 @@ from .draft_cost import AUTO, NGRAM, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .plan import Plan
-from .planner import ASSUMED, make_plan, refusal, replan, resident_budget, smallest_budget
+from .planner import ASSUMED, make_plan, refusal, resident_budget, smallest_budget
+from .replan import replan
 
 AHEAD = 8
 """Slots at most where a model drafts and memory is left: with 28M parameters behind 20 MB/s, nothing resident, tokens

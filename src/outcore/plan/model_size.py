@@ -183,14 +183,6 @@ class ModelSize(ActivationSize):
             self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
         )
 
-    def in_batches(self, sequences: int, length: int) -> ModelSize:
-        """The same model with memory for calls of so many sequences of ``length`` tokens, without caches and with the
-        logits of every token, as mlx-lm's perplexity makes them."""
-        tokens = sequences * length
-        whole = replace(self, prompt=tokens, logits=tokens * self.logits // LOGITS_SHARE)
-        more = whole.activations(tokens) - self.activations(min(length, self.prompt))
-        return replace(self, batches=more + (sequences - 1) * STATES * self.state)
-
     @cached_property
     def held_for_later(self) -> int:
         """Bytes that several passes of a sweep may hold for later layers."""

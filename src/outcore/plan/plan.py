@@ -10,11 +10,6 @@ from .partition import StreamedPart
 ANSWER = 256
 """Tokens of an answer, as long as they usually are."""
 
-SPREAD, ASSUMED_SPREAD = 1.25, 2.0
-"""Times as long, or as short, as predicted that a token may take: where the machine was measured, and where it was not.
-Fixed numbers: what a calibration alone foresaw of predictions-cpu.json, and of predictions-qwen3.5-9b-8bit-h200.json,
-lay within the first."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
@@ -102,12 +97,6 @@ class Plan(MemoryUse):
         """Whether ``token_s`` says anything: where nothing is read, it is how fast this device computes, of which
         nothing is known before it was measured. Disks are more alike."""
         return self.calibrated or self.streams
-
-    @property
-    def token_range_s(self) -> tuple[float, float]:
-        """Seconds for a token at best and at worst: a fixed spread around what is predicted."""
-        spread = SPREAD if self.calibrated else ASSUMED_SPREAD
-        return self.token_s / spread, self.token_s * spread
 
     @property
     def held(self) -> str:

@@ -8,7 +8,7 @@ streamed. Among the sizes and numbers of slots that fit, the one whose simulated
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -17,12 +17,11 @@ from typing import Any
 from ..errors import BudgetError, UsageError
 from ..sizes import format_size
 from ..text import counted
-from .candidate import Candidate, Candidates
+from .candidate import Candidates
 from .machine_profile import Calibration
 from .model_size import ModelSize
-from .partition import held_between, smallest_slot, spread, unit_sizes
+from .partition import held_between, smallest_slot, unit_sizes
 from .plan import Plan
-from .prediction import predict
 
 PREFILL_STEP = 2048
 """Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
@@ -260,36 +259,6 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
     )
 
 
-def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
-    """The plan with other layers resident, the ring as it is; for a model that may have grown."""
-    made = _replanned(size, plan, resident)
-    if plan.pools and size.on_demand is not None:
-        return size.on_demand.with_pools(size, made, plan.pools, calibration)
-    return predict(size, made, calibration)
-
-
-def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int:
-    """The peak of ``replan``'s plan, without simulating what it takes."""
-    return _replanned(size, plan, resident).peak_bytes
-
-
-def _replanned(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
-    stay = frozenset(resident)
-    kept = tuple((i, pieces) for i, pieces in plan.kept if i not in stay)
-    candidate = Candidate(
-        Candidates(size), stay, plan.head_streamed, plan.prefill_step, plan.slots, plan.unit_bytes, kept
-    )
-    bare = replace(candidate.bare, unit_bytes=plan.unit_bytes) if plan.slots else candidate.bare
-    return replace(
-        bare,
-        budget_bytes=plan.budget_bytes,
-        smallest_budget_bytes=plan.smallest_budget_bytes,
-        pools=plan.pools,
-        pool_bytes=plan.pool_bytes,
-        experts=plan.experts,
-    )
-
-
 def resident_budget(size: ModelSize) -> int:
     """The smallest budget in bytes with which everything stays resident."""
     return Candidates(size).at(len(size.layers), False, _thriftiest_step(size), 0, 0).peak
@@ -309,22 +278,3 @@ def prefill_steps(prompt: int) -> list[int]:
         steps.append(step)
         step //= 2
     return [*steps, smallest]
-
-
-def thin(layers: Sequence[int], count: int) -> list[int]:
-    """``count`` of these layers, as evenly spread among them as whole numbers allow."""
-    return [layers[i] for i in spread(min(count, len(layers)), len(layers))]
-
-
-def farthest(layers: Sequence[int], others: Sequence[int], count: int, of: int) -> list[int]:
-    """``count`` of these layers, one after the other the one that is farthest from ``others`` and those before it.
-
-    Sweeps follow each other: the first of ``of`` layers comes after the last.
-    """
-    there, left, found = list(others), list(layers), []
-    for _ in range(min(count, len(left))):
-        best = max(left, key=lambda i: min((min(abs(i - j), of - abs(i - j)) for j in there), default=of))
-        left.remove(best)
-        there.append(best)
-        found.append(best)
-    return sorted(found)

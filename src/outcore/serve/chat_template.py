@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import render
 from ..errors import RequestError
-from ..modules.mlx_lm_compat import has_template_code
+from ..modules.mlx_lm_tokenizer import has_template_code
 from .events import GenerationRequest
 from .harmony import is_harmony
 

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 from ..decode.batch_engine import Request, Token
 from ..decode.sampling import own_sampler
 from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
-from ..modules.mlx_lm_compat import byte_decoder
+from ..modules.mlx_lm_tokenizer import byte_decoder
 from ..text import one_line
 from .events import Called, Ended, Event, GenerationRequest, Sampling, TextPart, TokenLogprob
 from .parsing import Stopper

@@ -26,7 +26,7 @@ from mlx_lm.generate import generation_stream
 
 from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
-from ..machine.interrupts import asking, join
+from ..machine.held_signals import asking, join
 from ..text import one_line
 from .choice import ChoiceJob, Writer, as_request_error, request_of
 from .events import RETRY_S, Begun, Ended, Event, shutting_down

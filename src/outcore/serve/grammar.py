@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import RequestError
-from ..modules.mlx_lm_compat import inner_tokenizer
+from ..modules.mlx_lm_tokenizer import inner_tokenizer
 from ..text import one_line
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..checkpoint.lazy_model import longest_context
+from ..checkpoint.positions import longest_context
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
 from ..engine.session import Session
 from ..engine.transport import Forecast
 from ..errors import LinkError, OutcoreError, RequestError
 from ..machine.allocator import note_held, peak_held
-from ..modules.mlx_lm_compat import set_chat_template
+from ..modules.mlx_lm_tokenizer import set_chat_template
 from ..options import LoadOptions
 from ..text import one_line
 from .choice import ChoiceJob, as_request_error

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.lazy_model import config_of, longest_context, position_limit
+from ..checkpoint.positions import config_of, longest_context, position_limit
 from ..errors import OutcoreError, RequestError, UsageError
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from ..text import shortened

@@ -40,7 +40,7 @@ class Kind(IntEnum):
     BYE = 8
 
 
-class Connection:
+class LinkConnection:
     """One end of it; its socket does not block.
 
     Attributes:

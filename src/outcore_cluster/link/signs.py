@@ -22,7 +22,7 @@ from outcore.errors import LinkError
 from outcore.machine import interrupts
 from outcore.text import one_line, printable
 
-from .connection import Connection, Kind
+from .connection import Kind, LinkConnection
 from .link import LinkLimits
 from .meeting import Identity
 from .verdict import GONE, LEFT, Blame, Movement, Sign, broke, silent, stuck
@@ -41,7 +41,7 @@ class Peer:
         gone: nothing more comes from it. ``ended``: it said before that its part was done.
     """
 
-    control: Connection
+    control: LinkConnection
     heard_at: float
     sign: Sign = field(default_factory=Sign)
     ended: bool = False
@@ -74,9 +74,9 @@ class LinkThread:
         self._me, self._limits, self._leave, self._alone = me, limits, leave, alone
         self.movement = Movement(limits.computing)
         self.inbox: defaultdict[tuple[Kind, int], deque[bytes]] = defaultdict(deque)
-        self.data = {rank: Connection(sock, rank, data=True) for rank, sock in data.items()}
+        self.data = {rank: LinkConnection(sock, rank, data=True) for rank, sock in data.items()}
         first = until - limits.silence
-        self.peers = {rank: Peer(Connection(sock, rank, data=False), first) for rank, sock in control.items()}
+        self.peers = {rank: Peer(LinkConnection(sock, rank, data=False), first) for rank, sock in control.items()}
         self.fault: LinkError | None = None
         self._told = self._closing = False
         self._changed = threading.Condition()  # of what leaves, too
@@ -121,7 +121,7 @@ class LinkThread:
                 self.check()
                 interrupts.check()
 
-    def put(self, to: Connection, kind: Kind, payload: memoryview, *, at_once: bool = True) -> None:
+    def put(self, to: LinkConnection, kind: Kind, payload: memoryview, *, at_once: bool = True) -> None:
         """Queue a frame; ``at_once``: it leaves now, as far as the connection takes it."""
         with self._changed:
             behind = bool(to.leaving)
@@ -169,7 +169,7 @@ class LinkThread:
     # The thread's own.
 
     @property
-    def _connections(self) -> list[Connection]:
+    def _connections(self) -> list[LinkConnection]:
         return [*self.data.values(), *(peer.control for peer in self.peers.values())]
 
     def _run(self) -> None:
@@ -209,7 +209,7 @@ class LinkThread:
                 each.events = events
         return max(0.0, beat - time.monotonic())
 
-    def _serve(self, each: Connection) -> None:
+    def _serve(self, each: LinkConnection) -> None:
         why, moved = None, False
         try:
             with self._changed:
@@ -234,7 +234,7 @@ class LinkThread:
         with self._changed:
             self._changed.notify_all()
 
-    def _lost(self, each: Connection, why: str) -> None:
+    def _lost(self, each: LinkConnection, why: str) -> None:
         """A connection is over; ``why``: empty where that is as it should be."""
         each.lost = True
         if not each.data:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 
 from outcore.errors import LinkError
 
-from .connection import Connection, Kind
+from .connection import Kind, LinkConnection
 from .link import LinkLimits
 from .meeting import CONTROL, DATA, Identity, Meeting
 from .signs import LinkThread
@@ -176,7 +176,7 @@ def _met(meeting: Meeting, rank: int) -> dict[tuple[int, str], socket.socket]:
     except BaseException as e:
         if isinstance(e, LinkError) and rank and (0, CONTROL) in meeting.there and e.rank is not None:
             # So that rank 0, which has met everybody, names the right one.
-            told = Connection(meeting.there[0, CONTROL], 0, data=False)
+            told = LinkConnection(meeting.there[0, CONTROL], 0, data=False)
             told.put(Kind.FAULT, memoryview(Blame(e.rank, str(e).partition(") ")[2] or str(e)).packed()))
             with suppress(OSError):
                 told.write()

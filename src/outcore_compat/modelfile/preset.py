@@ -99,7 +99,7 @@ class ModelfilePreset(Preset):
                 "it out, or the cache"
             )
         if template and said.template is not None:
-            from outcore.modules.mlx_lm_compat import set_chat_template
+            from outcore.modules.mlx_lm_tokenizer import set_chat_template
 
             set_chat_template(tokenizer, template_text(said.template, tokenizer))
         elif template and before is not None and not tokenizer.has_chat_template:

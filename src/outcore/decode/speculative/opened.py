@@ -14,8 +14,10 @@ from ...engine.whole_profile import check_experts, profile_of
 from ...errors import UnsupportedModelError, UsageError
 from ...machine.device import COMPUTE_DTYPES
 from ...options import LoadOptions
+from ...plan.cache_size import STATES
 from ...plan.draft_cost import MTP, NGRAM, NONE, Draft
 from ...plan.machine_profile import Calibration
+from ...plan.model_size import LOGITS_SHARE, ModelSize
 from .draft_model import PROMPT_STEP
 from .drafting import check_tokenizers, draft_by_model, draft_folder, draft_of_itself, head_drafts
 
@@ -34,13 +36,22 @@ def measured(lazy: LazyModel, o: LoadOptions, calibration: Calibration | None) -
     if o.resumable:
         size = replace(size, kept=size.states)
     if o.batch is not None:
-        size = size.in_batches(o.batch, o.context or size.context)
+        size = _in_batches(size, o.batch, o.context or size.context)
     if o.reserved is not None and o.reserved < size.context:
         # The prompt, if it is known, is there from the first sweep on.
         size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
     if o.sequences == 1 and o.batch is None and size.kept_apart:
         size = replace(size, kv_disk=o.kv_disk)
     return replace(profile, size=size)
+
+
+def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:
+    """The model with memory for calls of so many sequences of ``length`` tokens, without caches and with the logits of
+    every token, as mlx-lm's perplexity makes them."""
+    tokens = sequences * length
+    whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
+    more = whole.activations(tokens) - size.activations(min(length, size.prompt))
+    return replace(size, batches=more + (sequences - 1) * STATES * size.state)
 
 
 def nested(profile: ModelProfile, high: int, folder: Path, o: LoadOptions, known: Calibration | None) -> ModelProfile:

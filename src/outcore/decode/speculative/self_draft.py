@@ -18,7 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ...checkpoint.checkpoint import TensorInfo, identity_of_adapter
+from ...checkpoint.checkpoint import TensorInfo
+from ...checkpoint.identity import identity_of_adapter
 from ...checkpoint.lazy_model import LazyModel
 from ...checkpoint.manifest import DRAFT, is_packed
 from ...checkpoint.nested import nested_modules
