@@ -49,5 +49,5 @@ def test_an_answer_is_as_long_as_the_shortest_that_is_asked_for(two: RankProcess
 
 def test_no_token_at_all_is_nothing_that_a_rank_has_no_room_for() -> None:
     """As a model without a limit of positions is asked, in memory."""
-    link: Any = type("Link", (), {"gather": lambda self, value: [value]})()
+    link: Any = type("Link", (), {"rank": 0, "gather": lambda self, value: [value]})()
     assert RankRoom(link, link).text_room(lambda: A, lambda: (0, 16), asked=True) == (0, 16)

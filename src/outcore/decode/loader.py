@@ -21,7 +21,7 @@ from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..disk.mirrored_reader import Replicas
 from ..engine.binding import Progress
-from ..engine.droppable_draft import DroppableDraft
+from ..engine.droppable_draft import DroppableDraft, file_stamps
 from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
@@ -308,4 +308,5 @@ def _droppable(
         if (session := of()) is not None:
             session.draft_with(Drafting(NGRAM, NGRAM))
 
-    return DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, high_bits or {})
+    found = high_bits or {}
+    return DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, found, file_stamps(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import DTYPES
@@ -21,6 +22,23 @@ from .model_profile import LayerParts, ModelProfile
 
 KEYS = ("weight", "scales")
 """What a draft's layer has of its own."""
+
+
+Stamp = tuple[int, int, int]
+"""A file's inode, bytes and time of the last change in nanoseconds."""
+
+
+def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:
+    """What shows whether files of tensors were replaced or written to; None of one that is gone."""
+    stamps: dict[Path, Stamp | None] = {}
+    for file in {tensor.file for tensor in tensors.values()}:
+        try:
+            found = file.stat()
+        except OSError:
+            stamps[file] = None
+        else:
+            stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
+    return stamps
 
 
 def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -> ModelProfile:
@@ -78,6 +96,7 @@ class DroppableDraft:
         kv_disk: whether keys and values may lie on disk without it.
         end: lets go of it, and of the guesses under way.
         high_bits: of a nested draft the tensors on disk that the model's layers share, by their paths in the model.
+        stamps: of their files, as they were when they were read (``file_stamps``).
     """
 
     draft: Draft
@@ -85,6 +104,12 @@ class DroppableDraft:
     kv_disk: str
     end: Callable[[], None]
     high_bits: Mapping[str, TensorInfo] = field(default_factory=dict)
+    stamps: Mapping[Path, Stamp | None] = field(default_factory=dict)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the files of ``high_bits`` are there, and nobody has written to them since they were read."""
+        return None not in self.stamps.values() and file_stamps(self.high_bits) == self.stamps
 
     def size_without(self, size: ModelSize, head_streamed: bool) -> ModelSize:
         """The model's size, which counts the draft, without it."""

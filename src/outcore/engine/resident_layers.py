@@ -6,6 +6,7 @@ that is to stay is copied out of its slot when the pass after next brings it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -256,6 +257,12 @@ class ResidentLayers:
         if draft is None or not before.streams or self.session.streaming is None:
             return 0
         self.draft = None
+        if not draft.intact:
+            # High bits would be read from it that are not the model's: it stays in memory.
+            logging.getLogger("outcore").warning(
+                "the draft's files in the cache were written to or are gone: it cannot be given up"
+            )
+            return 0
         self.given_up = draft, before.head_streamed
         self.session.without_draft(draft.profile_without(self.session.profile, before.head_streamed))
         draft.end()
