@@ -252,7 +252,6 @@ def test_a_model_that_was_dropped_ends_the_thread(folder: Path, quick_models: Ca
     model, _ = outcore.load(str(quick_models(6)), memory="1GB", context=64, prompt=16, draft="none", govern=False)
     publish(model)
     gone = weakref.ref(model.outcore)
-    model.outcore._resources.close()
     del model
     until(lambda: __import__("gc").collect() is not None and gone() is None)
     until(lambda: list(folder.iterdir()) == [])
