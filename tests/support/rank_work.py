@@ -399,7 +399,7 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
 
         def watched(incoming: Incoming) -> None:
             if not incoming.ready:
-                most[at] = max(most[at], len(engine.ring._held))
+                most[at] = max(most[at], len(engine.ring.held))
             wait(incoming)
 
         def late() -> None:
