@@ -15,7 +15,7 @@ import xxhash
 
 from ..disk.disk_probe import unseen_rewrites, wrong_reads
 from ..errors import StoreError, UnsupportedModelError
-from ..machine.cache_folder import cache_dir, make_cache
+from ..machine.cache_folder import cache_dir, keep_mark
 from .calibration_file import key_of
 
 FOLDER, VERSION = "checked", 1
@@ -58,11 +58,7 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
             f"this device does not see what is written into MLX's memory ({unseen} of {REWRITES} times), so weights "
             f"would be wrong: nothing is loaded; {ADVICE}"
         )
-    if known is not None:
-        with contextlib.suppress(OSError, StoreError):
-            make_cache()
-            known.parent.mkdir(mode=0o700, exist_ok=True)
-            known.touch()
+    keep_mark(known)
 
 
 def mark(file: Path, io: str) -> Path | None:

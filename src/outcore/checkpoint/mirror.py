@@ -20,7 +20,7 @@ from ..disk.mirrored_reader import Replica
 from ..disk.open_file import state_of
 from ..disk.reader import FileReader
 from ..errors import StoreError
-from ..machine.cache_folder import cache_dir, make_cache
+from ..machine.cache_folder import cache_dir, keep_mark
 from ..text import counted
 from .checkpoint import Checkpoint
 from .identity import identity_of
@@ -111,11 +111,8 @@ def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress = 
                     )
                 done += n
     progress(what, total, total)
-    if known is not None and not any(mirror.changed(copy) for copy in mirror.copies.values()):
-        with contextlib.suppress(OSError, StoreError):
-            make_cache()
-            known.parent.mkdir(mode=0o700, exist_ok=True)
-            known.touch()
+    if not any(mirror.changed(copy) for copy in mirror.copies.values()):
+        keep_mark(known)
 
 
 def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:

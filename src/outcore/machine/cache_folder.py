@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -50,6 +51,15 @@ def make_cache() -> Path:
         raise OSError(e.errno, f"{e.strerror} ({where}); {_ADVICE}", str(path)) from e
     require_own(path)
     return path
+
+
+def keep_mark(file: Path | None) -> None:
+    """Make an empty file of the cache folder, which says that a check need not be done again; without it, it is."""
+    if file is not None:
+        with contextlib.suppress(OSError, StoreError):
+            make_cache()
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+            file.touch()
 
 
 def require_own(path: Path) -> None:
