@@ -126,9 +126,8 @@ class SpeculativeDecoder:
                 self._compute(texts, drafted, beside, began)
             self._ended = metrics.clock()
             controls = [text.control for text in going if text.control is not None]
-            if (
-                controls and len(going) == len(texts) and not beside
-            ):  # what prompts take says nothing of what is drafted
+            # What prompts take says nothing of what is drafted.
+            if controls and len(going) == len(texts) and not beside:
                 seconds, stall_s = self._ended - began, waits.for_disks()
                 computed = 1 if plain is not None else sum(text.target.computed for text in going)
                 controls[0].swept(computed, seconds, stall_s, idle_s)
