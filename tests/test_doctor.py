@@ -276,7 +276,9 @@ def test_a_machine_is_looked_at_once(model: Path, own_cache: Path, monkeypatch: 
 def test_where_nothing_can_be_kept_it_is_looked_at_each_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     monkeypatch.setattr(first_use, "unseen_rewrites", lambda n: looks.append(n) or 0)
-    monkeypatch.setattr(first_use, "make_cache", lambda: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    monkeypatch.setattr(
+        "outcore.machine.cache_folder.make_cache", lambda: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    )
     for _ in range(2):
         first_use.check_machine(sorted(model.glob("*.safetensors")))
     assert len(looks) == 2
