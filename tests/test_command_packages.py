@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from outcore.cli.commands import GROUP, _entry_points, commands, packages, parser_of
+from outcore import packages
+from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
+
+GROUP = "outcore.commands"
 
 COMMANDS = """
 from outcore.cli.commands import Command
@@ -35,6 +38,11 @@ def add(parser):
 """
 
 
+def forget() -> None:
+    packages.modules.cache_clear()
+    packages._entry_points.cache_clear()
+
+
 @pytest.fixture
 def paint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package of another distribution."""
@@ -47,10 +55,10 @@ def paint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     installed.mkdir()
     points = f"[{GROUP}]\npaint = outcore_paint.commands\ngone = outcore_gone.commands\n\n[other]\nno = no\n"
     (installed / "entry_points.txt").write_text(points)
-    assert {p.name: p.value for p in entry_points(group=GROUP)}.items() >= _entry_points().items()
-    packages.cache_clear()
+    forget()
+    assert {p.name: p.value for p in entry_points(group=GROUP)}.items() >= packages._entry_points()[GROUP].items()
     yield
-    packages.cache_clear()
+    forget()
     for name in [n for n in sys.modules if n.startswith("outcore_paint")]:
         del sys.modules[name]
 

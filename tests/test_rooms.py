@@ -56,5 +56,5 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
 def test_the_root_holds_the_public_face_and_nothing_else() -> None:
     found = {path.name for path in Path(outcore.__file__).parent.glob("*.py")}
     assert {name.removesuffix(".py") for name in found} == {
-        "__init__", "__main__", "checks", "errors", "options", "sizes", "text", "version",
+        "__init__", "__main__", "checks", "errors", "options", "packages", "sizes", "text", "version",
     }  # fmt: skip

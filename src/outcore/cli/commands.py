@@ -1,11 +1,7 @@
 """The commands by name: the core's own, and those of packages around it.
 
-A package brings commands, and flags for commands of others, with a module ``commands`` that it names as an entry point:
-
-    [project.entry-points."outcore.commands"]
-    cluster = "outcore_cluster.commands"
-
-The module is light (``outcore --help`` imports it) and has
+A package brings commands, and flags for commands of others, with a module of the group ``commands``
+(``outcore.packages``). It is light (``outcore --help`` imports it) and has
 
 - ``COMMANDS``: names and their ``Command``;
 - ``FLAGS``, optional: names of commands, and for each ``"module:function"`` that adds flags to its parser. What is done
@@ -14,28 +10,17 @@ The module is light (``outcore --help`` imports it) and has
   template, stop strings and options of a text that no flag says.
 - ``RANK``, optional, of one package: the module with ``as_rank`` that is used where a launcher says that this process
   is one rank of several.
-
-A source tree, or an editable install made before, has no such metadata of the packages beside this
-one, so these are found by their names as well.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-import sys
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from ..packages import modules
 from .parser import ArgumentParser
-
-GROUP = "outcore.commands"
-
-BESIDE = {name: f"outcore_{name}.commands" for name in ("cluster", "bench", "compat")}
-"""Entry points of the packages that come with this one."""
 
 
 @dataclass(frozen=True)
@@ -81,37 +66,10 @@ CORE = {name: Command(help, _PARSERS, f"{__package__}.{name.replace('-', '_')}:r
 """The core's own commands, in the order of use."""
 
 
-@cache
-def packages() -> tuple[ModuleType, ...]:
-    """The ``commands`` modules of all packages."""
-    found = []
-    for module in (BESIDE | _entry_points()).values():
-        try:
-            found.append(importlib.import_module(module))
-        except ModuleNotFoundError as e:
-            # Not there, or left over from another version. What a module that is there lacks is an error.
-            if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-                raise
-    return tuple(found)
-
-
-def _entry_points() -> dict[str, str]:
-    """Names and modules that installed packages give for ``GROUP``: what ``importlib.metadata`` finds in 40 ms."""
-    found: dict[str, str] = {}
-    for folder in dict.fromkeys(sys.path):
-        for file in Path(folder).glob("*.dist-info/entry_points.txt"):
-            text = file.read_text(encoding="utf-8")
-            for line in text.partition(f"[{GROUP}]\n")[2].partition("\n[")[0].splitlines():
-                name, there, module = line.partition("=")
-                if there:
-                    found.setdefault(name.strip(), module.strip())
-    return found
-
-
 def commands() -> dict[str, Command]:
     """All commands: the core's, then those of packages."""
     found = dict(CORE)
-    for package in packages():
+    for package in modules("commands").values():
         found |= {name: command for name, command in package.COMMANDS.items() if name not in CORE}
     return found
 
@@ -126,7 +84,7 @@ def parser_of(name: str) -> ArgumentParser:
     make = pkgutil.resolve_name(command.flags)
     parser: ArgumentParser = make(name) if name in CORE else make()
     parser.run = command.run
-    for package in packages():
+    for package in modules("commands").values():
         if (add := getattr(package, "FLAGS", {}).get(name)) is not None:
             pkgutil.resolve_name(add)(parser)
     return parser
@@ -134,5 +92,5 @@ def parser_of(name: str) -> ArgumentParser:
 
 def rank_module() -> Any:
     """The module by which a command is one rank of several; None: no package has one."""
-    names = [package.RANK for package in packages() if hasattr(package, "RANK")]
+    names = [package.RANK for package in modules("commands").values() if hasattr(package, "RANK")]
     return importlib.import_module(names[0]) if names else None
