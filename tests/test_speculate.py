@@ -129,10 +129,14 @@ def test_a_draft_of_no_numbers_guesses_nothing(how: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24}, {"max_kv_size": 24}], ids=str
 )
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 def test_a_copy_goes_on_from_caches_that_are_quantized_or_bounded_on_the_way(
-    options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int], on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where drafted tokens share a pass, as on a GPU, in which mlx-lm's bounded caches show each of them another
+    window than by itself."""
     always_draft(monkeypatch)
+    monkeypatch.setattr(one_text, "on_cpu", lambda: on_cpu)
     folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
     prompt = [3 + i % 7 for i in range(20)]
     texts = []

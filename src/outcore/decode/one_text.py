@@ -14,6 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.engine import State
@@ -21,6 +22,7 @@ from ..engine.session import Session
 from ..engine.undo import Undo
 from ..errors import ClosedError
 from ..machine.device import on_cpu
+from ..modules.call_values import caches_in
 from ..plan.draft_cost import MOST
 from .batch_engine import Alone, Request, own_cache
 from .lookahead import look_ahead
@@ -90,7 +92,10 @@ class OneText:
         # What is drawn ahead in memory is taken back where the sequence goes on with others.
         owned = own.keeps if request.alone is not None else session.streaming is None
         hidden = None if self._drafting is None else self._drafting.hidden()
-        self.target = ModelRunner(model, session, cache, owned=owned, kv=own.kv, in_blocks=not on_cpu(), hidden=hidden)
+        # Where a window keeps a prompt's first tokens, tokens of one pass see others than token by token.
+        windows = any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))
+        in_blocks = not (on_cpu() or windows)
+        self.target = ModelRunner(model, session, cache, owned=owned, kv=own.kv, in_blocks=in_blocks, hidden=hidden)
         self.target.in_cache = known
         text = [*request.earlier, *request.tokens]
         sampler = request.sampler or greedy_sampler
