@@ -26,7 +26,6 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
-from outcore.calibration.rates import decode_gbps
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import SPLIT
 from outcore.checkpoint.pack import pack_model
@@ -34,6 +33,7 @@ from outcore.decode.preparation import prepare
 from outcore.machine.device import on_cpu
 from outcore.modules.call_values import handles
 from outcore.modules.split_exponents import SplitDecoder, beside_rows
+from outcore_calibrate.device_rates import decode_gbps
 from result_file import write_result
 
 TURNS = 5

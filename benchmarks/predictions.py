@@ -33,7 +33,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outcore.calibration.calibrate import calibrated
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
 from outcore.cli.plan import token_range_s
@@ -46,6 +45,7 @@ from outcore.machine.allocator import clear_cache
 from outcore.plan.planner import resident_budget
 from outcore_bench.jobs import BenchJob, RunSettings
 from outcore_bench.measure import measure
+from outcore_calibrate.calibration import calibrated
 from result_file import write_result
 from slow_disk import slow_disk
 

@@ -23,9 +23,8 @@ import mlx.nn as nn
 import pytest
 
 import zoo
-from outcore.calibration import calibrate, calibration_file, disk, layers, rates
+from outcore.calibration import calibration_file
 from outcore.calibration.calibration_file import load_calibration, store_calibration
-from outcore.calibration.disk import GAIN, Bench, ReadSetting, best_setting, choose
 from outcore.cli.main import main
 from outcore.decode.preparation import Preparation, prepare
 from outcore.disk import chunk
@@ -37,6 +36,11 @@ from outcore.disk.ring import Slot
 from outcore.errors import CalibrationError
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK
+from outcore_calibrate import calibration as calibrate
+from outcore_calibrate import device_rates as rates
+from outcore_calibrate import disk_rate as disk
+from outcore_calibrate import layer_times as layers
+from outcore_calibrate.disk_rate import GAIN, Bench, ReadSetting, best_setting, choose
 
 MEASURED = Calibration(
     read_gbps=3.5,

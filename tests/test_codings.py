@@ -18,7 +18,6 @@ from mlx_lm.generate import generate_step
 
 import outcore
 import zoo
-from outcore.calibration.rates import decode_gbps
 from outcore.checkpoint.checkpoint import read_header
 from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.pack import pack_model
@@ -28,6 +27,7 @@ from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
 from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows
 from outcore.plan.machine_profile import Calibration
+from outcore_calibrate.device_rates import decode_gbps
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(40)]

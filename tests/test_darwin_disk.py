@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fake_darwin_disk import PAGE, FakeDarwin
-from outcore.calibration.disk import Bench, best_setting
 from outcore.disk import disk_calls
 from outcore.disk.cold_ranges import UnreadRanges, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, using
@@ -25,6 +24,7 @@ from outcore.disk.ring import Slot
 from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
 from outcore.sizes import BLOCK
+from outcore_calibrate.disk_rate import Bench, best_setting
 
 NBYTES, SIZE = 150_001, 400_003
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.calibration import calibrate, disk, rates
-from outcore.calibration import layers as calibrate_layers
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
@@ -24,6 +22,9 @@ from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import resident_budget
+from outcore_calibrate import device_rates as rates
+from outcore_calibrate import disk_rate as disk
+from outcore_calibrate import layer_times as calibrate_layers
 
 MB = 1_000_000
 MODEL = ModelSize(
@@ -154,7 +155,7 @@ def test_this_machine_is_measured_once(
 def known(model: Path, layer_s: float = 0.002) -> None:
     """This machine was measured already."""
     prepared = prepare(model)
-    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in calibrate.kinds_of(prepared.profile)}
+    kinds = {kind: {1: layer_s, 32: 15 * layer_s} for kind in prepared.profile.size.kinds}
     store_calibration(model, prepared.cpu_streams, Calibration(read_gbps=2.0, kinds=kinds, measured=True))
 
 

@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ..calibration.calibrate import calibrated, kinds_of
 from ..calibration.calibration_file import file_of, key_of
+from ..calibration.measuring import measuring
 from ..checkpoint.find_model import resolve_model
 from ..checks import whole
 from ..decode.preparation import Preparation, prepare
@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> None:
         tell(line)
 
     with progress_bar() as bar:
-        found, measured = calibrated(profile, folder, streams, force=args.force, progress=bar.measuring, note=note)
+        found, measured = measuring().calibrated(
+            profile, folder, streams, force=args.force, progress=bar.measuring, note=note
+        )
     args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         "seconds": round(time.perf_counter() - began, 2),
         "stored": str(file_of(key_of(folder, streams))) if measured else None,
         "notes": notes,
-        "model_kinds": sorted(kinds_of(profile)) if profile else [],
+        "model_kinds": sorted(profile.size.kinds) if profile else [],
         **asdict(found),
     }
     _show(args.result.record, found, prepared)

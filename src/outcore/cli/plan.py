@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.calibrate import calibrated
+from ..calibration.measuring import measuring
 from ..checkpoint.find_model import name_of, resolve_model
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
@@ -74,7 +74,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
         with progress_bar() as bar:
-            calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
+            measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     try:
         prepared = prepare(folder, **options)
     except BudgetError as e:

@@ -165,6 +165,11 @@ class ModelSize(ActivationSize):
         """What makes plans that read experts one by one (``prediction.ExpertPlans``); None: there are none."""
         return next((layer.experts.on_demand for layer in self.layers if layer.experts is not None), None)
 
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of its layers, and of what lies outside of them; none without layers."""
+        return {layer.kind for layer in self.layers} | ({self.rest_kind} if self.layers else set())
+
     def graph(self, on_cpu: bool) -> Graph:
         """What building forward passes takes."""
         most = GRAPH_BYTES["cpu" if on_cpu else "gpu"]

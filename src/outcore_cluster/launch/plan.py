@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outcore.calibration.calibrate import calibrated
+from outcore.calibration.measuring import measuring
 from outcore.checkpoint.find_model import name_of
 from outcore.cli.engine import model_folder, progress_bar
 from outcore.cli.output import tell
@@ -56,7 +56,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
         with progress_bar() as bar:
-            calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
+            measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
     try:
         return prepare(folder, **options)
     except BudgetError as e:

@@ -20,18 +20,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..engine.model_profile import ModelProfile
-from ..engine.vocabulary import SLICE_STEP, Table
-from ..errors import CalibrationError
-from ..machine.allocator import Needs, clear_cache, limits
-from ..machine.device import on_cpu
-from ..machine.memory import last_resort
-from ..modules.hooks import arrays_in, put, swap
-from ..modules.layers import Parameter
-from ..modules.split_linear import split_rows
-from ..plan.machine_profile import TOKENS
-from ..sizes import format_size
-from .rates import PAST_CACHES, seconds_of
+from outcore.engine.model_profile import ModelProfile
+from outcore.engine.vocabulary import SLICE_STEP, Table
+from outcore.errors import CalibrationError
+from outcore.machine.allocator import Needs, clear_cache, limits
+from outcore.machine.device import on_cpu
+from outcore.machine.memory import last_resort
+from outcore.modules.hooks import arrays_in, put, swap
+from outcore.modules.layers import Parameter
+from outcore.modules.split_linear import split_rows
+from outcore.plan.machine_profile import TOKENS
+from outcore.sizes import format_size
+
+from .device_rates import PAST_CACHES, seconds_of
 
 SAMPLES, STEPS = 6, 5
 """Times that each kind of layer is timed for a number of tokens, and whole forward passes, where there is time."""

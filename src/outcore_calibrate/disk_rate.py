@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..disk import disk_calls
-from ..disk.cold_ranges import UnreadRanges, forget
-from ..disk.metrics import Metrics
-from ..disk.reader import CHUNK, THREADS, FileReader
-from ..disk.ring import Slot
-from ..machine.device import device_kind
-from ..machine.memory import default_budget
-from ..plan.machine_profile import Calibration
-from ..sizes import BLOCK, round_up
+from outcore.disk import disk_calls
+from outcore.disk.cold_ranges import UnreadRanges, forget
+from outcore.disk.metrics import Metrics
+from outcore.disk.reader import CHUNK, THREADS, FileReader
+from outcore.disk.ring import Slot
+from outcore.machine.device import device_kind
+from outcore.machine.memory import default_budget
+from outcore.plan.machine_profile import Calibration
+from outcore.sizes import BLOCK, round_up
 
 MIB = 1 << 20
 IN_FLIGHT = (1, 2, 8, 16)

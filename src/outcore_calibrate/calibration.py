@@ -7,31 +7,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..disk import disk_calls
-from ..disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
-from ..disk.layout import Extent
-from ..engine.model_profile import ModelProfile
-from ..errors import CalibrationError, OutcoreError
-from ..machine.allocator import clear_cache
-from ..machine.cache_folder import cache_dir
-from ..plan.machine_profile import Calibration
-from ..sizes import format_size
-from .calibration_file import load_calibration, store_calibration
-from .disk import Bench, best_setting
-from .layers import Progress, rig, times_of
-from .rates import decode_gbps, product_gbps, sync_seconds
+from outcore.calibration.calibration_file import load_calibration, store_calibration
+from outcore.disk import disk_calls
+from outcore.disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
+from outcore.disk.layout import Extent
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import CalibrationError, OutcoreError
+from outcore.machine.allocator import clear_cache
+from outcore.machine.cache_folder import cache_dir
+from outcore.plan.machine_profile import Calibration
+from outcore.sizes import format_size
+
+from .device_rates import decode_gbps, product_gbps, sync_seconds
+from .disk_rate import Bench, best_setting
+from .layer_times import Progress, rig, times_of
 
 Note = Callable[[str], None]
 """Called with a line for the user: what could not be measured, and why."""
 
 Kinds = dict[str, dict[int, float]]
 """As in ``Calibration``."""
-
-
-def kinds_of(profile: ModelProfile) -> set[str]:
-    """The kinds of a model's layers, and of what lies outside of them."""
-    size = profile.size
-    return {layer.kind for layer in size.layers} | ({size.rest_kind} if size.layers else set())
 
 
 def calibrated(
@@ -61,7 +56,7 @@ def calibrated(
     """
     known = None if force else load_calibration(folder, cpu_streams)
     kinds, measured = dict[str, dict[int, float]](), list[str]()
-    if profile is not None and (known is None or kinds_of(profile) - known.kinds.keys()):
+    if profile is not None and (known is None or profile.size.kinds - known.kinds.keys()):
         kinds, measured = measure_kinds(profile, cpu_streams, progress=progress, note=note), ["layers"]
     if known is None:
         layers = profile.size.layers if profile is not None else ()
