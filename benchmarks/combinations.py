@@ -34,7 +34,7 @@ import mlx.core as mx
 import _support  # noqa: F401
 from combined_cases import Case, Pair, drawn, on_gpu, parsed, possible
 from combined_models import Shelf
-from combined_runs import DIFFERENT, EQUAL, FAILED, REFUSED, Result, run
+from combined_runs import DIFFERENT, EQUAL, FAILED, NO_REFERENCE, REFUSED, ROUNDED, Result, run
 from rank_processes import WaitingRanks
 from result_file import write_result
 
@@ -155,6 +155,7 @@ def main() -> int:
         unmet=[dict(m) for m in sorted(possible(n) - never - met)] if args.case is None and not args.gpu else [],
         differences=[asdict(r) for r in done if r.end in (DIFFERENT, FAILED)],
         refused=dict(Counter(r.why for r in done if r.end == REFUSED)),
+        rounded=[asdict(r) for r in done if r.end in (ROUNDED, NO_REFERENCE)],
     )
     return int(any(r.end in (DIFFERENT, FAILED) for r in done))
 
