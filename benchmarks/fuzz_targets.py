@@ -24,14 +24,14 @@ from outcore import OutcoreError, load_model
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.cli.batch import read_requests
 from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
-from outcore.decode.batch_file import Output, line_error, read_lines
 from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import prepare
 from outcore.modules.cache_check import check_cache
 from outcore.plan.planner import ASSUMED
+from outcore_batch.command import read_requests
+from outcore_batch.files import Output, line_error, read_lines
 from outcore_bench.report.inputs import read_inputs
 
 

@@ -48,7 +48,6 @@ _HELP = {
     "generate": "answer a prompt",
     "chat": "converse with a model; earlier turns are kept, not computed again",
     "serve": "answer clients of OpenAI's, Anthropic's and Ollama's APIs",
-    "batch": "answer a file of requests, many in each sweep over the weights",
     "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
     "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
     "list": "models in the Hub's cache, and what each would need here",

@@ -126,17 +126,6 @@ _COMMANDS: dict[str, list[str | Flag]] = {
         FLAGS["prefix-cache"].but(group="capacity", default="on"),
         f"prefill-step-size engine-flags {_DRAFT}",
     ],
-    "batch": [
-        "Answer a file of requests in OpenAI's batch format. As many as there is memory for share each sweep over the "
-        "weights, and new ones join as others finish. A run that was killed goes on with --resume.",
-        f"{_HUB} --memory 4GB --input requests.jsonl --output answers.jsonl",
-        "model-flags adapter-path input",
-        FLAGS["output"].but(help="Answers, one JSON a line.", required=True),
-        _tokens(512, help="Most tokens of an answer, where a request does not say."),
-        "decode-concurrency prefill-step-size force",
-        switch("--resume", "Go on with an output that is there already."),
-        "engine-flags",
-    ],
     "plan": [
         "What would be resident at a budget, how fast it would be and what it would take, item by item; and speed "
         "against memory from the smallest budget to everything resident. Loads nothing. The first time, this machine "
