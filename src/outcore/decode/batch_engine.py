@@ -74,6 +74,7 @@ class Alone:
         progress: called with the tokens of the prompt that are computed, and all of them.
         history: tokens before the prompt that the caches hold, as far as they are known: drafts may repeat them.
         draft_model: drafts in place of what was loaded for it.
+        forget: has the caller's caches be as they were before, where the text leaves nothing in them.
     """
 
     keeps: bool = False
@@ -84,6 +85,7 @@ class Alone:
     progress: Callable[[int, int], object] = lambda *_: None
     history: Sequence[int] = ()
     draft_model: nn.Module | None = None
+    forget: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -357,7 +357,7 @@ class Continuous:
                 # It was weights that the sweep waited for: there is time for twice as many chunks.
                 self._prefills.chunks *= 2
         if isinstance(self._batch, SpeculativeDecoder):
-            step.drafts = self._batch.drafts()
+            step.drafts = self._batch.drafts
         self._session.metrics.tokens += len(step.tokens)
         return joining
 

@@ -1,7 +1,7 @@
 """Texts in caches and passes of their own, one or several: each has the bits that it has alone, and where tokens are
 drafted, several of each come from one sweep.
 
-One text whose model is all in memory, and that is not drafted, is decoded ahead (``lookahead``).
+One text whose model is all in memory, and that is not drafted, is decoded ahead (``OneText.look_ahead``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..engine.session import Session
 from ..engine.transport import Transport
 from ..machine.allocator import clear_cache
 from .batch_engine import Request, Token, to_token
-from .one_text import Chosen, Computed, OneText
+from .one_text import Computed, OneText
 from .passes import Pass, run_passes
 from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
@@ -36,6 +36,7 @@ class SpeculativeDecoder:
         most: tokens drafted of a text for a sweep at most; None: as many as are worth it.
 
     Attributes:
+        drafts: of the last step, tokens that were drafted for each text, and those that were right.
         failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
 
@@ -52,7 +53,7 @@ class SpeculativeDecoder:
         self.prefill_step = prefill_step
         self._texts: dict[int, OneText] = {}
         self._ended = session.metrics.clock()  # the last sweep
-        self._drafts: dict[int, tuple[int, int]] = {}
+        self.drafts: dict[int, tuple[int, int]] = {}
         self.failed: dict[int, Exception] = {}
 
     @property
@@ -61,13 +62,13 @@ class SpeculativeDecoder:
         return any(text.now is not None for text in self._texts.values())
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each that has one without another sweep; where none has, or some join, of all from one.
-        Who joins while others are ``ready`` has a sweep without them.
+        """One more token of each that has one without another pass; where none has, or some join, of all from one.
+        Who joins while others are ``ready`` has a pass without them.
 
         Args:
             beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
         """
-        self._drafts, self.failed = {}, {}
+        self.drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
             text.begin(self.prefill_step)
@@ -77,7 +78,7 @@ class SpeculativeDecoder:
         if one is not None:
             one.undo = None
             if not beside and not one.prompt and (found := one.look_ahead()) is not None:
-                return [self._token(one, found)]
+                return [to_token(one.request, *found)]
         elif joining:
             for text in texts:
                 text.stop_ahead()
@@ -94,10 +95,6 @@ class SpeculativeDecoder:
             one.tell(one.total)
         return given
 
-    def drafts(self) -> dict[int, tuple[int, int]]:
-        """Of the last step, tokens that were drafted for each text, and those that were right."""
-        return self._drafts
-
     def end(self, error: BaseException | None = None) -> None:
         """The text, which is alone, is over: as ``OneText.end``."""
         for text in self._texts.values():
@@ -105,21 +102,21 @@ class SpeculativeDecoder:
         self._texts = {}
 
     def _sweep(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
-        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one sweep; then
-        tokens of all texts that have one. What fails leaves the caches of ``one`` as they were."""
-        metrics, session = self._session.metrics, self._session
+        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one pass over
+        the weights; then tokens of all texts that have one. What fails leaves the caches of ``one`` as they were."""
+        metrics = self._session.metrics
         going = [text for text in texts if not text.prompt]
         drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
-        waits, began = Waits(metrics, session.transport), metrics.clock()
+        waits, began = Waits(metrics, self._session.transport), metrics.clock()
         idle_s, given = began - self._ended, list[Token]()
-        plain = one if going and not drafted[0] and not beside and one is not None and not one.target.behind else None
+        plain = one if going and not drafted[0] and not beside and one is not None and not one.target.pending else None
         tokens = sum(each.tokens for text in texts for each in text.prompt)
         if one is not None and going:
-            tokens = one.target.behind + 1 + len(drafted[0])
+            tokens = len(one.target.pending) + 1 + len(drafted[0])
         with mx.stream(generation_stream), self._transaction(one, tokens):
             if plain is not None:
                 # What chooses the token is computed together with its logits.
-                plain.now = Computed([plain.target.step(plain.sampler.text[-1])])
+                plain.now = Computed([plain.target.step(mx.array(plain.sampler.text[-1:], dtype=mx.int32))])
                 given = self._given()
                 plain.target.drain()
             else:
@@ -253,24 +250,20 @@ class SpeculativeDecoder:
             for text in self._texts.values():
                 if (now := text.now) is not None:
                     chosen = text.choose()
-                    self._drafts[text.request.uid] = len(now.guesses) if now.given == 1 else 0, int(chosen[2])
+                    self.drafts[text.request.uid] = len(now.guesses) if now.given == 1 else 0, int(chosen[2])
                     if text.sampler.failed is None:
-                        tokens.append(self._token(text, chosen))
+                        tokens.append(to_token(text.request, *chosen))
                     else:
                         self.failed[text.request.uid] = text.sampler.failed
         return tokens
-
-    def _token(self, text: OneText, chosen: Chosen) -> Token:
-        token, logprobs, drafted = chosen
-        return to_token(text.request, token, logprobs, drafted)
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
         """End a sequence; its caches, and how many tokens of its prompt and answer they hold: all but the last, or
         fewer where drafted tokens had to be taken back."""
         text = self._texts.pop(uid)
         text.stop()
-        in_memory(text.cache)
-        return text.cache, text.target.in_cache
+        in_memory(text.target.cache)
+        return text.target.cache, text.target.in_cache
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = self._texts.keys() & set(uids)

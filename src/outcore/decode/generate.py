@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
 
@@ -125,45 +125,29 @@ def _stream(
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
-    text = _begun(model, session, ids, max_tokens, kwargs)
+    request, step = _request(model, session, ids, max_tokens, kwargs)
+    drafted = kwargs.get("num_draft_tokens")
+    drafted = None if drafted is None else check_draft_length(drafted)
     with generating(model):
-        tokens = _tokens(model, session, text, tokenizer.eos_token_ids)
-        yield from _responses(tokens, tokenizer, ids.size, text.max_tokens)
+        tokens = _tokens(model, session, request, step, drafted, tokenizer.eos_token_ids)
+        yield from _responses(tokens, tokenizer, ids.size, request.max_tokens)
 
 
-def _held(kwargs: dict[str, Any]) -> int:
-    return cached_tokens(kwargs.get("prompt_cache") or ())
+def _tokens(
+    model: nn.Module, session: Session, request: Request, step: int, drafted: int | None, ends: Collection[int]
+) -> Tokens:
+    """The tokens of a text; caches that somebody goes on with hold what was handed out of it, however it ends.
 
-
-def _length(ids: mx.array, kwargs: dict[str, Any]) -> int:
-    embeddings = kwargs.get("input_embeddings")
-    return ids.size if embeddings is None else len(embeddings)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A text that there is room for.
-
-    Attributes:
-        max_tokens: that its answer can have; -1: any number. ``step``: tokens of its prompt to compute at a time.
+    Args:
+        step: tokens of its prompt to compute at a time.
         drafted: for a pass at most; None: as many as are worth it.
-        forget: has the caller's caches be as they were, if the text leaves nothing in them.
     """
-
-    request: Request
-    max_tokens: int
-    step: int
-    drafted: int | None
-    forget: Callable[[], object] = lambda: None
-
-
-def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[int]) -> Tokens:
-    """The tokens of a text; caches that somebody goes on with hold what was handed out of it, however it ends."""
-    sequences = Continuous(model, ends=ends, prefill_step=text.step, draft_tokens=text.drafted, alone=True)
-    sequences.add(text.request)
+    assert request.alone is not None
+    sequences = Continuous(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
+    sequences.add(request)
     error: BaseException | None = None
     try:
-        for _ in range(text.request.max_tokens):
+        for _ in range(request.max_tokens):
             yield from sequences.step().tokens
     except GeneratorExit:
         raise
@@ -175,16 +159,18 @@ def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[i
             sequences.end(error)
         finally:
             if session.in_cache == 0:
-                text.forget()
+                request.alone.forget()
 
 
-def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]) -> _Begun:
-    """A text that there is room for, of which is found what was computed before; ``kwargs`` are
-    ``stream_generate``'s."""
+def _request(
+    model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]
+) -> tuple[Request, int]:
+    """A text that there is room for, of which is found what was computed before, and tokens of its prompt to compute
+    at a time; ``kwargs`` are ``stream_generate``'s."""
     given: list[Any] | None = kwargs.get("prompt_cache")
     shared = whole_number("shared_prefix", kwargs.get("shared_prefix", 0), 0)
     embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
-    length, held = _length(ids, kwargs), _held(kwargs)
+    length, held = ids.size if embeddings is None else len(embeddings), cached_tokens(given or ())
     asked = kwargs.get("prefill_step_size")
     theirs = asked or session.prefill_step_size or MLX_LM_STEP
     bounds = given is None and window is not None and note_bounds(model, session)
@@ -194,7 +180,8 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
         asked = theirs
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = held + length + 1 if bound is None else min(held + length + 1, bound)
-    kept, kv = 0 if given is None else max(snapshot_bytes(given), session.size.states), _kv_bits(kwargs, theirs)
+    kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
+    alone = _alone(kwargs, theirs, bound)
     captured = captured_bytes(session, length)
 
     def has_room() -> tuple[int, int]:
@@ -213,34 +200,39 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     found, known = None, KnownPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
-        session.note("" if kv is None else "prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
+        if alone.kv is not None:
+            session.note("prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
         same = given is None or session.prefix.like(given)
-        if same and not held and not window and embeddings is None and kv is None:
+        if same and not held and not window and embeddings is None and alone.kv is None:
             found, known = look_up(session, tokens, step, shared=shared)
             known = known if captured >= 0 else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
-    cache = make_prompt_cache(model, max_kv_size=window) if given is None and found is None else given
-    forget = _filled(given, found.cache) if found is not None and given is not None else lambda: None
+    cache = given
+    if found is not None and given is not None:
+        alone = replace(alone, forget=_filled(given, found.cache))
+    elif given is None:
+        cache = make_prompt_cache(model, max_kv_size=window) if found is None else found.cache
+    limit = ENDLESS if max_tokens < 0 else max_tokens
+    processors = tuple(kwargs.get("logits_processors") or ())
     request = Request(
-        0,
-        tokens,
-        ENDLESS if max_tokens < 0 else max_tokens,
-        kwargs.get("sampler"),
-        tuple(kwargs.get("logits_processors") or ()),
-        cache=found.cache if cache is None and found is not None else cache,
-        known=known,
-        scores=True,
-        alone=_alone(kwargs, kv, bound),
+        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, known=known, scores=True, alone=alone
     )
-    return _Begun(request, max_tokens, step, _drafted(kwargs), forget)
+    return request, step
 
 
-def _alone(kwargs: dict[str, Any], kv: KvBits | None, bound: int | None) -> Alone:
-    """What the caller asks of a text that is written by itself."""
-    given = kwargs.get("prompt_cache") is not None
+def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
+    """What the caller asks of a text that is written by itself.
+
+    Args:
+        step: tokens of mlx-lm's chunks of its prompt. bound: tokens that its caches hold at most.
+    """
+    keeps, bits, kv = kwargs.get("prompt_cache") is not None, kwargs.get("kv_bits"), None
+    if bits is not None:
+        start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
+        kv = KvBits(bits, kwargs.get("kv_group_size", 64), start, step)
     return Alone(
-        keeps=given,
-        whole=given and not kwargs.get("leave_last", False),
+        keeps=keeps,
+        whole=keeps and not kwargs.get("leave_last", False),
         kv=kv,
         bound=bound,
         embeddings=kwargs.get("input_embeddings"),
@@ -263,18 +255,6 @@ def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
             vars(c).update(was)
 
     return forget
-
-
-def _kv_bits(kwargs: dict[str, Any], step: int) -> KvBits | None:
-    if kwargs.get("kv_bits") is None:
-        return None
-    start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
-    return KvBits(kwargs["kv_bits"], kwargs.get("kv_group_size", 64), start, step)
-
-
-def _drafted(kwargs: dict[str, Any]) -> int | None:
-    asked = kwargs.get("num_draft_tokens")
-    return None if asked is None else check_draft_length(asked)
 
 
 def _responses(
@@ -360,6 +340,5 @@ def generate_step(
     alone = Alone(keeps=keeps, whole=keeps and not leave_last, kv=kv)
     tokens = cast(list[int], prompt.tolist())
     request = Request(0, tokens, max_tokens, cache=prompt_cache, scores=True, alone=alone)
-    text = _Begun(request, max_tokens, prefill_step_size or session.plan.prefill_step, 0)
-    for token in _tokens(model, session, text, ()):
+    for token in _tokens(model, session, request, prefill_step_size or session.plan.prefill_step, 0, ()):
         yield token.token, cast(mx.array, token.scores)

@@ -1,40 +1,44 @@
 """One text in caches of its own: what it begins with, what its last forward pass brought, and how it ends.
 
-Whatever breaks a text off, its caches hold tokens that were handed out and no others.
+Where its model is all in memory, a token's successor is on the device's queue before the token is looked at, as in
+mlx-lm: so the device is not idle while Python builds a graph. Whatever breaks a text off, its caches hold tokens that
+were handed out and no others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.engine import State
 from ..engine.session import Session
 from ..engine.undo import Undo
 from ..errors import ClosedError
+from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
-from ..modules.call_values import caches_in
 from ..plan.draft_cost import MOST
 from .batch_engine import Alone, Request, own_cache
-from .lookahead import look_ahead
 from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens
 from .sampling import Sampler, foresee
-from .served import NotHandedOut, pass_on
+from .served import NotHandedOut
 from .speculative.acceptance import AcceptanceStats
 from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
 from .speculative.proposers import Guess, Proposer
+
+CLEAR_TOKENS = 256
+"""Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
+first cuts windows to their size, and what the prompt had of them is free then."""
 
 Chosen = tuple[int, mx.array, bool]
 """A token, its log-probabilities (vocabulary,), and whether it was drafted."""
@@ -58,6 +62,17 @@ class Computed:
     given: int = 0
 
 
+@dataclass
+class _Drawn:
+    """A token (1,) on the device's queue, its log-probabilities (vocabulary,), the text with it where processors look
+    at that, and what takes the token before it out of the caches."""
+
+    token: mx.array
+    logprobs: mx.array
+    text: mx.array | None
+    back: Callable[[], None]
+
+
 class OneText:
     """A text under way.
 
@@ -70,6 +85,7 @@ class OneText:
         prompt: passes over its prompt that are to be computed.
         now: what the last pass brought and is not given out; None: another pass is needed.
         undo: takes the caches back to before the prompt, until the second token is asked for.
+        total: tokens of its prompt.
     """
 
     def __init__(
@@ -89,31 +105,30 @@ class OneText:
         self.source: Proposer | None = None
         cache, known = own_cache(model, request), request.known.held
         self._held = max(len(request.earlier), cached_tokens(cache) - known)
-        # What is drawn ahead in memory is taken back where the sequence goes on with others.
-        owned = own.keeps if request.alone is not None else session.streaming is None
-        hidden = None if self._drafting is None else self._drafting.hidden()
-        # Where a window keeps a prompt's first tokens, tokens of one pass see others than token by token.
-        windows = any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))
-        in_blocks = not (on_cpu() or windows)
-        self.target = ModelRunner(model, session, cache, owned=owned, kv=own.kv, in_blocks=in_blocks, hidden=hidden)
-        self.target.in_cache = known
-        text = [*request.earlier, *request.tokens]
-        sampler = request.sampler or greedy_sampler
-        forgives = request.alone is None
-        self.sampler = Sampler(sampler, request.processors, text, transport=session.transport, forgives=forgives)
+        self.target = ModelRunner(
+            model,
+            session,
+            cache,
+            # What is drawn ahead in memory is taken back where the sequence goes on with others.
+            owned=own.keeps if request.alone is not None else session.streaming is None,
+            kv=own.kv,
+            hidden=None if self._drafting is None else self._drafting.hidden(),
+            in_blocks=not on_cpu(),
+            in_cache=known,
+        )
+        self.sampler = Sampler(
+            request.sampler or greedy_sampler,
+            request.processors,
+            [*request.earlier, *request.tokens],
+            transport=session.transport,
+            forgives=request.alone is None,
+        )
+        self.total = len(request.tokens) if own.embeddings is None else len(own.embeddings)
         self.prompt: list[Pass] = []
         self.now: Computed | None = None
         self.undo: Undo | None = None
-        self._ahead: Generator[Chosen, None, int] | None = None
-
-    @property
-    def cache(self) -> list[Any]:
-        return self.target.cache
-
-    @property
-    def total(self) -> int:
-        """Tokens of its prompt."""
-        return len(self.request.tokens) if self._own.embeddings is None else len(self._own.embeddings)
+        self._ahead: _Drawn | None = None
+        self._failed: Exception | None = None  # where a token was drawn ahead
 
     @property
     def answered(self) -> int:
@@ -130,7 +145,7 @@ class OneText:
         request, known, target = self.request, self.request.known, self.target
         self.tell(known.held)
         if request.begun:
-            target.goes_on(request.tokens[:-1])
+            target.pending = list(request.tokens[:-1])
         elif known.logits is not None:
             self.now = Computed([known.logits])
         else:
@@ -146,7 +161,7 @@ class OneText:
         """Its prompt is computed."""
         logits = self.target.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
         if self.request.known.recording is not None:
-            self.request.known.recording.save(self.cache, logits)
+            self.request.known.recording.save(self.target.cache, logits)
         self.now, self.prompt = Computed([logits]), []
 
     def choose(self) -> Chosen:
@@ -174,34 +189,51 @@ class OneText:
             self.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
 
     def look_ahead(self) -> Chosen | None:
-        """The next token, whose successor is under way then; None: something is streamed, or drafted."""
-        if self._ahead is None:
-            # Several ranks have nothing of a token before the one that it follows was handed out.
-            alone = self.target.resident and self.session.transport.alone
-            if not alone or self.source is not None or not self.answered or self.target.behind or self.now is not None:
+        """The next token, whose successor is on the queue then; None: something is streamed, or drafted."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+        now, self._ahead, target, before = self._ahead, None, self.target, self.answered
+        # Several ranks have nothing of a token before the one that it follows was handed out.
+        resident = self.session.streaming is None and self.session.transport.alone
+        if now is None:
+            if not resident or self.source is not None or not before or target.pending or self.now is not None:
                 return None
-            begin = self.total + self.answered - 1
-            self._ahead = look_ahead(
-                self.sampler.text[-1],
-                self.target,
-                self.sampler,
-                tokens=self.left,
-                reserve=lambda tokens: self.reserve(begin + tokens),
-                whole=self._own.whole,
-            )
+            text = mx.array(self.sampler.text, dtype=mx.int32) if self.sampler.processors else None
+            now = self._draw(mx.array(self.sampler.text[-1:], dtype=mx.int32), text, self.total + before)
         try:
-            return next(self._ahead)
-        except StopIteration:
-            self._ahead = None
-            return None
+            if self.session.streaming is None and (self._own.whole or self.left > 1):
+                self._ahead = self._draw(now.token, now.text, self.total + before + 1)
+            token = cast(int, now.token.item())
+        except Exception as e:
+            # The token before it is computed and will be handed out first, as it would be without looking ahead.
+            self._failed, token = e, cast(int, now.token.item())
+        self.sampler.text.append(token)
+        if before % CLEAR_TOKENS == 1:
+            clear_cache()
+        return token, now.logprobs, False
+
+    def _draw(self, token: mx.array, text: mx.array | None, tokens: int) -> _Drawn:
+        """What follows a token, which need not be computed; there are to be so many ``tokens`` then."""
+        self.reserve(tokens)
+        sampler = self.sampler
+        with mx.stream(generation_stream):
+            logits, back = self.target.attempt(token)
+            try:
+                logprobs = sampler.logprobs(logits, text)
+                drawn = sampler.draw(logprobs).astype(mx.int32)
+                mx.async_eval(drawn, logprobs)
+                return _Drawn(drawn, logprobs[0], None if text is None else mx.concatenate([text, drawn]), back)
+            except BaseException:
+                back()
+                raise
 
     def stop_ahead(self, error: BaseException | None = None) -> None:
-        """Take back what was computed ahead; ``error``: what ends the text."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and error is not None:
-            pass_on(ahead, error)
-        elif ahead is not None:
-            ahead.close()
+        """Take back what was computed ahead, but where caches are to hold the last token; ``error``: what ends the
+        text."""
+        ahead, self._ahead, self._failed = self._ahead, None, None
+        if ahead is not None and (error is not None or not self._own.whole):
+            ahead.back()
 
     def stop(self, error: BaseException | None = None) -> None:
         """Nothing more is asked for; ``error``: what ends it."""

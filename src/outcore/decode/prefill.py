@@ -59,8 +59,7 @@ class Prefill:
             for each in caches_in(cache):
                 if hasattr(each, "step"):
                     each.step = self._session.size.step  # as is planned
-            self._target = ModelRunner(self._model, self._session, cache)
-            self._target.in_cache = held
+            self._target = ModelRunner(self._model, self._session, cache, in_cache=held)
         passed = functools.partial(replace(request.known, held=held).passed, self._target.cache)
         ids = mx.array(list(request.tokens[held : held + count * step + 1]), dtype=mx.int32)
         # The last token of what is cut is by itself, and not one of them.
