@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -162,7 +163,7 @@ class _Row:
 
 
 class BatchDecoder:
-    """Sequences that run side by side, a row of the caches each.
+    """Sequences that run side by side, a row of the caches each; none is drafted, or has tokens without a pass.
 
     Args:
         prefill_step: tokens of a prompt computed at a time.
@@ -170,6 +171,9 @@ class BatchDecoder:
     Attributes:
         failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
+
+    ready = False
+    drafts: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
     def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
         self._model, self._session = model, session

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +20,9 @@ from ..disk.metrics import Metrics
 from ..engine.kept_tokens import in_memory
 from ..engine.session import Session
 from ..engine.transport import Transport
+from ..engine.undo import Undo
 from ..machine.allocator import clear_cache
-from .batch_engine import Request, Token, to_token
+from .batch_engine import Request, Token
 from .one_text import Computed, OneText
 from .passes import Pass, run_passes
 from .speculative.draft_length import SharedPass
@@ -78,7 +80,7 @@ class SpeculativeDecoder:
         if one is not None:
             one.undo = None
             if not beside and not one.prompt and (found := one.look_ahead()) is not None:
-                return [to_token(one.request, *found)]
+                return [found]
         elif joining:
             for text in texts:
                 text.stop_ahead()
@@ -103,57 +105,48 @@ class SpeculativeDecoder:
 
     def _sweep(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
         """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one pass over
-        the weights; then tokens of all texts that have one. What fails leaves the caches of ``one`` as they were."""
-        metrics = self._session.metrics
-        going = [text for text in texts if not text.prompt]
+        the weights; then tokens of all texts that have one. What fails leaves the caches of ``one`` as they were; of
+        several texts nobody goes on with the caches then."""
+        session, clock = self._session, self._session.metrics.clock
+        going = texts if one is not None and not one.prompt else [text for text in texts if not text.prompt]
         drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
-        waits, began = Waits(metrics, self._session.transport), metrics.clock()
+        controls = [text.control for text in going if text.control is not None]
+        waits, began = Waits(session.metrics, session.transport) if controls else None, clock()
         idle_s, given = began - self._ended, list[Token]()
-        plain = one if going and not drafted[0] and not beside and one is not None and not one.target.pending else None
-        tokens = sum(each.tokens for text in texts for each in text.prompt)
-        if one is not None and going:
-            tokens = len(one.target.pending) + 1 + len(drafted[0])
-        with mx.stream(generation_stream), self._transaction(one, tokens):
-            if plain is not None:
+        within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
+        if one is not None:
+            fed = len(one.target.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)
+            within = one.target.transaction(fed)
+        elif session.streaming is not None:
+            within = session.streaming.transaction(None, 0)
+        with mx.stream(generation_stream), within as undo:
+            plain = one is not None and going and not (drafted[0] or beside or one.target.pending)
+            if one is not None and plain:
                 # What chooses the token is computed together with its logits.
-                plain.now = Computed([plain.target.step(mx.array(plain.sampler.text[-1:], dtype=mx.int32))])
+                one.now = Computed([one.target.step(mx.array(one.sampler.text[-1:], dtype=mx.int32))])
                 given = self._given()
-                plain.target.drain()
+                one.target.drain()
             else:
                 self._compute(texts, drafted, beside, began)
-            self._ended = metrics.clock()
-            controls = [text.control for text in going if text.control is not None]
+            self._ended = clock()
+            seconds = self._ended - began
             # What prompts take says nothing of what is drafted.
-            if controls and len(going) == len(texts) and not beside:
-                seconds, stall_s = self._ended - began, waits.for_disks()
-                computed = 1 if plain is not None else sum(text.target.computed for text in going)
-                controls[0].swept(computed, seconds, stall_s, idle_s)
+            if waits is not None and len(going) == len(texts) and not beside:
+                computed = 1 if plain else sum(text.target.computed for text in going)
+                controls[0].swept(computed, seconds, waits.for_disks(), idle_s)
             for text in going:
                 if text.now is not None:
-                    text.now.seconds = (self._ended - began) / len(texts)
+                    text.now.seconds = seconds / len(texts)
                 elif text.control is not None:
-                    text.control.judged((), (), self._ended - began)
-            if plain is None:
+                    text.control.judged((), (), seconds)
+            if not plain:
                 given = self._given()
                 texts[0].target.drain()  # all slots are free to read ahead into while the caller looks at tokens
             if not going and one is not None:
                 one.tell(one.total)
-        return given
-
-    @contextlib.contextmanager
-    def _transaction(self, one: OneText | None, tokens: int) -> Iterator[None]:
-        """What fails inside leaves the ring whole; of several texts nobody goes on with the caches then."""
-        streaming = self._session.streaming
         if one is not None:
-            with one.target.transaction(tokens) as undo:
-                first = bool(one.prompt)
-                yield
-            one.undo = undo if first else None
-        elif streaming is not None:
-            with streaming.transaction(None, 0):
-                yield
-        else:
-            yield
+            one.undo = None if going else undo
+        return given
 
     def _compute(
         self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], beside: Sequence[Pass], began: float
@@ -249,12 +242,12 @@ class SpeculativeDecoder:
         with mx.stream(generation_stream):
             for text in self._texts.values():
                 if (now := text.now) is not None:
-                    chosen = text.choose()
-                    self.drafts[text.request.uid] = len(now.guesses) if now.given == 1 else 0, int(chosen[2])
+                    token = text.choose()
+                    self.drafts[token.uid] = len(now.guesses) if now.given == 1 else 0, int(token.drafted)
                     if text.sampler.failed is None:
-                        tokens.append(to_token(text.request, *chosen))
+                        tokens.append(token)
                     else:
-                        self.failed[text.request.uid] = text.sampler.failed
+                        self.failed[token.uid] = text.sampler.failed
         return tokens
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:

@@ -294,7 +294,7 @@ class ModelRunner:
         *,
         at: int,
         quantizes: bool = True,
-        built: Callable[[], object] = lambda: None,
+        built: Callable[[], object] | None = None,
     ) -> mx.array:
         extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
         # Which tokens embeddings are of is not known, so nothing could be drafted from their states.
@@ -308,7 +308,8 @@ class ModelRunner:
             raise UsageError(
                 "kv_bits: mlx-lm does not compute this model's attention with quantized keys and values; leave it out"
             ) from e
-        built()
+        if built is not None:
+            built()
         if quantizes and (kv := self._kv) is not None:
             try:
                 maybe_quantize_kv_cache(self.cache, kv.start, kv.group_size, kv.bits)

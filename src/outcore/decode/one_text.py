@@ -25,7 +25,7 @@ from ..errors import ClosedError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..plan.draft_cost import MOST
-from .batch_engine import Alone, Request, own_cache
+from .batch_engine import Alone, Request, Token, own_cache, to_token
 from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens
@@ -39,9 +39,6 @@ from .speculative.proposers import Guess, Proposer
 CLEAR_TOKENS = 256
 """Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
 first cuts windows to their size, and what the prompt had of them is free then."""
-
-Chosen = tuple[int, mx.array, bool]
-"""A token, its log-probabilities (vocabulary,), and whether it was drafted."""
 
 
 @dataclass
@@ -164,7 +161,7 @@ class OneText:
             self.request.known.recording.save(self.target.cache, logits)
         self.now, self.prompt = Computed([logits]), []
 
-    def choose(self) -> Chosen:
+    def choose(self) -> Token:
         """The next token, by what the last pass brought."""
         now = self.now
         assert now is not None
@@ -177,7 +174,7 @@ class OneText:
             self._draft_like(logprobs)
         if not right:
             self.settle()
-        return token, logprobs, right
+        return to_token(self.request, token, logprobs, right)
 
     def settle(self) -> None:
         """Nothing more is taken of the last pass: caches go back to what was given out, but for the last token."""
@@ -188,7 +185,7 @@ class OneText:
         if self.control is not None:
             self.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
 
-    def look_ahead(self) -> Chosen | None:
+    def look_ahead(self) -> Token | None:
         """The next token, whose successor is on the queue then; None: something is streamed, or drafted."""
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -211,7 +208,7 @@ class OneText:
         self.sampler.text.append(token)
         if before % CLEAR_TOKENS == 1:
             clear_cache()
-        return token, now.logprobs, False
+        return to_token(self.request, token, now.logprobs)
 
     def _draw(self, token: mx.array, text: mx.array | None, tokens: int) -> _Drawn:
         """What follows a token, which need not be computed; there are to be so many ``tokens`` then."""

@@ -306,27 +306,24 @@ class Sampler:
         if not self.transport.chooses:
             return self._told(logits, guess)
         try:
-            token, logprobs = self._chosen(logits, guess)
+            logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
+            if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
+                self.drawn += 1
+                token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
+                mx.eval(logprobs)
+            else:
+                drawn = self.draw(logprobs)
+                mx.eval(drawn, logprobs)
+                token = cast(int, drawn.item())
         except Exception as e:
             if not self.forgives:
                 self.transport.give_up(e)
                 raise
             self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
-        self.transport.numbers(lambda: [token])
+        if not self.transport.alone:
+            self.transport.numbers(lambda: [token])
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token
-
-    def _chosen(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array]:
-        logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
-        if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
-            self.drawn += 1
-            token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
-            mx.eval(logprobs)
-        else:
-            drawn = self.draw(logprobs)
-            mx.eval(drawn, logprobs)
-            token = cast(int, drawn.item())
-        return token, logprobs
 
     def _told(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array, bool]:
         """The token that another rank chose, which has the logits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..engine.session import Session
 from ..errors import BudgetError
@@ -21,25 +21,6 @@ from ..sizes import KV_STEP, format_size
 from .one_text import make_room
 from .prefix_cache import captured_bytes
 from .speculative.acceptance import AcceptanceStats, Seconds
-
-
-@dataclass
-class Placed:
-    """Of one text for which room is made as it grows (``OneText.reserve``). ``step``: tokens of its prompt to compute
-    at a time."""
-
-    step: int
-    apart: bool = True
-    records: bool = True
-
-    def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None: ...
-
-    def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
-        return True
-
-    def check_alone(self, tokens: int, prompt: int) -> None: ...
-
-    def rest(self) -> None: ...
 
 
 class SequenceRoom:

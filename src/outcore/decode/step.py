@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -68,8 +68,6 @@ class ScheduledSequence:
         Args:
             chunk, whole: as in ``look_up``. finds: prompts are looked up; records: and there is room to keep them.
         """
-        if self.request.alone is not None:
-            return self.request
         if self.cache is not None or self.held or not finds:
             return self.go_on()
         found, known = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared)
@@ -108,7 +106,7 @@ class StepResult:
     joined: dict[int, float] = field(default_factory=dict)
     found: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
-    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    drafts: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     full: list[int] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
@@ -125,5 +123,5 @@ class StepResult:
         )
 
 
-def _without(told: dict[int, _Value], gone: Collection[int]) -> dict[int, _Value]:
+def _without(told: Mapping[int, _Value], gone: Collection[int]) -> dict[int, _Value]:
     return {uid: value for uid, value in told.items() if uid not in gone}
