@@ -19,8 +19,8 @@ import outcore
 import zoo
 from outcore import BudgetError, PromptError, UsageError
 from outcore.decode.batch import Progress, answers
-from outcore.decode.batch_engine import Request
 from outcore.decode.preparation import prepare
+from outcore.decode.request import Request
 from outcore.decode.sampling import own_sampler
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan

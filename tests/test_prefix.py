@@ -27,9 +27,9 @@ from outcore.cli.main import main
 from outcore.decode import blocks as on_disk
 from outcore.decode import prefix as prompts
 from outcore.decode import prefix_cache as made
-from outcore.decode.batch_engine import Request
 from outcore.decode.blocks import BlockFiles
 from outcore.decode.continuous import Continuous
+from outcore.decode.request import Request
 from outcore.serve.events import Begun, Finished, GenerationRequest
 from test_service import heard, serving, text_of
 

@@ -24,9 +24,9 @@ from outcore.cli.arguments import loading_options
 from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, progress_bar, watched
 from outcore.cli.output import tell
 from outcore.decode.batch import Progress, answers
-from outcore.decode.batch_engine import Request
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import Preparation, prepare
+from outcore.decode.request import Request
 from outcore.engine.transport import Agreement, Solo
 from outcore.errors import BudgetError, RequestError, UsageError
 from outcore.plan.planner import smallest_budget

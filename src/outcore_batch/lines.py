@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from outcore.checks import COUNT
-from outcore.decode.batch_engine import Request
+from outcore.decode.request import Request
 from outcore.decode.request_values import whole_text
 from outcore.errors import RequestError
 from outcore.serve import completions, openai

@@ -23,15 +23,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, UsageError
+from ..machine.exclusive import served
 from ..machine.interrupts import check
 from ..modules.cache_check import check_cache
 from ..modules.side_by_side import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
-from .batch_engine import Request
 from .continuous import Continuous
+from .passes import generating
 from .prompt import cached_tokens, check_positions, encode, note_length
-from .served import generating, served
+from .request import Request
 from .writing import RequestOutput, Writing, tokens_of
 
 Failed = Callable[[Request, Exception], None]

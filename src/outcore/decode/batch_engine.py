@@ -10,12 +10,11 @@ that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py`
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,130 +27,9 @@ from ..engine.transport import sweeps_of
 from ..machine.allocator import clear_cache, note_held
 from ..modules.call_values import caches_in
 from ..modules.side_by_side import own_memory
-from .passes import KvBits, Pass, chunks, run_passes
-from .sampling import Draw, Processor
-
-
-class Recorder(Protocol):
-    """Keeps what is computed of a prompt (``prefix.Recording``)."""
-
-    def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A chunk's graph was built behind which the caches hold so many tokens of the prompt."""
-
-    def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
-        """The prompt was computed, or its first ``tokens``, of which ``cache`` holds no others."""
-
-
-@dataclass(frozen=True)
-class KnownPrefix:
-    """What is known of a prompt before it is computed.
-
-    Attributes:
-        held: its first tokens, which the caches hold.
-        logits: (1, vocabulary) of its last position, where they hold all of it.
-        recording: what keeps the rest; None: nothing does.
-    """
-
-    held: int = 0
-    logits: mx.array | None = None
-    recording: Recorder | None = None
-
-    def passed(self, cache: Sequence[Any], tokens: int) -> None:
-        """A chunk's graph was built that ends behind so many tokens of those that are computed."""
-        if self.recording is not None:
-            self.recording.passed(self.held + tokens, cache)
-
-
-@dataclass(frozen=True)
-class Alone:
-    """What a text can ask for that is written by itself.
-
-    Attributes:
-        keeps: somebody goes on with its caches: whatever fails, they are what they were before it.
-        whole: they hold the answer's last token too when it has ended; else all but that.
-        kv: how keys and values are quantized; None: they are not.
-        bound: tokens that its caches hold at most; None: as many as it has.
-        embeddings: (tokens, hidden), in place of the prompt's.
-        progress: called with the tokens of the prompt that are computed, and all of them.
-        history: tokens before the prompt that the caches hold, as far as they are known: drafts may repeat them.
-        draft_model: drafts in place of what was loaded for it.
-        forget: has the caller's caches be as they were before, where the text leaves nothing in them.
-    """
-
-    keeps: bool = False
-    whole: bool = False
-    kv: KvBits | None = None
-    bound: int | None = None
-    embeddings: mx.array | None = None
-    progress: Callable[[int, int], object] = lambda *_: None
-    history: Sequence[int] = ()
-    draft_model: nn.Module | None = None
-    forget: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a sequence begins with.
-
-    Attributes:
-        uid: names it; no other that runs at the same time has the same.
-        tokens: ids of the prompt, at least one.
-        max_tokens: of the answer, at least one.
-        sampler: log-probabilities of shape (1, vocabulary) to a token of shape (1,); None: the likeliest.
-        processors: mlx-lm's logits processors.
-        stop: strings that end the answer; not part of it.
-        cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
-        given: the cache is taken over instead, out of the list.
-        earlier: the tokens of that text, where a processor looks at them.
-        known: what ``cache`` holds of ``tokens`` themselves.
-        begun: ``tokens`` are the last of an answer that goes on, and not a prompt.
-        shared: the first of ``tokens``, with which others' texts begin too.
-        logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
-        scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
-        alone: it is written by itself, and into its own ``cache``; None: others may share its passes.
-    """
-
-    uid: int
-    tokens: Sequence[int]
-    max_tokens: int
-    sampler: Draw | None = None
-    processors: Sequence[Processor] = ()
-    stop: tuple[str, ...] = ()
-    cache: Sequence[Any] | None = None
-    given: bool = False
-    earlier: Sequence[int] = ()
-    known: KnownPrefix = field(default_factory=KnownPrefix)
-    begun: bool = False
-    shared: int = 0
-    logprobs: int | None = None
-    scores: bool = False
-    alone: Alone | None = None
-
-
-@dataclass(frozen=True)
-class Token:
-    """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
-    log-probabilities of all, where that was asked for; whether it was drafted."""
-
-    uid: int
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    scores: mx.array | None = None
-    drafted: bool = False
-
-
-def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
-    """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
-    scores = logprobs if request.scores else None
-    if request.logprobs is None:
-        return Token(request.uid, token, scores=scores, drafted=drafted)
-    top: list[int] = []
-    if count := min(request.logprobs, logprobs.size):
-        best = mx.argpartition(-logprobs, count - 1)[:count]
-        top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
-    values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
-    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores, drafted)
+from .one_text import to_token
+from .passes import Pass, chunks, run_passes
+from .request import Request, Token, own_cache
 
 
 @dataclass
@@ -325,20 +203,6 @@ class BatchDecoder:
 
 def _is_empty(cache: Any) -> bool:
     return isinstance(cache, BatchKVCache | BatchRotatingKVCache) and cache.keys is None
-
-
-def own_cache(model: nn.Module, request: Request) -> list[Any]:
-    """Caches that a sequence's tokens may be written to."""
-    if request.cache is None:
-        return make_prompt_cache(model)
-    if request.alone is not None:
-        return cast(list[Any], request.cache)
-    if not request.given:
-        return copy.deepcopy(list(request.cache))
-    cache = list(request.cache)
-    # Whoever refers to a cache's arrays has MLX copy them for every token.
-    cast(list[Any], request.cache).clear()
-    return cache
 
 
 def _row(request: Request) -> _Row:

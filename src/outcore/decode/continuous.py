@@ -26,11 +26,12 @@ from ..machine.allocator import clear_cache
 from ..modules.side_by_side import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
-from .batch_engine import BatchDecoder, Request, own_cache
+from .batch_engine import BatchDecoder
 from .drafted_sweeps import SpeculativeDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
+from .request import Request, own_cache
 from .sequence_room import SequenceRoom
 from .step import ScheduledSequence, StepResult
 

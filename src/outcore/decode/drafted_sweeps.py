@@ -22,9 +22,9 @@ from ..engine.session import Session
 from ..engine.transport import Transport
 from ..engine.undo import Undo
 from ..machine.allocator import clear_cache
-from .batch_engine import Request, Token
 from .one_text import Computed, OneText
 from .passes import Pass, run_passes
+from .request import Request, Token
 from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
 
@@ -110,7 +110,7 @@ class SpeculativeDecoder:
         session, clock = self._session, self._session.metrics.clock
         going = texts if one is not None and not one.prompt else [text for text in texts if not text.prompt]
         drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
-        controls = [text.control for text in going if text.control is not None]
+        controls = [text.drafts.control for text in going if text.drafts.control is not None]
         waits, began = Waits(session.metrics, session.transport) if controls else None, clock()
         idle_s, given = began - self._ended, list[Token]()
         within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
@@ -137,8 +137,8 @@ class SpeculativeDecoder:
             for text in going:
                 if text.now is not None:
                     text.now.seconds = seconds / len(texts)
-                elif text.control is not None:
-                    text.control.judged((), (), seconds)
+                elif text.drafts.control is not None:
+                    text.drafts.control.judged((), (), seconds)
             if not plain:
                 given = self._given()
                 texts[0].target.drain()  # all slots are free to read ahead into while the caller looks at tokens
@@ -184,16 +184,16 @@ class SpeculativeDecoder:
 
     def _draft_alone(self, text: OneText) -> list[Guess]:
         """Guesses for the only text, for which there is room; of ranks that share a model the first one guesses."""
-        control, transport, size = text.control, self._session.transport, self._session.size
+        control, transport, size = text.drafts.control, self._session.transport, self._session.size
         if control is None:
             text.reserve(text.total + text.answered)
             return []
         control.beside = SharedPass()
-        control.most = text.most if self._session.streaming is None else min(text.most, size.drafted)
+        control.most = text.drafts.most if self._session.streaming is None else min(text.drafts.most, size.drafted)
         self._share_snapshots([text])
         guesses: list[Guess] = []
         if transport.chooses:
-            guesses = text.guesses(text.left - 1)
+            guesses = text.drafts.guesses(text.sampler.text, text.left - 1)
             text.reserve(text.total + text.answered + len(guesses))
             # The room that drafted tokens took may have been needed.
             del guesses[control.most :]
@@ -211,15 +211,15 @@ class SpeculativeDecoder:
         self._share_snapshots(texts)
         found: list[list[Guess]] = []
         for n, text in enumerate(texts):
-            control, guesses = text.control, list[Guess]()
-            if control is not None and text.source is not None:
+            control, source, guesses = text.drafts.control, text.drafts.source, list[Guess]()
+            if control is not None and source is not None:
                 share = room // (len(texts) - n)
                 control.most = share if self._most is None else min(self._most, share)
-                text.look()
+                text.drafts.look()
                 control.beside, began = done, metrics.clock()
                 if control.most and text.left > 1:
-                    guesses = text.guesses(control.most)
-                    text.source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
+                    guesses = text.drafts.guesses(text.sampler.text, min(control.most, text.left - 1))
+                    source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
                 room -= len(guesses)
                 worth = control.expected - 1 if guesses else 0.0
                 done = SharedPass(

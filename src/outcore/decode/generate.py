@@ -21,16 +21,16 @@ from ..checks import refuse_unknown
 from ..checks import whole as whole_number
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
+from ..machine.exclusive import pass_on, served
 from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
 from ..modules.call_values import caches_in
-from .batch_engine import Alone, KnownPrefix, Request, Token
 from .continuous import Continuous
 from .one_text import make_room
-from .passes import MLX_LM_STEP, KvBits
+from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, captured_bytes, look_up, unkept
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
-from .served import generating, pass_on, served
+from .request import Alone, KnownPrefix, Request, Token
 from .speculative.drafting import check_draft_length
 
 Tokens = Generator[Token, None, None]
@@ -84,53 +84,82 @@ def stream_generate(
     """
     refuse_unknown(kwargs, _KNOWN)
     session: Session | None = getattr(model, "outcore", None)
-    if session is not None:
-        # Here and not where the text begins: Python handles signals before a generator's first instruction.
-        session.in_cache = 0
-    return _encoded(model, session, tokenizer, prompt, max_tokens, kwargs)
+    if session is None:
+        return _resident(model, tokenizer, prompt, max_tokens, kwargs)
+    # Here and not where the text begins: Python handles signals before a generator's first instruction.
+    session.in_cache = 0
+    steps = _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
+    return served(session.exclusive, steps, lambda response: response.finish_reason is not None)
 
 
-def _encoded(
-    model: nn.Module,
-    session: Session | None,
-    tokenizer: Any,
-    prompt: str | mx.array | Sequence[int],
-    max_tokens: int,
-    kwargs: dict[str, Any],
-) -> Iterator[GenerationResponse]:
+def _asked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapper, mx.array, int]:
+    """mlx-lm's tokenizer, the prompt's token ids, and how many may follow; all checked."""
     max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    ids = encode(tokenizer, prompt)
-    if session is None:
-        check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
-        for name in ("history", "leave_last", "shared_prefix"):
-            kwargs.pop(name, None)
-        yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
-        return
-    steps = _stream(model, session, tokenizer, ids, max_tokens, kwargs)
-    yield from served(session.exclusive, steps, lambda response: response.finish_reason is not None)
+    return tokenizer, encode(tokenizer, prompt), max_tokens
+
+
+def _resident(
+    model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
+) -> Iterator[GenerationResponse]:
+    """A text of a model that mlx-lm has loaded."""
+    tokenizer, ids, max_tokens = _asked(tokenizer, prompt, max_tokens)
+    check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
+    for name in ("history", "leave_last", "shared_prefix"):
+        kwargs.pop(name, None)
+    yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
 
 
 def _stream(
-    model: nn.Module,
-    session: Session,
-    tokenizer: TokenizerWrapper,
-    ids: mx.array,
-    max_tokens: int,
-    kwargs: dict[str, Any],
+    model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Generator[GenerationResponse, None, None]:
+    """Tokens as mlx-lm hands them out, with their text."""
     session.in_cache = 0
+    tokenizer, ids, max_tokens = _asked(tokenizer, prompt, max_tokens)
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
     request, step = _request(model, session, ids, max_tokens, kwargs)
     drafted = kwargs.get("num_draft_tokens")
     drafted = None if drafted is None else check_draft_length(drafted)
+    detokenizer = tokenizer.detokenizer
     with generating(model):
         tokens = _tokens(model, session, request, step, drafted, tokenizer.eos_token_ids)
-        yield from _responses(tokens, tokenizer, ids.size, request.max_tokens)
+        began = first = time.perf_counter()
+        for n, token in enumerate(tokens, start=1):
+            if n == 1:
+                first = time.perf_counter()
+            stop = token.token in tokenizer.eos_token_ids
+            last = stop or n == request.max_tokens
+            if not stop:
+                detokenizer.add_token(token.token)
+            if last:
+                detokenizer.finalize()
+            since = time.perf_counter() - first
+            response = GenerationResponse(
+                text=detokenizer.last_segment,
+                token=token.token,
+                logprobs=cast(mx.array, token.scores),
+                from_draft=token.drafted,
+                prompt_tokens=ids.size,
+                prompt_tps=ids.size / (first - began),
+                generation_tokens=n,
+                generation_tps=(n - 1) / since if n > 1 else 0.0,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if stop else "length") if last else None,
+            )
+            try:
+                yield response
+            except GeneratorExit:
+                raise
+            except BaseException as e:
+                pass_on(tokens, e)
+                raise
+            if last:
+                tokens.close()
+                return
 
 
 def _tokens(
@@ -255,47 +284,6 @@ def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
             vars(c).update(was)
 
     return forget
-
-
-def _responses(
-    tokens: Tokens, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
-) -> Iterator[GenerationResponse]:
-    """Tokens as mlx-lm hands them out, with their text."""
-    detokenizer = tokenizer.detokenizer
-    began = time.perf_counter()
-    first = began
-    for n, token in enumerate(tokens, start=1):
-        if n == 1:
-            first = time.perf_counter()
-        stop = token.token in tokenizer.eos_token_ids
-        last = stop or n == max_tokens
-        if not stop:
-            detokenizer.add_token(token.token)
-        if last:
-            detokenizer.finalize()
-        since = time.perf_counter() - first
-        response = GenerationResponse(
-            text=detokenizer.last_segment,
-            token=token.token,
-            logprobs=cast(mx.array, token.scores),
-            from_draft=token.drafted,
-            prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / (first - began),
-            generation_tokens=n,
-            generation_tps=(n - 1) / since if n > 1 else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=("stop" if stop else "length") if last else None,
-        )
-        try:
-            yield response
-        except GeneratorExit:
-            raise
-        except BaseException as e:
-            pass_on(tokens, e)
-            raise
-        if last:
-            tokens.close()
-            return
 
 
 def generate(

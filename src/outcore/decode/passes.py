@@ -7,15 +7,18 @@ by layer together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.session import Session
 from ..engine.transport import sweeps_of
+from ..machine.allocator import limits
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
 
@@ -133,3 +136,14 @@ def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
         for a in range(begin, end, step)
     ]
     return [*parts, slice(total - 1, total)]
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """mlx-lm's ``wired_limit`` around a generation: it wires all, and puts back what was there, which may be older than
+    a model."""
+    try:
+        with wired_limit(model, [generation_stream]):
+            yield
+    finally:
+        limits.renew()

@@ -15,9 +15,9 @@ from mlx_lm.generate import generation_stream
 
 from ..engine.session import Session
 from ..modules.call_values import caches_in
-from .batch_engine import Request, own_cache
 from .model_runner import ModelRunner
 from .passes import Pass
+from .request import Request, own_cache
 
 
 class Prefill:

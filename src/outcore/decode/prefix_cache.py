@@ -20,9 +20,9 @@ from ..checkpoint.packed_store import cached
 from ..engine.session import Session
 from ..machine.hardware import version
 from ..options import LoadOptions
-from .batch_engine import KnownPrefix
 from .blocks import FOLDER, BlockFiles
 from .prefix import CAPTURED, GRID, PrefixCache, PrefixMatch
+from .request import KnownPrefix
 
 FORMAT = "prompts 1"
 """Goes into every name: what another version of this computes in another way gets another one."""

@@ -14,7 +14,6 @@ with the same numbers from its own probabilities. So a seed gives one text, draf
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
-from ..engine.transport import Solo, Transport
 from ..errors import UsageError
 from ..machine.random_state import random_state_kept
 
@@ -250,83 +248,3 @@ class Guessed(Protocol):
 
     @property
     def q(self) -> mx.array | None: ...
-
-
-@dataclass
-class Sampler:
-    """Chooses tokens by logits, as mlx-lm does.
-
-    Args:
-        sampler: from log-probabilities (1, vocabulary) to a token.
-        processors: change logits before that.
-        text: tokens so far.
-        drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
-        transport: to the ranks that have other layers of the model.
-        forgives: an error of the sampler or a processor is kept as ``failed``, and the likeliest token stands in, as
-            others share the passes.
-    """
-
-    sampler: Draw
-    processors: Sequence[Processor]
-    text: list[int]
-    drawn: int = 0
-    seen: mx.array | None = None
-    transport: Transport = field(default_factory=Solo)
-    forgives: bool = False
-    failed: Exception | None = None
-
-    def draw(self, logprobs: mx.array) -> mx.array:
-        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
-        self.drawn, self.seen = self.drawn + 1, logprobs
-        return self.sampler(logprobs)
-
-    def draw_ahead(self, tokens: int) -> None:
-        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text.
-
-        The sampler is called once more, as mlx-lm calls it, whoever made it; what it returns is dropped unevaluated.
-        """
-        if self.drawn == tokens and self.seen is not None:
-            # An error of this call concerns no token of the text.
-            with contextlib.suppress(Exception):
-                self.sampler(self.seen)
-
-    def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
-        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
-        for process in self.processors:
-            assert text is not None
-            logits = process(text, logits)
-        return logits - mx.logsumexp(logits, keepdims=True)
-
-    def choose(self, logits: mx.array, guess: Guessed | None = None) -> tuple[int, mx.array, bool]:
-        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
-
-        Args:
-            logits: (1, vocabulary).
-        """
-        if not self.transport.chooses:
-            return self._told(logits, guess)
-        try:
-            logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
-            if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
-                self.drawn += 1
-                token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
-                mx.eval(logprobs)
-            else:
-                drawn = self.draw(logprobs)
-                mx.eval(drawn, logprobs)
-                token = cast(int, drawn.item())
-        except Exception as e:
-            if not self.forgives:
-                self.transport.give_up(e)
-                raise
-            self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
-        if not self.transport.alone:
-            self.transport.numbers(lambda: [token])
-        self.text.append(token)
-        return token, logprobs[0], guess is not None and token == guess.token
-
-    def _told(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array, bool]:
-        """The token that another rank chose, which has the logits."""
-        (token,) = self.transport.numbers(list)
-        self.text.append(token)
-        return token, logits[0], guess is not None and token == guess.token

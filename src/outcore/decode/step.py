@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..engine.session import Session
-from .batch_engine import KnownPrefix, Request, Token
 from .prefix_cache import look_up, unkept
+from .request import KnownPrefix, Request, Token
 from .sampling import OwnSampler
 
 _Value = TypeVar("_Value")

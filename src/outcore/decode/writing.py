@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch_engine import Request, Token
 from .prompt import cached_tokens
+from .request import Request, Token
 
 
 @dataclass(frozen=True)
