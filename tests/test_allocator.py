@@ -15,12 +15,12 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 
 import outcore
 import zoo
-from outcore.calibration.layers import rig
 from outcore.decode.passes import generating
 from outcore.decode.preparation import prepare
 from outcore.machine import allocator
 from outcore.machine.allocator import AllocatorLimits, Needs
 from outcore.machine.allocator import limits as process
+from outcore_calibrate.layer_times import rig
 from stand_ins import TokensOnly
 
 MOST = 1_000_000_000

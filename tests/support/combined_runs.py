@@ -22,17 +22,20 @@ from combined_faces import BLOCK, FACES, Clients, Face, Place, disturbing, exact
 from combined_faults import Fault
 from combined_models import Shelf
 from combined_reference import SEED, Reference, Text, unlikely
-from outcore.decode import prefix, text_drafts
+from outcore.decode import one_text, prefix, text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore_cluster.group import RankGroup
 
 EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"
+ROUNDED, NO_REFERENCE = "rounded", "no reference"
 
 
 @dataclass
 class Result:
     """How a case ended: ``equal`` and ``different`` from mlx-lm, ``refused`` by name, or ``failed``, which is any other
-    error, or a feature that was not there.
+    error, or a feature that was not there. On a GPU also ``rounded``, which differs, and is equal where each drafted
+    token has a pass of its own (passes of several tokens round differently, and a random router makes another expert of
+    that); and ``no reference``: mlx-lm alone ends in the same error.
 
     Attributes:
         why: what differs, or was said.
@@ -51,16 +54,17 @@ class Result:
     seconds: float = 0.0
 
 
-def run(case: Case, shelf: Shelf, ranks: Any = None) -> Result:
+def run(case: Case, shelf: Shelf, ranks: Any = None, *, one_by_one: bool = False) -> Result:
     """The case.
 
     Args:
         ranks: two processes that wait for work (``rank_processes``).
+        one_by_one: each drafted token has a pass of its own, as on the CPU.
     """
     result, began = Result(str(case)), time.process_time()
     try:
-        with scales_on_cpu(), always_drafting(), small_blocks():
-            _run(case, shelf, ranks, result)
+        with scales_on_cpu(), always_drafting(one_by_one), small_blocks():
+            _run(case, shelf, ranks, result, one_by_one)
     except outcore.OutcoreError as e:
         result.end, result.why = REFUSED, f"{type(e).__name__}: {e}"
         constraint = named(result.why, case)
@@ -69,17 +73,32 @@ def run(case: Case, shelf: Shelf, ranks: Any = None) -> Result:
     except Exception as e:
         told = traceback.format_exc().strip().splitlines()
         result.end, result.why = FAILED, f"{type(e).__name__}: {e} | {' < '.join(told[-7:-1:2])}"
+        if not on_cpu() and mlx_lm_ends_in(e, Place(case, shelf)):
+            result.end = NO_REFERENCE
+    if result.end == DIFFERENT and not on_cpu() and case.draft != "none" and not one_by_one:
+        again = run(case, shelf, ranks, one_by_one=True)
+        if again.end == EQUAL:
+            result.end, result.idle = ROUNDED, again.idle
     result.seconds = round(time.process_time() - began, 2)
     return result
 
 
-def _run(case: Case, shelf: Shelf, ranks: Any, result: Result) -> None:
+def mlx_lm_ends_in(error: Exception, place: Place) -> bool:
+    """Whether mlx-lm itself ends a case's first text in the same error: a kernel that MLX has not."""
+    try:
+        Reference(place.folder, place.adapter, place.cast).answers(place.texts()[:1], place.how)
+    except Exception as e:
+        return type(e) is type(error) and str(e) == str(error)
+    return False
+
+
+def _run(case: Case, shelf: Shelf, ranks: Any, result: Result, one_by_one: bool) -> None:
     place = Place(case, shelf)
     place.options()  # makes what is to be read, and refuses what is refused first
     if case.face == "ranks":
         if ranks is None:
             raise RuntimeError("two ranks are needed")
-        said = ranks.run(on_rank, str(case), shelf.root, on_cpu())
+        said = ranks.run(on_rank, str(case), shelf.root, on_cpu(), one_by_one)
         refusals = [r for r in said if isinstance(r, str)]
         if refusals:
             raise outcore.OutcoreError(refusals[0])
@@ -122,13 +141,13 @@ def may_be_idle(case: Case) -> set[str]:
     return found | {"draft", "disturbance"} if case.disturbance == "pressure" else found
 
 
-def on_rank(link: Any, line: str, root: Path, cpu: bool) -> Any:
+def on_rank(link: Any, line: str, root: Path, cpu: bool, one_by_one: bool) -> Any:
     """A case on one of two ranks; a refusal is what it says."""
     place, result = Place(parsed(line), Shelf(root)), Result(line)
     if cpu:
         mx.set_default_device(mx.cpu)
     try:
-        with scales_on_cpu(), always_drafting(), small_blocks():
+        with scales_on_cpu(), always_drafting(one_by_one), small_blocks():
             answers = scenario(place, result, ranks=RankGroup(link))
     except outcore.OutcoreError as e:
         return f"{type(e).__name__}: {e}"
@@ -226,13 +245,23 @@ def compare(place: Place, answers: Sequence[Sequence[int]]) -> str | None:
     return None
 
 
-def always_drafting() -> Any:
-    """Drafts whether they are worth their time or not: tiny models' weights are read in no time."""
+@contextlib.contextmanager
+def always_drafting(one_by_one: bool) -> Iterator[None]:
+    """Drafts whether they are worth their time or not: tiny models' weights are read in no time.
+
+    Args:
+        one_by_one: drafted tokens have a pass each, whatever the device, also where experts are read one by one.
+    """
 
     def control(most: int, *args: Any) -> DraftLengthPolicy:
         return DraftLengthPolicy(min(most, 3), *args, fixed=True)
 
-    return patch.object(text_drafts, "DraftLengthPolicy", control)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(text_drafts, "DraftLengthPolicy", control))
+        if one_by_one:
+            stack.enter_context(patch.object(one_text, "on_cpu", lambda: True))
+            stack.enter_context(patch.object(text_drafts.TextDrafts, "_fit_to_pools", lambda *_: True))
+        yield
 
 
 @contextlib.contextmanager

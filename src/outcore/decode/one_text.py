@@ -16,6 +16,7 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.engine import State
@@ -26,6 +27,7 @@ from ..errors import ClosedError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..machine.exclusive import NotHandedOut
+from ..modules.call_values import caches_in
 from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens
@@ -105,7 +107,8 @@ class OneText:
             owned=own.keeps if request.alone is not None else session.streaming is None,
             kv=own.kv,
             hidden=self.drafts.hidden,
-            in_blocks=not on_cpu(),
+            # Where a window keeps a prompt's first tokens, tokens of one pass see others than token by token.
+            in_blocks=not (on_cpu() or any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))),
             in_cache=known,
         )
         self.sampler = Sampler(
