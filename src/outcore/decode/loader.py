@@ -30,7 +30,7 @@ from ..plan.draft_choice import SeenDrafts, chance_of, expected
 from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
 from ..plan.joint_plan import Planned
 from ..plan.planner import resident_budget
-from .prefix_cache import NO_BLOCKS, prefix_cache
+from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.acceptance import AcceptanceStats
 from .speculative.choices import to_write
@@ -156,10 +156,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     with contextlib.ExitStack() as unless:
         if drafting is not None and drafting.model is not None:
             unless.callback(drafting.model.outcore.close)
-        prefix = prefix_cache(profile.lazy, o)
-        notes = prepared.notes
-        if prefix is None and o.prefix_cache != "off":
-            notes += (NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size),)
+        prefix, notes = prefix_cache(profile.lazy, o)
         session = Session(
             prepared.plan,
             profile,
@@ -169,7 +166,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             govern=o.govern,
             lazy=o.lazy,
             prefill_step_size=o.prefill_step_size,
-            notes=notes,
+            notes=(*prepared.notes, *notes),
             prefix=prefix,
             experience=_expectations(prepared),
             random_after=profile.lazy.random_after,

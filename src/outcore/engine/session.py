@@ -102,7 +102,7 @@ class Session(Engine):
         cpu_streams: MLX streams that linear layers are split over.
         prefill_step_size: tokens of a prompt at a time, if they were asked for.
         notes: what the user should know already.
-        prefix: keeps what was computed of prompts (``decode.prefix``); None: nothing does.
+        prefix: keeps what was computed of prompts (``decode.prefix_cache``); None: nothing does.
         experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
         random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
             were.

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
-from ..decode.prefix import GRID
+from ..decode.prefix_cache import GRID
 from ..errors import RequestError
 from ..text import one_line, shortened
 from .call_grammar import FORMS, CallForm
