@@ -23,7 +23,7 @@ import xxhash
 from filelock import lock_descriptor
 
 from outcore.checks import not_endless
-from outcore.decode.writing import RequestOutput
+from outcore.decode.batch import RequestOutput
 from outcore.errors import BudgetError, OutputError, PromptError, RequestError, UsageError
 from outcore.text import one_line, shortened
 

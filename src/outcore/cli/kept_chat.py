@@ -78,7 +78,7 @@ class KeptChat:
             return None
         if self._session.plan.kv_slot:
             return None  # all of it would have to be in memory at once
-        cache = self._conversation.new_cache()
+        cache = self._conversation.make_cache()
         name = prefix.kept(saved.tokens[: saved.held], cache)
         if name is not None:
             self._conversation.goes_on(saved.tokens, cache, saved.held)

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.session import Session
-from ..errors import BudgetError, PromptError, UsageError
+from ..errors import BudgetError, UsageError
 from ..machine.exclusive import served
 from ..machine.interrupts import check
 from ..modules.cache_check import check_cache
@@ -31,11 +31,83 @@ from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
 from .continuous import Continuous
 from .passes import generating
-from .prompt import cached_tokens, check_positions, encode, note_length
-from .request import Request
-from .writing import RequestOutput, Writing, tokens_of
+from .prompt import cached_tokens, check_length, encode
+from .request import Request, Token
 
 Failed = Callable[[Request, Exception], None]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """How a sequence ended.
+
+    Attributes:
+        tokens: generated, the one that ended it included.
+        text: without that one, and without a stop string.
+        finish_reason: ``stop`` or ``length``.
+        logprobs: of each token, where they were asked for.
+        cache: the sequence's caches, where they were asked for; they hold all tokens but the last.
+    """
+
+    request: Request
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[float, ...] = ()
+    cache: list[Any] | None = None
+
+
+def tokens_of(request: Request) -> tuple[int, int]:
+    """Of the prompt, and of the answer at most."""
+    return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
+
+
+@dataclass
+class Writing:
+    """A sequence that is being generated."""
+
+    request: Request
+    tokenizer: TokenizerWrapper
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._text = self.tokenizer.detokenizer
+        self._seen = 0  # characters in which no stop string begins
+        self._end: int | None = None
+
+    def add(self, token: Token) -> bool:
+        """Take the next token; whether it was the last."""
+        self.tokens.append(token.token)
+        if token.logprob is not None:
+            self.logprobs.append(token.logprob)
+        if token.token in self.tokenizer.eos_token_ids:
+            self.reason = "stop"
+        else:
+            self._text.add_token(token.token)
+            if self._stopped():
+                self.reason = "stop"
+            elif len(self.tokens) >= self.request.max_tokens:
+                self.reason = "length"
+        return bool(self.reason)
+
+    def _stopped(self) -> bool:
+        """Whether a stop string is there; the first one ends the text."""
+        if not self.request.stop:
+            return False
+        text = self._text.text
+        places = [at for stop in self.request.stop if (at := text.find(stop, self._seen)) >= 0]
+        self._seen = max(0, len(text) - max(map(len, self.request.stop)))
+        self._end = min(places, default=None)
+        return bool(places)
+
+    def output(self, cache: list[Any] | None) -> RequestOutput:
+        self._text.finalize()
+        if self._end is None and self._stopped():
+            self.reason = "stop"
+        text: str = self._text.text[: self._end]
+        return RequestOutput(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)
 
 
 @dataclass
@@ -164,23 +236,10 @@ def _checked(
     for i, prompt in enumerate(ids):
         check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
         held = cached_tokens(caches[i] or ())
-        check_prompt_length(len(prompt), held, session, f"prompt {i}")
-        note_length(held + len(prompt), session, f"prompt {i}")
+        check_length(len(prompt), session, f"prompt {i}", held)
         if session is not None and session.positions is not None:
             limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
     return limits, caches
-
-
-def check_prompt_length(tokens: int, held: int, session: Session | None, name: str) -> None:
-    """Refuse a prompt that is empty, or that the model has no positions for.
-
-    Raises:
-        PromptError: says which, by ``name``.
-    """
-    if tokens == 0:
-        raise PromptError(f"{name} is empty; give at least one token")
-    if session is not None:
-        check_positions(held + tokens, session, name)
 
 
 def make_room(model: nn.Module, workload: Workload) -> None:

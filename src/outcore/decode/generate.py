@@ -29,7 +29,7 @@ from .continuous import Continuous
 from .one_text import make_room
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, captured_bytes, look_up, unkept
-from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
+from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds
 from .request import Alone, KnownPrefix, Request, Token
 from .speculative.drafting import check_draft_length
 
@@ -216,7 +216,6 @@ def _request(
     def has_room() -> tuple[int, int]:
         nonlocal captured
         tokens = check_prompt(length, max_tokens, session, held, window is None)
-        note_length(held + length, session, "the prompt")
         # For caches, and for what is kept on disk of the prompt if there is some.
         with contextlib.suppress(BudgetError):
             return tokens, make_room(session, room, length, asked, kept=kept + captured)

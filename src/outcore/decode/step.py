@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..engine.session import Session
 from .prefix_cache import look_up, unkept
 from .request import KnownPrefix, Request, Token
 from .sampling import OwnSampler
-
-_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -112,16 +110,12 @@ class StepResult:
 
     def without(self, gone: Collection[int]) -> StepResult:
         """What it brought the others."""
+
+        def rest(told: Mapping[int, Any]) -> dict[int, Any]:
+            return {uid: value for uid, value in told.items() if uid not in gone}
+
+        tokens = [token for token in self.tokens if token.uid not in gone]
+        full, failed = [*rest(dict.fromkeys(self.full))], [*rest(dict(self.failed)).items()]
         return StepResult(
-            [token for token in self.tokens if token.uid not in gone],
-            _without(self.joined, gone),
-            _without(self.found, gone),
-            _without(self.prompts, gone),
-            _without(self.drafts, gone),
-            [uid for uid in self.full if uid not in gone],
-            [(uid, error) for uid, error in self.failed if uid not in gone],
+            tokens, rest(self.joined), rest(self.found), rest(self.prompts), rest(self.drafts), full, failed
         )
-
-
-def _without(told: Mapping[int, _Value], gone: Collection[int]) -> dict[int, _Value]:
-    return {uid: value for uid, value in told.items() if uid not in gone}
