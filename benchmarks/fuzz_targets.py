@@ -22,7 +22,6 @@ import mutations
 import zoo
 from outcore import OutcoreError, load_model
 from outcore.calibration.calibration_file import store_calibration
-from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
@@ -33,6 +32,7 @@ from outcore.plan.planner import ASSUMED
 from outcore_batch.command import read_requests
 from outcore_batch.files import Output, line_error, read_lines
 from outcore_bench.report.inputs import read_inputs
+from outcore_packs.full_copy import pack_model
 
 
 @dataclass(frozen=True)
