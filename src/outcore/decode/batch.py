@@ -37,40 +37,25 @@ from .request import Request, Token
 Failed = Callable[[Request, Exception], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutput:
-    """How a sequence ended.
+    """An answer that is generated.
 
     Attributes:
         tokens: generated, the one that ended it included.
-        text: without that one, and without a stop string.
-        finish_reason: ``stop`` or ``length``.
         logprobs: of each token, where they were asked for.
+        finish_reason: ``stop`` or ``length``; "" before it has ended.
+        text: of the tokens without that one, and without a stop string; "" before it has ended.
         cache: the sequence's caches, where they were asked for; they hold all tokens but the last.
     """
-
-    request: Request
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[float, ...] = ()
-    cache: list[Any] | None = None
-
-
-def tokens_of(request: Request) -> tuple[int, int]:
-    """Of the prompt, and of the answer at most."""
-    return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
-
-
-@dataclass
-class Writing:
-    """A sequence that is being generated."""
 
     request: Request
     tokenizer: TokenizerWrapper
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    reason: str = ""
+    finish_reason: str = ""
+    text: str = ""
+    cache: list[Any] | None = None
 
     def __post_init__(self) -> None:
         self._text = self.tokenizer.detokenizer
@@ -83,14 +68,14 @@ class Writing:
         if token.logprob is not None:
             self.logprobs.append(token.logprob)
         if token.token in self.tokenizer.eos_token_ids:
-            self.reason = "stop"
+            self.finish_reason = "stop"
         else:
             self._text.add_token(token.token)
             if self._stopped():
-                self.reason = "stop"
+                self.finish_reason = "stop"
             elif len(self.tokens) >= self.request.max_tokens:
-                self.reason = "length"
-        return bool(self.reason)
+                self.finish_reason = "length"
+        return bool(self.finish_reason)
 
     def _stopped(self) -> bool:
         """Whether a stop string is there; the first one ends the text."""
@@ -102,12 +87,18 @@ class Writing:
         self._end = min(places, default=None)
         return bool(places)
 
-    def output(self, cache: list[Any] | None) -> RequestOutput:
+    def end(self, cache: list[Any] | None) -> RequestOutput:
+        """It has ended."""
         self._text.finalize()
         if self._end is None and self._stopped():
-            self.reason = "stop"
-        text: str = self._text.text[: self._end]
-        return RequestOutput(self.request, text, tuple(self.tokens), self.reason, tuple(self.logprobs), cache)
+            self.finish_reason = "stop"
+        self.text, self.cache = self._text.text[: self._end], cache
+        return self
+
+
+def tokens_of(request: Request) -> tuple[int, int]:
+    """Of the prompt, and of the answer at most."""
+    return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
 
 
 @dataclass
@@ -299,7 +290,7 @@ def answers(
         session.bind_again()
         waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
         requested = {r.uid: r for r in requests}
-        writing: dict[int, Writing] = {}
+        writing: dict[int, RequestOutput] = {}
         most = session.size.sequences
         sequences = Continuous(model, most=most, prefill_step=prefill_step, draft_tokens=0, planned=True)
         with generating(model), contextlib.closing(sequences):
@@ -307,7 +298,7 @@ def answers(
                 check()
                 while waiting and sequences.running + sequences.waiting < sequences.sequences:
                     request = waiting.popleft()
-                    writing[request.uid] = Writing(request, tokenizer)
+                    writing[request.uid] = RequestOutput(request, tokenizer)
                     sequences.add(request)
                 step = sequences.step()
                 done.sweeps += bool(step.tokens)
@@ -321,7 +312,7 @@ def answers(
                         if writing[token.uid].add(token):
                             cache = sequences.take_out(token.uid)[0] if return_caches else None
                             sequences.remove([token.uid])
-                            outputs.append(writing.pop(token.uid).output(cache))
+                            outputs.append(writing.pop(token.uid).end(cache))
                     except Exception as e:  # a model may have more tokens than its tokenizer has texts for
                         sequences.remove([token.uid])
                         errors[token.uid] = e
