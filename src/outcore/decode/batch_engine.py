@@ -25,11 +25,10 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..engine.session import Session
 from ..engine.transport import sweeps_of
 from ..machine.allocator import clear_cache, note_held
-from ..modules.call_values import caches_in
 from ..modules.side_by_side import own_memory
 from .one_text import to_token
 from .passes import Pass, chunks, run_passes
-from .request import Request, Token, own_cache
+from .request import Request, Token, grow_by, own_cache
 
 
 @dataclass
@@ -63,21 +62,31 @@ class BatchDecoder:
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
         """``beside``: passes over a part of a prompt whose sequence does not join yet."""
+        session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
-            passes: list[Callable[[], mx.array]] = [each.run for each in beside]
+            runs: list[Callable[[], mx.array]] = [each.run for each in beside]
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)
                 # What is computed from here on is computed in others' caches.
                 if request.known.recording is not None:
                     request.known.recording.save(cache, None, request.known.held)
-                self._set_step(cache)
+                grow_by(cache, session.size.step)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
                 for part in chunks(len(prompt), self.prefill_step)[:-1]:
-                    passes.append(functools.partial(self._prompt, prompt[part], cache))
+                    runs.append(functools.partial(self._prompt, prompt[part], cache))
                 self._rows.append(_row(request))
-            logits = self._sweep([*passes, functools.partial(self._decode, joined)])
+            runs.append(functools.partial(self._decode, joined))
+            if streaming is None:
+                session.before_pass()
+            # If it fails, nobody goes on with these caches.
+            with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
+                passes = [Pass(run, 0) for run in runs]
+                (logits,) = run_passes(session, passes, [len(passes) - 1], lambda *_: None)
+            mx.eval(logits, [c.state for c in self._caches])
+            if streaming is not None:
+                streaming.drain()  # all slots are free to read ahead into while tokens are chosen
             note_held()
             tokens = self._choose(logits[:, -1, :])
             if joining:
@@ -95,7 +104,7 @@ class BatchDecoder:
             # Lazily, like all that is merged: layer by layer as the sweep comes to it.
             self._transport.merging([*joined, *([self._caches] if self._caches else [])])
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
-            self._set_step(merged)
+            grow_by(merged, self._session.size.step)
             for cache in joined:
                 # The passes hold these lists for as long as the sweep runs.
                 cache.clear()
@@ -108,27 +117,6 @@ class BatchDecoder:
                     mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
         return self._model(last[:, None], cache=self._caches)
-
-    def _set_step(self, caches: list[Any]) -> None:
-        """Have caches grow by as much as was planned."""
-        for cache in caches_in(caches):
-            if hasattr(cache, "step"):
-                cache.step = self._session.size.step
-
-    def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
-        """Run them, and return what the last one does."""
-        streaming = self._session.streaming
-        if streaming is None:
-            self._session.before_pass()
-        # If it fails, nobody goes on with these caches.
-        with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
-            every = [Pass(run, 0) for run in passes]
-            (logits,) = run_passes(self._session, every, [len(every) - 1], lambda *_: None)
-        mx.eval(logits, [c.state for c in self._caches])
-        if streaming is not None:
-            # All slots are free to read ahead into while tokens are chosen.
-            streaming.drain()
-        return logits
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..modules.call_values import caches_in
 from .passes import KvBits
 from .sampling import Draw, Processor
 
@@ -122,6 +123,13 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
     scores: mx.array | None = None
     drafted: bool = False
+
+
+def grow_by(caches: Any, step: int) -> None:
+    """Have caches grow by so many tokens at a time."""
+    for cache in caches_in(caches):
+        if hasattr(cache, "step"):
+            cache.step = step
 
 
 def own_cache(model: nn.Module, request: Request) -> list[Any]:
