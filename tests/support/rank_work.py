@@ -586,7 +586,7 @@ def told_apart(
                     raise BudgetError(f"no room for {tokens}")
                 return make_room(session, tokens, *more, **how)
 
-            with patch("outcore.decode.generate.make_room", made):
+            with patch("outcore.decode.prefix_cache.make_room", made):
                 try:
                     text = outcore.stream_generate(model, TokensOnly(), prompts[link.rank], most[link.rank])
                     found.append([r.token for r in itertools.islice(text, 9)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -20,15 +19,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checks import refuse_unknown
 from ..checks import whole as whole_number
 from ..engine.session import Session
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
 from ..machine.exclusive import pass_on, served
 from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
 from ..modules.call_values import caches_in
 from .continuous import Continuous
-from .one_text import make_room
 from .passes import MLX_LM_STEP, KvBits, generating
-from .prefix_cache import block_step, captured_bytes, look_up, unkept
+from .prefix_cache import block_step, look_up, room_to_record, unkept
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds
 from .request import Alone, KnownPrefix, Request, Token
 from .speculative.drafting import check_draft_length
@@ -211,16 +209,13 @@ def _request(
     room = held + length + 1 if bound is None else min(held + length + 1, bound)
     kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
     alone = _alone(kwargs, theirs, bound)
-    captured = captured_bytes(session, length)
+    records = True
 
     def has_room() -> tuple[int, int]:
-        nonlocal captured
+        nonlocal records
         tokens = check_prompt(length, max_tokens, session, held, window is None)
-        # For caches, and for what is kept on disk of the prompt if there is some.
-        with contextlib.suppress(BudgetError):
-            return tokens, make_room(session, room, length, asked, kept=kept + captured)
-        captured = -1
-        return tokens, make_room(session, room, length, asked, kept=kept)
+        step, records = room_to_record(session, room, length, asked, kept)
+        return tokens, step
 
     # Ranks that share a model cut a prompt in the same way.
     tokens = cast(list[int], ids.tolist())
@@ -233,7 +228,7 @@ def _request(
         same = given is None or session.prefix.like(given)
         if same and not held and not window and embeddings is None and alone.kv is None:
             found, known = look_up(session, tokens, step, shared=shared)
-            known = known if captured >= 0 else unkept(session, known, length)
+            known = known if records else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
     cache = given
     if found is not None and given is not None:

@@ -10,8 +10,10 @@ import mlx.core as mx
 
 from ..checkpoint.lazy_model import LazyModel
 from ..engine.session import Session
+from ..errors import BudgetError
 from ..options import LoadOptions
 from ..packages import modules
+from .one_text import make_room
 from .request import KnownPrefix, Recorder
 
 GRID = 512
@@ -125,3 +127,15 @@ def captured_bytes(session: Session, tokens: int) -> int:
         if session.prefix is not None and not session.plan.kv_slot and tokens > GRID
         else 0
     )
+
+
+def room_to_record(session: Session, tokens: int, prompt: int, step: int | None, kept: int) -> tuple[int, bool]:
+    """Room for a context as ``make_room`` makes it, and for what is held of its prompt until it is kept, if there can
+    be. Returns tokens of the prompt to compute at a time, and whether it can be kept."""
+    captured = captured_bytes(session, prompt)
+    try:
+        return make_room(session, tokens, prompt, step, kept + captured), True
+    except BudgetError:
+        if not captured:
+            raise
+    return make_room(session, tokens, prompt, step, kept), False

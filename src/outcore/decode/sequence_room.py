@@ -19,7 +19,7 @@ from ..plan.replan import replanned_bytes
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
 from .one_text import make_room
-from .prefix_cache import captured_bytes
+from .prefix_cache import captured_bytes, room_to_record
 from .speculative.acceptance import AcceptanceStats, Seconds
 
 
@@ -105,14 +105,7 @@ class SequenceRoom:
             # What looks ahead in memory keeps what it goes back to.
             kept = self._base.states if session.streaming is None else 0
             ahead = self._ahead()
-            captured = captured_bytes(session, prompt)
-            try:
-                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured)
-            except BudgetError:
-                if not captured:
-                    raise
-                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept)
-                self.records = False
+            _, self.records = room_to_record(session, longest + ahead, prompt, self._asked_step, kept)
             return max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
         kept = self._to_keep(begun) if self.apart else 0
