@@ -69,7 +69,7 @@ def test_one_class_brings_a_kind_of_draft(demo_model: Path, monkeypatch: pytest.
     monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(4, fixed=True))
     tokens, name, drafted = said(demo_model, "echo:2")
     assert tokens == plain and name == "echo:2" and drafted > 0
-    with pytest.raises(UsageError, match=r"--draft ehco: no folder, and not echo, .* auto, none, ngram, echo:TIMES"):
+    with pytest.raises(UsageError, match=r"draft ehco: no folder, and not echo, .* auto, none, ngram, echo:TIMES"):
         outcore.load_model(demo_model, draft="ehco", **OPTIONS)
 
 
@@ -78,7 +78,7 @@ def test_a_kind_that_nobody_brings_is_refused_by_name(demo_model: Path, monkeypa
     with pytest.raises(UsageError, match="--draft blocks: give auto, none, ngram, "):
         with_draft("blocks", None, nothing, nothing)
     bring(monkeypatch, Echo())
-    with pytest.raises(UsageError, match="--draft /no/such/folder: needs the package outcore_drafts"):
+    with pytest.raises(UsageError, match="draft /no/such/folder: needs the package outcore_drafts"):
         outcore.load_model(demo_model, draft="/no/such/folder", **OPTIONS)
 
 
@@ -87,7 +87,7 @@ def test_without_the_package_one_line_says_what_is_missing(
     draft: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(monkeypatch)
-    with pytest.raises(UsageError, match=f"^--draft {draft}: needs the package outcore_drafts, [^\n]*$"):
+    with pytest.raises(UsageError, match=f"^draft {draft}: needs the package outcore_drafts, [^\n]*$"):
         outcore.load_model(demo_model, draft=draft, **OPTIONS)
 
 

@@ -220,8 +220,9 @@ def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkey
 
     def layers(draft: str, which: int | None, megabytes: int) -> int:
         link: Any = Alike()
-        o = LoadOptions(draft=draft if which is None else f"{draft}:{which}")
-        found = ranked.shared_out(profile, RankGroup(link), o, demo_model, ASSUMED, megabytes * 10**6)
+        group = RankGroup(link)
+        o = LoadOptions(draft=draft if which is None else f"{draft}:{which}", ranks=group)
+        found = ranked.shared_out(profile, group, o, demo_model, ASSUMED, megabytes * 10**6)
         return found.profile.share.owners.count(0)
 
     assert layers("none", None, 34) == 8 and layers("self", 3, 34) < layers("self", 2, 34) < 8
