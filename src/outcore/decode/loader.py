@@ -168,9 +168,8 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         try:
             if drafting is not None and prepared.draft is not None:
                 joined = drafting.join(session)
-                there = joined is drafting and drafting.kind != NGRAM
-                droppable = DroppableDraft(prepared.draft, profile.size.context, o.kv_disk, joined) if there else None
-                session.draft_with(joined, droppable)
+                droppable = DroppableDraft(prepared.draft, profile.size.context, o.kv_disk, joined)
+                session.draft_with(joined, droppable if joined.kind != NGRAM else None)
             # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
             session.transport.numbers(list)
         except BaseException:
