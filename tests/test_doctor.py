@@ -22,14 +22,14 @@ from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
 from outcore.calibration import first_use
 from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
-from outcore.cli import doctor
-from outcore.cli.doctor import CHECKS, Finding, Patient, examine
 from outcore.cli.main import main
 from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.plan.machine_profile import Calibration
+from outcore_tools import doctor
+from outcore_tools.doctor import CHECKS, Finding, Patient, examine
 
 MIB = 1 << 20
 

@@ -17,12 +17,12 @@ import pytest
 from rich.console import Console
 
 from interrupts import heard
-from outcore.cli import monitor
 from outcore.cli.main import main
-from outcore.cli.monitor import look
-from outcore.cli.monitor_view import STATES, view
 from outcore.monitoring import files
 from outcore.monitoring.publisher import staying
+from outcore_tools import monitor, snapshots
+from outcore_tools.monitor import look
+from outcore_tools.monitor_view import STATES, view
 from watching import made_up, own_folder, until
 
 
@@ -83,7 +83,7 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
     looks = iter(range(100))
 
     def few() -> list[dict[str, Any]]:
-        return files.read_all() if next(looks) < 4 else []
+        return snapshots.read_all() if next(looks) < 4 else []
 
     monkeypatch.setattr(monitor, "read_all", few)
     assert main(["monitor", "--json"]) == 0

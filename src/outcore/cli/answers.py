@@ -22,12 +22,18 @@ from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..sizes import format_size
 from .answering import AnswerOutput, interruptible
+from .commands import TYPED_ELSEWHERE
 from .engine import ProgressBar, sweep_progress
 from .kept_chat import WARN, KeptChat
-from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED, TYPED_ELSEWHERE
 
 COMMAND = re.compile(r"/[a-z]+")
 
+CHAT_KEYS = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
+CHAT_FILES = "/save FILE and /load FILE keep the conversation"
+CHAT_LINES = "/help is h, /bye is q; each line is a message"
+CHAT_TYPED = (
+    "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
+)
 RESET = "r resets the conversation"
 
 

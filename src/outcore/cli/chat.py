@@ -28,9 +28,9 @@ from ..text import counted, shortened
 from .answering import draft_tokens, generation_options, opened
 from .answers import Chat
 from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
+from .commands import TYPED_ELSEWHERE
 from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
 from .output import tell
-from .parsers import TYPED_ELSEWHERE
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""

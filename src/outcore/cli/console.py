@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from rich.console import Console
@@ -43,9 +42,3 @@ def listing(rows: Iterable[tuple[str, str]], justify: Literal["left", "right"] =
     for name, value in rows:
         table.add_row(name, value)
     return table
-
-
-def spinner(what: str) -> AbstractContextManager[object]:
-    """Shows on standard error that something is being done, until the block ends; silent where that is no terminal."""
-    err = PlainConsole(stderr=True)
-    return err.status(what) if err.is_terminal and not err.is_dumb_terminal else nullcontext()

@@ -61,7 +61,7 @@ def axes(args: argparse.Namespace) -> Grid:
         UsageError: one of them cannot be used.
     """
     return Grid(
-        memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory is not None else None,
+        memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory else None,
         io=listed(args.io) if args.io is not None else None,
         slots=tuple(sorted(numbers("--slots", args.slots))),
         threads=tuple(sorted(numbers("--threads", args.threads))),

@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..sizes import format_size
-from ..text import counted, shown
+from outcore.sizes import format_size
+from outcore.text import counted, shown
 
 STATES = {
     "m": ("█", "dodger_blue2", "in memory"),

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from ..checks import choice
-from ..errors import OutcoreError, UsageError
-from ..machine.cache_contents import CONVERSATION, Entry, contents
-from ..machine.cache_folder import cache_dir
-from ..sizes import format_size
-from ..text import counted, shortened
-from .console import console
-from .output import tell
-from .parsers import ACTIONS
+from outcore.checks import choice
+from outcore.cli.console import console
+from outcore.cli.output import tell
+from outcore.errors import OutcoreError, UsageError
+from outcore.machine.cache_contents import CONVERSATION, Entry, contents
+from outcore.machine.cache_folder import cache_dir
+from outcore.sizes import format_size
+from outcore.text import counted, shortened
+
+from .flags import ACTIONS
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 

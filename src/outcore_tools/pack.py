@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..checkpoint.codings import codings
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
-from ..decode.preparation import prepare
-from ..decode.speculative.sources import OWN, draft_source, parse_draft
-from ..errors import UsageError
-from ..machine.device import on_cpu
-from ..plan.draft_cost import NONE
-from ..sizes import format_size
-from ..text import printable, shortened
-from .arguments import text_of
-from .engine import progress_bar
+from outcore.checkpoint.codings import codings
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
+from outcore.decode.preparation import prepare
+from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
+from outcore.errors import UsageError
+from outcore.machine.device import on_cpu
+from outcore.plan.draft_cost import NONE
+from outcore.sizes import format_size
+from outcore.text import printable, shortened
+from outcore.cli.arguments import text_of
+from outcore.cli.engine import progress_bar
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,26 +19,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.packed_store import open_model
-from ..checkpoint.random_checkpoint import save_random_checkpoint
-from ..decode.loader import load_model
-from ..decode.preparation import prepare
-from ..disk.cold_ranges import forget, scratch_file
-from ..disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
-from ..disk.layout import Extent
-from ..disk.reader import FileReader
-from ..disk.ring import Slot
-from ..errors import OutcoreError, StoreError
-from ..machine.cache_folder import make_cache
-from ..machine.device import device_kind
-from ..machine.hardware import cpu_name, device_facts, gpu_name
-from ..machine.memory import default_budget
-from ..sizes import BLOCK, format_size, round_up
-from ..text import one_line
-from ..version import __version__
-from .console import console
-from .engine import progress_bar
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.packed_store import open_model
+from outcore.checkpoint.random_checkpoint import save_random_checkpoint
+from outcore.cli.console import console
+from outcore.cli.engine import progress_bar
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
+from outcore.disk.cold_ranges import forget, scratch_file
+from outcore.disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
+from outcore.disk.layout import Extent
+from outcore.disk.reader import FileReader
+from outcore.disk.ring import Slot
+from outcore.errors import OutcoreError, StoreError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.device import device_kind
+from outcore.machine.hardware import cpu_name, device_facts, gpu_name
+from outcore.machine.memory import default_budget
+from outcore.sizes import BLOCK, format_size, round_up
+from outcore.text import one_line
+from outcore.version import __version__
 
 REPORT = "please report what stands here"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}

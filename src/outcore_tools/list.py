@@ -12,14 +12,14 @@ from typing import Any
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
 from rich.table import Table
 
-from ..checks import whole
-from ..decode.budget import asked_budget
-from ..decode.preparation import prepare
-from ..errors import OutcoreError
-from ..plan.planner import resident_budget
-from ..sizes import format_size
-from ..text import one_line, shortened
-from .console import console
+from outcore.checks import whole
+from outcore.cli.console import console
+from outcore.decode.budget import asked_budget
+from outcore.decode.preparation import prepare
+from outcore.errors import OutcoreError
+from outcore.plan.planner import resident_budget
+from outcore.sizes import format_size
+from outcore.text import one_line, shortened
 
 REASON = 90
 """Characters of a reason at most."""

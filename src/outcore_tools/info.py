@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.manifest import PLAIN
-from ..checkpoint.packed_store import missing_bytes
-from ..decode.preparation import Preparation, prepare
-from ..errors import BudgetError
-from ..plan.draft_cost import AUTO, NONE
-from ..plan.planner import resident_budget
-from ..sizes import format_size
-from ..text import counted
-from .console import console, listing
-from .plan import FEWER_TOKENS, held, plan_options
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.manifest import PLAIN
+from outcore.checkpoint.packed_store import missing_bytes
+from outcore.cli.console import console, listing
+from outcore.cli.plan import FEWER_TOKENS, held, plan_options
+from outcore.decode.preparation import Preparation, prepare
+from outcore.errors import BudgetError
+from outcore.plan.draft_cost import AUTO, NONE
+from outcore.plan.planner import resident_budget
+from outcore.sizes import format_size
+from outcore.text import counted
 
 
 def run(args: argparse.Namespace) -> None:

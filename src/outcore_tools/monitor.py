@@ -14,10 +14,11 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ..errors import OutcoreError, StoreError, UsageError
-from ..monitoring.files import read_all
-from .console import PlainConsole, console
+from outcore.cli.console import PlainConsole, console
+from outcore.errors import OutcoreError, StoreError, UsageError
+
 from .monitor_view import NO_MODEL, view
+from .snapshots import read_all
 
 EVERY_S = 0.25
 """Seconds between two looks."""
