@@ -11,8 +11,9 @@ from outcore.calibration.calibration_file import file_of, key_of
 from outcore.calibration.measuring import measuring
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import whole
+from outcore.cli.arguments import loading_options
 from outcore.cli.console import console, listing
-from outcore.cli.engine import progress_bar
+from outcore.cli.engine import ProgressBar
 from outcore.cli.output import tell
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import UsageError
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         notes.append(line)
         tell(line)
 
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         found, measured = measuring().calibrated(
             profile, folder, streams, force=args.force, progress=bar.measuring, note=note
         )
@@ -62,10 +63,7 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
         if args.cpu_streams is not None:
             whole("--cpu-streams", args.cpu_streams)
         return None
-    folder = resolve_model(args.model, args.revision)
-    names = ("dtype", "cpu_streams", "trust_remote_code")
-    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"flags": True}
-    return prepare(folder, least=True, **options)
+    return prepare(resolve_model(args.model, args.revision), least=True, **loading_options(args))
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:

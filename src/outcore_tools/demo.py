@@ -17,7 +17,7 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
 from outcore.cli.arguments import text_of
 from outcore.cli.console import PlainConsole, listing
-from outcore.cli.engine import engine_record, progress_bar, sweep_progress
+from outcore.cli.engine import ProgressBar, engine_record, sweep_progress
 from outcore.decode.budget import asked_budget
 from outcore.decode.generate import stream_generate
 from outcore.decode.loader import load
@@ -71,7 +71,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsol
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
     reset_peak()
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         prompt = int(encode(load_tokenizer(folder, {}), args.prompt).size)
         tokens = prompt + args.max_tokens
         model, tokenizer = load(str(folder), memory=memory, context=tokens, prompt=prompt, draft="none", progress=bar)

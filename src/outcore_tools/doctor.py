@@ -23,7 +23,7 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.packed_store import open_model
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli.console import console
-from outcore.cli.engine import progress_bar
+from outcore.cli.engine import ProgressBar
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
 from outcore.disk.cold_ranges import forget, scratch_file
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; its exit status, 1 where a check failed."""
     model = resolve_model(args.model, args.revision) if args.model is not None else None
     began, budget = time.perf_counter(), default_budget()
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         findings = examine(model, bar.count)
     out = console()
     out.print(

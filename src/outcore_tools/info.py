@@ -10,8 +10,9 @@ from typing import Any
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import PLAIN
 from outcore.checkpoint.packed_store import missing_bytes
+from outcore.cli.arguments import loading_options
 from outcore.cli.console import console, listing
-from outcore.cli.plan import FEWER_TOKENS, held, plan_options
+from outcore.cli.plan import FEWER_TOKENS, held
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
 from outcore.plan.draft_cost import AUTO, NONE
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
         BudgetError: the budget does not do. What the model weighs is shown all the same.
     """
     folder = resolve_model(args.model, args.revision)
-    prepared = prepare(folder, **plan_options(args), least=True)
+    prepared = prepare(folder, **loading_options(args), least=True)
     args.result.record = describe(prepared)
     _show(args.result.record, prepared)
     if prepared.refused:

@@ -16,7 +16,7 @@ from outcore.plan.draft_cost import NONE
 from outcore.sizes import format_size
 from outcore.text import printable, shortened
 from outcore.cli.arguments import text_of
-from outcore.cli.engine import progress_bar
+from outcore.cli.engine import ProgressBar
 
 
 def run(args: argparse.Namespace) -> None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
     if (packs := codings()) is None:
         raise UsageError("pack: needs the package outcore_packs, which is not there; install outcore whole")
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         store = packs.pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
         if draft is not None:
             found = prepare(store.folder, draft=draft, **trust)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
@@ -42,3 +42,15 @@ def listing(rows: Iterable[tuple[str, str]], justify: Literal["left", "right"] =
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """Columns, each as wide as what is in it; heads that begin with ``>`` are of numbers, and with ``~`` of texts that
+    may be broken over lines."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for head in heads:
+        broken, numbers = head.startswith("~"), head.startswith(">")
+        made.add_column(head.lstrip("~>"), justify="right" if numbers else "left", no_wrap=not broken, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -100,6 +100,9 @@ _FLAGS = [
 FLAGS = {each.name: each for each in _FLAGS}
 """By the first of their names."""
 
+OPTIONS = [name for name in LoadOptions.__dataclass_fields__ if name.replace("_", "-") in FLAGS and name != "prompt"]
+"""Fields of ``LoadOptions`` that are flags, by the fields' names; ``--prompt`` is another thing."""
+
 GROUPS = {
     "engine-flags": [each.name for each in _ENGINE],
     "output-flags": [each.name for each in _OUTPUT],

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.cli import plan
+from outcore.cli.arguments import loading_options
 from outcore.cli.commands import parser_of
 from outcore.cli.console import console as plan_console
 from outcore.decode.budget import given_budget
@@ -44,7 +45,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
     rows = where.published()
     args.result.record = {"device": where.name}
     if args.model is not None:
-        folder, options = resolve_model(args.model, args.revision), plan.plan_options(args)
+        folder, options = resolve_model(args.model, args.revision), loading_options(args)
         # Its memory is not this machine's, so no budget can be refused here.
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
         calibration = where.calibration()
