@@ -62,31 +62,8 @@ class Finding:
     advice: str = ""
 
 
-@dataclass
-class Patient:
-    """What checks look at.
-
-    Attributes:
-        file: that is read: the largest of the model's, or a scratch file.
-        model: a folder; None: none was given.
-    """
-
-    file: Path
-    model: Path | None = None
-
-
 Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
 """What a check returns: ``Finding`` without its name."""
-
-CHECKS: dict[str, Callable[[Patient], Finding]] = {}
-"""All checks, in their order."""
-
-
-def _check(name: str) -> Callable[[Callable[[Patient], Verdict]], None]:
-    def add(look: Callable[[Patient], Verdict]) -> None:
-        CHECKS[name] = lambda patient: Finding(name, *look(patient))
-
-    return add
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
 def examine(model: Path | None = None, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Finding]:
     """All findings, in the order of ``CHECKS``; of a model's folder its files and plan are looked at, too."""
     findings = []
-    with _patient(model) as patient:
+    with _file_of(model) as file:
         for n, (name, check) in enumerate(CHECKS.items()):
             progress(name, n, len(CHECKS))
             try:
-                findings.append(check(patient))
+                findings.append(Finding(name, *check(file, model)))
             except Exception as e:  # whatever a broken machine raises: the other checks are of use all the same
                 said = one_line(e) if isinstance(e, OutcoreError) else f"{type(e).__name__}: {one_line(e)}"
                 findings.append(Finding(name, False, said, REPORT))
@@ -129,21 +106,20 @@ def examine(model: Path | None = None, progress: Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
-def _patient(model: Path | None) -> Iterator[Patient]:
+def _file_of(model: Path | None) -> Iterator[Path]:
+    """The file that checks read: the largest of the model's, or a scratch file."""
     if model is not None:
-        files = open_model(model).checkpoint.files
-        yield Patient(max(files, key=lambda f: f.stat().st_size), model)
+        yield max(open_model(model).checkpoint.files, key=lambda f: f.stat().st_size)
         return
     try:
         folder = make_cache()
     except (OutcoreError, OSError):
         folder = Path(tempfile.gettempdir())
     with scratch_file(folder, nbytes=SCRATCH_BYTES) as path:
-        yield Patient(path)
+        yield path
 
 
-@_check("slots")
-def _slots(_: Patient) -> Verdict:
+def _slots(file: Path, model: Path | None) -> Verdict:
     """A slot that is written in place is what the device sees."""
     if unseen := unseen_rewrites():
         advice = f"nothing can be streamed on this device, and answers would be wrong: {REPORT}"
@@ -151,26 +127,23 @@ def _slots(_: Patient) -> Verdict:
     return True, f"{REWRITES} of {REWRITES} rewrites were seen by the device"
 
 
-@_check("offsets")
-def _offsets(patient: Patient) -> Verdict:
+def _offsets(file: Path, model: Path | None) -> Verdict:
     """Reads at odd offsets give the file's bytes."""
-    if wrong := sorted({*wrong_reads(patient.file), *wrong_reads(patient.file, "cached")}):
+    if wrong := sorted({*wrong_reads(file), *wrong_reads(file, "cached")}):
         told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
         return False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}"
     return True, "all bytes right, at odd offsets too"
 
 
-@_check("direct reads")
-def _direct(patient: Patient) -> Verdict:
+def _direct(file: Path, model: Path | None) -> Verdict:
     """Weights are read around the page cache."""
-    with contextlib.closing(FileReader([patient.file], threads=1)) as reader:
+    with contextlib.closing(FileReader([file], threads=1)) as reader:
         direct = reader.direct
     return (True, "around the page cache") if direct else (None, "refused here, so weights go through the page cache")
 
 
-@_check("limits")
-def _limits(patient: Patient) -> Verdict:
+def _limits(file: Path, model: Path | None) -> Verdict:
     """The device's limits, against the plan of the model."""
     facts = device_facts()
     known = {
@@ -180,9 +153,9 @@ def _limits(patient: Patient) -> Verdict:
         "wired limit": facts.wired_limit,
     }
     told = ", ".join(f"{name} {format_size(n)}" for name, n in known.items() if n is not None)
-    if patient.model is None:
+    if model is None:
         return True, told
-    prepared = prepare(patient.model, least=True)
+    prepared = prepare(model, least=True)
     peak = prepared.plan.peak_bytes
     told += f"; this model without --memory: {format_size(peak)} at most"
     if facts.working_set is not None and peak > facts.working_set:
@@ -193,15 +166,14 @@ def _limits(patient: Patient) -> Verdict:
     return True, told
 
 
-@_check("overlap")
-def _overlap(patient: Patient) -> Verdict:
+def _overlap(file: Path, model: Path | None) -> Verdict:
     """Reading goes on while the device computes: neither waits for the other."""
     weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
     x = mx.ones((16, 1024), dtype=mx.float32)
-    size = min(patient.file.stat().st_size, OVERLAP_BYTES)
-    extent, text = Extent(patient.file, 0, size, 0, in_place=True), ""
+    size = min(file.stat().st_size, OVERLAP_BYTES)
+    extent, text = Extent(file, 0, size, 0, in_place=True), ""
     slot = Slot(round_up(size, BLOCK), device_kind())
-    with contextlib.closing(FileReader([patient.file])) as reader:
+    with contextlib.closing(FileReader([file])) as reader:
         for _ in range(OVERLAP_ROUNDS):
             forget([extent])
             began = time.perf_counter()
@@ -223,8 +195,7 @@ def _overlap(patient: Patient) -> Verdict:
     return False, text, advice
 
 
-@_check("answers")
-def _answers(_: Patient) -> Verdict:
+def _answers(file: Path, model: Path | None) -> Verdict:
     """A small model of random weights gives the same logits, streamed and resident."""
     try:
         with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
@@ -247,3 +218,14 @@ def _logits(folder: str, layers: int | None) -> Any:
         assert (session.streaming is None) == (layers is None)
         calls = [model(mx.array([[5, 7, 11, 13]])) for _ in range(2)]
         return np.array(mx.stack(calls).astype(mx.float32))
+
+
+CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
+    "slots": _slots,
+    "offsets": _offsets,
+    "direct reads": _direct,
+    "limits": _limits,
+    "overlap": _overlap,
+    "answers": _answers,
+}
+"""All checks, in their order: of the file that is read, and of a model's folder where one was given."""

@@ -12,7 +12,7 @@ from outcore.checkpoint.manifest import PLAIN
 from outcore.checkpoint.packed_store import missing_bytes
 from outcore.cli.arguments import loading_options
 from outcore.cli.console import console, listing
-from outcore.cli.plan import FEWER_TOKENS, held
+from outcore.cli.plan import FEWER_TOKENS, facts, held
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
 from outcore.plan.draft_cost import AUTO, NONE
@@ -44,7 +44,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         dtypes[tensor.dtype] += tensor.nbytes
     quantization = found.lazy.config.get("quantization")
     layers = sum(layer.resident for layer in size.layers)
-    return {
+    return facts(plan) | {
         "model": str(found.lazy.checkpoint.folder),
         "model_type": found.lazy.config.get("model_type"),
         "quantization": {k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
@@ -63,20 +63,13 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "context_bytes": plan.cache_bytes,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
         "resident_budget_bytes": resident_budget(prepared.planning.largest),
-        "smallest_budget_bytes": plan.smallest_budget_bytes,
-        "budget_bytes": plan.budget_bytes,
         "resident_units": list(plan.resident),
         "streamed_units": list(plan.streamed),
-        "head_streamed": plan.head_streamed,
         "by_row_bytes": size.tables,
         "head_bytes": size.head.resident if size.head is not None else 0,
-        "slots": plan.slots,
         "experts_per_layer": [layer.experts.count if layer.experts is not None else 0 for layer in size.layers],
         "expert_slots": [dict(plan.pools).get(i, 0) for i in range(len(size.layers))],
-        "bytes_per_token": plan.bytes_per_token,
         "peak_bytes": plan.peak_bytes,
-        "prefill_step": plan.prefill_step,
-        "calibrated": plan.calibrated,
         "notes": list(prepared.notes),
     }
 

@@ -19,9 +19,9 @@ CLOCK_S = 2.0
 """Seconds by which a process may seem to have begun after it wrote: the kernel tells its start by another clock."""
 
 
-def read_all(pid: int | None = None) -> list[dict[str, Any]]:
-    """The snapshots of this user's processes, or of one, lowest process number first. Files of processes that have
-    ended are removed; what is no snapshot is left alone.
+def read_all() -> list[dict[str, Any]]:
+    """The snapshots of this user's processes, lowest process number first. Files of processes that have ended are
+    removed; what is no snapshot is left alone.
 
     Raises:
         StoreError: the folder is not this user's alone.
@@ -33,7 +33,7 @@ def read_all(pid: int | None = None) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     pids = sorted(int(n.removesuffix(".json")) for n in names if n.endswith(".json") and n[:-5].isdecimal())
-    found = (_read(n, folder / f"{n}.json") for n in pids if pid in (None, n))
+    found = (_read(n, folder / f"{n}.json") for n in pids)
     return [document for document in found if document is not None]
 
 

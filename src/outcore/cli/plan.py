@@ -111,7 +111,7 @@ def show(
     best, computing = knee(plans, available), computing_from(plans)
     row, name = _row(plan, device is not None), name_of(Path(prepared.given))
     low, high = token_range_s(plan) if plan.foretold and device is None else (None, None)
-    record = row | {
+    record = facts(plan) | {
         "model": name,
         "title": f"{name} on {device}" if device else name,
         "device": device,
@@ -120,15 +120,13 @@ def show(
         "predicted_tps_high": 1 / low if low else None,
         "predicted_ttft_s": row["ttft_s"],
         "predicted_peak_bytes": plan.peak_bytes,
-        "calibrated": plan.calibrated,
-        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "resident_units": row["resident_units"],
         "streamed_units": len(plan.streamed),
+        "expert_slots": row["expert_slots"],
         "kept_pieces": sum(len(pieces) for _, pieces in plan.kept),
         "units_per_sweep": len(plan.parts),
-        "head_streamed": plan.head_streamed,
         "experts": plan.experts,
         "slot_bytes": plan.slot_bytes,
-        "prefill_step": plan.prefill_step,
         "context": plan.context,
         "prompt": prepared.profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
@@ -152,6 +150,12 @@ def show(
     for line in _sentences(record, plans, best, computing):
         out.print(line)
     return record
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """What programs are told of a plan as it is, under the names that it has there."""
+    sizes = "budget_bytes", "smallest_budget_bytes", "bytes_per_token"
+    return {name: getattr(plan, name) for name in (*sizes, "slots", "head_streamed", "prefill_step", "calibrated")}
 
 
 def _row(p: Plan, device: bool) -> dict[str, Any]:
@@ -213,7 +217,11 @@ def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, A
 
 def _headline(record: dict[str, Any], plan: Plan) -> str:
     """What is held and streamed at the budget, and how fast that is."""
-    speed, tps, low = "Its speed is not known, as nothing was measured", record["tps"], record["predicted_tps_low"]
+    speed, tps, low = (
+        "Its speed is not known, as nothing was measured",
+        record["predicted_tps"],
+        record["predicted_tps_low"],
+    )
     if tps is not None:
         between = "" if low is None else f" ({low:.2f} to {record['predicted_tps_high']:.2f})"
         speed = (
