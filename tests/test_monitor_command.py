@@ -21,8 +21,7 @@ from outcore.cli.main import main
 from outcore.monitoring import files
 from outcore.monitoring.publisher import staying
 from outcore_tools import monitor, snapshots
-from outcore_tools.monitor import look
-from outcore_tools.monitor_view import STATES, view
+from outcore_tools.monitor import STATES, look, view
 from watching import made_up, own_folder, until
 
 
@@ -119,7 +118,7 @@ def test_what_cannot_be_shown_is_told_in_one_line(capsys: pytest.CaptureFixture[
         assert "no Outcore process of yours runs" in capsys.readouterr().err
         assert main(["monitor"]) == 2
         assert "outcore monitor: standard output is no terminal" in capsys.readouterr().err
-        assert "No Outcore process of yours runs" in drawn(look())
+        assert "no Outcore process of yours runs" in drawn(look())
         folder.mkdir(mode=0o755)
         assert main(["monitor", "--once"]) == 1
         assert "chmod 700" in capsys.readouterr().err
