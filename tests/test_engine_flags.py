@@ -101,7 +101,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     for command in NEEDED:
         pkgutil.resolve_name(parser_of(command).run)
     for name, module in sys.modules.items():
-        if name.startswith("outcore.") and getattr(module, "prepare", None) is real:
+        if name.startswith("outcore") and getattr(module, "prepare", None) is real:
             monkeypatch.setattr(module, "prepare", prepare)
     return calls
 
