@@ -8,6 +8,8 @@ import time
 from outcore.checkpoint.codings import codings
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
+from outcore.cli.arguments import text_of
+from outcore.cli.engine import ProgressBar
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
 from outcore.errors import UsageError
@@ -15,8 +17,6 @@ from outcore.machine.device import on_cpu
 from outcore.plan.draft_cost import NONE
 from outcore.sizes import format_size
 from outcore.text import printable, shortened
-from outcore.cli.arguments import text_of
-from outcore.cli.engine import ProgressBar
 
 
 def run(args: argparse.Namespace) -> None:
