@@ -523,13 +523,13 @@ def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
     residency = model.outcore.residency
     whole = model.outcore.plan.pools
     expected = logits(model, PASSES)
-    for nbytes in (1, residency.layers.spare_bytes // 3, 10**12):
-        while residency.layers.spare_bytes:
+    for nbytes in (1, residency.layers.movable()[0] // 3, 10**12):
+        while residency.layers.movable()[0]:
             assert residency.layers.give(nbytes)[0]
             assert all(1 <= n <= slots for _, n in model.outcore.plan.pools)
         assert {n for _, n in model.outcore.plan.pools} == {1}
         assert np.array_equal(logits(model, PASSES), expected)
-        while back := residency.layers.returning_bytes:
+        while back := residency.layers.movable()[1]:
             assert residency.layers.take(max(nbytes, back[0]))[0]
         assert model.outcore.plan.pools == whole
     assert np.array_equal(logits(model, PASSES), expected)

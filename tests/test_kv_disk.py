@@ -255,7 +255,7 @@ def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
                 raise Broken
 
         found = [] if prompt else [answer(model, cache, ids(TOKENS))]
-        model.outcore.streaming.after_unit.join(break_off)
+        model.outcore.streaming.after_unit.append(break_off)
         for piece in [ids(TOKENS), ids(250, 7), ids(2)][len(found) :]:
             left[0] = at
             try:

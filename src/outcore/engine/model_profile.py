@@ -44,12 +44,11 @@ from .layer_sizes import (
     nbytes,
     on_cuda_size,
     output_width,
-    part_of,
     resident_bytes,
     rest_kind,
 )
 from .seams import Sources
-from .vocabulary import Slice, Table, slices_of
+from .vocabulary import Table
 
 PUBLISHED = Sources()
 
@@ -115,14 +114,6 @@ class ModelProfile:
     def evaluates(self) -> bool:
         """Whether the model evaluates arrays inside its forward pass."""
         return self.trace.evaluates
-
-    def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
-        """Some parameters of a layer as a unit."""
-        return self.place.unit(part_of(self.layers[layer], parameters))
-
-    def slices(self, table: Table, largest: int) -> list[Slice]:
-        """A table that is multiplied with, in slices of at most ``largest`` bytes."""
-        return slices_of(table.layer, table.places, largest, direct=self.place.direct, align=self.place.align)
 
 
 def profile_of(

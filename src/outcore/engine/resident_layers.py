@@ -50,10 +50,7 @@ class ResidentLayers:
         self.draft: DroppableDraft | None = None
         self.given_up: tuple[DroppableDraft, bool] | None = None
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
-        # Planning takes its time, and these are asked for at every look: bytes that smaller slots would free, by the
-        # plan; and how many of so many shed layers may come back.
-        self._smallest: tuple[Plan, int] | None = None
-        self._back: tuple[Plan, int, int] | None = None
+        self._movable: tuple[Plan, object, tuple[int, list[int]]] | None = None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -75,24 +72,25 @@ class ResidentLayers:
 
     # Bytes that are given up, and taken back
 
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots."""
-        plan = self.session.plan
-        if plan.pools:
-            return sum(self.pools.spare)
-        if (layers := self.sheddable) or not plan.streams or self.session.streaming is None:
-            return self.nbytes(layers)
-        if self.draft is not None:
-            return self.draft.draft.weights
-        if self._smallest is None or self._smallest[0] is not plan:
-            self._smallest = plan, max(0, plan.peak_bytes - self._without_residents(0).peak_bytes)
-        return self._smallest[1]
-
-    @property
-    def returning_bytes(self) -> list[int]:
-        """Of each part that was given up and that the budget has room for."""
-        return self.pools.returning if self.session.plan.pools else [self.nbytes([i]) for i in self.returning()]
+    def movable(self) -> tuple[int, list[int]]:
+        """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots.
+        And bytes of each part that was given up and that the budget has room for."""
+        plan, session = self.session.plan, self.session
+        # Planning takes its time, and this is asked at every look.
+        state = len(self.shed_layers), self.draft is None, session.streaming is None
+        if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
+            if plan.pools:
+                spare, away = sum(self.pools.spare), self.pools.returning
+            else:
+                away = [self.nbytes([i]) for i in self.returning()]
+                if (layers := self.sheddable) or not plan.streams or session.streaming is None:
+                    spare = self.nbytes(layers)
+                elif self.draft is not None:
+                    spare = self.draft.draft.weights
+                else:
+                    spare = max(0, plan.peak_bytes - self._without_residents(0).peak_bytes)
+            self._movable = plan, state, (spare, away)
+        return self._movable[2]
 
     def give(self, nbytes: int) -> tuple[int, str]:
         """Give up so many bytes, or what there is. Returns how many layers or slots of experts went, and what it was,
@@ -108,7 +106,7 @@ class ResidentLayers:
 
     def take(self, nbytes: int) -> tuple[int, str]:
         """Take up to so many bytes back. Returns how many layers or slots, and what it was; empty for nothing."""
-        count, pools = sum(total <= nbytes for total in accumulate(self.returning_bytes)), self.session.plan.pools
+        count, pools = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.session.plan.pools
         if not pools and self.widen():
             return 0, "slots made larger again"
         count = self.pools.move(-count) if pools else self.regrow(count)
@@ -142,18 +140,14 @@ class ResidentLayers:
         if self.session.streaming is None or plan.pools:
             return []
 
-        def back(count: int) -> list[int]:
-            return farthest(shed, plan.resident, count, len(size.layers))
-
-        if self._back is None or self._back[0] is not plan or self._back[1] != len(shed):
-            # The last of what is streamed stays so: a ring without units could not be filled again.
-            most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
-            # Not the first that is too many: what is streamed in parts takes room, too, and less of it is then.
-            counts = range(most, 0, -1)
-            peaks = (replanned_bytes(size, plan, [*plan.resident, *back(n)]) for n in counts)
-            fits = next((n for n, peak in zip(counts, peaks, strict=True) if peak <= plan.budget_bytes), 0)
-            self._back = (plan, len(shed), fits)
-        return back(self._back[2] if count is None else min(count, self._back[2]))
+        # The last of what is streamed stays so: a ring without units could not be filled again.
+        most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
+        # Not up to the first that is too many: what is streamed in parts takes room, too, and less of it is then.
+        for n in range(most, 0, -1):
+            back = farthest(shed, plan.resident, n, len(size.layers))
+            if replanned_bytes(size, plan, [*plan.resident, *back]) <= plan.budget_bytes:
+                return back if count is None or count >= n else farthest(shed, plan.resident, count, len(size.layers))
+        return []
 
     @property
     def coming(self) -> list[int]:
@@ -214,7 +208,7 @@ class ResidentLayers:
         """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns
         how many are."""
         before = self.session.plan
-        if self.sheddable or not self.spare_bytes:
+        if self.sheddable or not self.movable()[0]:
             return 0
         if self.draft is not None:
             return self.give_up_draft(nbytes)

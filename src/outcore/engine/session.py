@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from .governor import room
 from .kv_disk import kv_for, scratch_for
 from .memory_monitor import Watch
 from .model_profile import ModelProfile
-from .observers import Observers
 from .replanner import come_down
 from .residency import Residency
 from .streaming import Streaming
@@ -120,7 +120,7 @@ class Session(Engine):
         self.prefix, self.experience, self.random_after = prefix, experience, random_after
         self.cpu_streams, self.prefill_step_size = cpu_streams, prefill_step_size
         self.found = self.in_cache = 0
-        self.closing, self._notes = Observers(), notes
+        self.closing, self._notes = list[Callable[[], object]](), notes
         self.drafting: Drafter | None = None
         self.watch: Watch | None = None
         self._tell_of_lost_folders(reading.mirrors)
@@ -132,7 +132,7 @@ class Session(Engine):
         super().__init__(smaller, profile, reading, lazy=lazy, exclusive=Exclusive())
         self.residency = Residency(self, calibration, prefill_step_size)
         self.residency.layers.shed_layers |= set(plan.resident) - set(smaller.resident)
-        if govern and self.residency.layers.spare_bytes:
+        if govern and self.residency.layers.movable()[0]:
             self.watch = Watch(self, self.residency)
 
     # What it is
@@ -225,7 +225,8 @@ class Session(Engine):
             scratch_for(size, plan, self.reading.kv_dir, self.reading.io).close()
 
     def close(self) -> None:
-        self.closing()
+        for call in self.closing:
+            call()
         with self.exclusive:
             super().close()
             if self.drafting is not None:

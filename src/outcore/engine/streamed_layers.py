@@ -19,6 +19,7 @@ from ..modules.layers import Layer
 if TYPE_CHECKING:
     from .executor import LayerExecutor
     from .seams import Stage
+    from .vocabulary import StreamedTable
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,24 @@ class StreamedUnit:
     modules: tuple[nn.Module, ...] = ()
     rows: slice | None = None
     decoders: tuple[Decoder | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a plan binds to a ring.
+
+    Attributes:
+        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
+        order: all of them in the order of a pass.
+        resident: the layers (their modules) that stay in memory for now; see ``Streaming.shed``.
+        tables: embeddings and heads that are not in memory.
+    """
+
+    ring: Ring
+    units: Sequence[StreamedUnit]
+    order: Sequence[int]
+    resident: Sequence[nn.Module]
+    tables: Sequence[StreamedTable]
 
 
 class Weights:
@@ -129,36 +148,25 @@ class StreamedLayers:
     """The layers that the units of one ring hold. Changed between passes only.
 
     Args:
-        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
-        order: all of them in the order of a pass.
-        resident: the layers (their modules) that stay in memory for now.
         copies: as in ``Weights``.
     """
 
-    def __init__(
-        self,
-        units: Sequence[StreamedUnit],
-        ring: Ring,
-        turns: LayerExecutor,
-        order: Sequence[int],
-        resident: Sequence[nn.Module],
-        copies: bool,
-        transport: Stage,
-    ) -> None:
-        self.units, self.weights = units, Weights(units, ring, copies=copies)
-        self._turns, self._transport, self._order = turns, transport, list(order)
-        turns.bind(ring, self.weights, self.arrived)
+    def __init__(self, bound: Binding, turns: LayerExecutor, copies: bool, transport: Stage) -> None:
+        self.ring, self.units = bound.ring, bound.units
+        self.weights = Weights(bound.units, bound.ring, copies=copies)
+        self._turns, self._transport, self._order = turns, transport, list(bound.order)
+        turns.bind(self)
         self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
-        for i, u in enumerate(units):
+        for i, u in enumerate(self.units):
             if u.rows is None:
                 self._layers.setdefault(id(u.layer.module), []).append(i)
-        self._resident = {id(module) for module in resident}
+        self._resident = {id(module) for module in bound.resident}
         self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
         for key, mine in self._layers.items():
             if key not in self._resident:
                 self._install(key)
             else:
-                transport.watch(units[mine[0]].layer.module)
+                transport.watch(self.units[mine[0]].layer.module)
 
     @property
     def order(self) -> list[int]:
