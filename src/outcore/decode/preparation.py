@@ -15,7 +15,7 @@ from ..checkpoint.codings import codings
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
-from ..disk.scratch import try_folder
+from ..engine.kv_offload import kv_offload
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError
 from ..machine.device import on_cpu
@@ -154,8 +154,8 @@ def prepare(
 def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
     """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
     within the budget. With the machine's calibration, if there is one."""
-    if o.kv_dir is not None and o.kv_disk != "off":
-        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
+        offload.try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )

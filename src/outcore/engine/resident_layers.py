@@ -23,7 +23,6 @@ from ..sizes import format_size
 from ..text import counted
 from .binding import sheddable
 from .droppable_draft import DroppableDraft
-from .kv_disk import KvDisk
 from .pools import Pools
 from .replanner import another, at_least
 
@@ -192,8 +191,8 @@ class ResidentLayers:
         """The plan with these layers resident, for the model as it is now."""
         self.session.adopt(replan(self.session.size, self.session.plan, resident, self._calibration))
         plan, streaming = self.session.plan, self.session.streaming
-        if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
-            kv.resize(plan.kv_slot)
+        if plan.kv_slot and streaming is not None and streaming.beside is not None:
+            streaming.beside.resize(plan.kv_slot)
 
     # Slots, and what drafts
 

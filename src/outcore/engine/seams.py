@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 
 class KVOffloader(Protocol):
-    """Keeps keys and values of streamed layers elsewhere (``kv_disk``). It is told of layers by their modules' ids;
+    """Keeps keys and values of streamed layers elsewhere (``kv_offload``). It is told of layers by their modules' ids;
     those that it does not know it passes by."""
+
+    def resize(self, slot_bytes: int) -> None:
+        """Between forward passes: the largest layer's take so many bytes now."""
 
     def expect(self, modules: Sequence[int]) -> None:
         """Between forward passes: these layers will be called, in this order."""

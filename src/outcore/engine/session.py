@@ -33,7 +33,7 @@ from .droppable_draft import Drafter, DroppableDraft
 from .engine import Engine, State
 from .experts import experts_for
 from .governor import room
-from .kv_disk import kv_for, scratch_for
+from .kv_offload import kv_offload
 from .memory_monitor import Watch
 from .model_profile import ModelProfile
 from .replanner import come_down
@@ -221,8 +221,9 @@ class Session(Engine):
 
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
         """Raise a StoreError where the disk has no room for a plan's keys and values."""
-        if plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
-            scratch_for(size, plan, self.reading.kv_dir, self.reading.io).close()
+        offload = kv_offload()
+        if offload is not None and plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
+            offload.check_room(size, plan, self.reading.kv_dir, self.reading.io)
 
     def close(self) -> None:
         for call in self.closing:
@@ -247,7 +248,8 @@ class Session(Engine):
     def _join(self, streaming: Streaming, plan: Plan) -> None:
         assert isinstance(streaming, StreamedPasses)
         experts = experts_for(streaming, self.profile, plan)
-        streaming.join(experts, kv_for(streaming, self, plan))
+        offload = kv_offload()
+        streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))
 
     def _tell_of_lost_folders(self, mirrors: Mirrors | None) -> None:
         """Tell at once, and at the end, when one of the folders that are read from is lost."""
