@@ -165,7 +165,7 @@ def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Pr
         done += sum(a.nbytes for a in arrays)
         targets = [profile.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
-        # What is stacked (experts) must lie row by row: ``modules.switches`` says why.
+        # What is stacked (experts) must lie row by row: ``modules.layers`` says why.
         arrays = [mx.contiguous(a) if a.ndim > 2 else a for a in arrays]
         if not lazy:
             # What is decoded or cut takes memory on its way: one after the other, of one at a time.

@@ -23,7 +23,7 @@ from ..sizes import format_size
 from ..text import counted
 from .binding import sheddable
 from .droppable_draft import DroppableDraft
-from .pools import Pools
+from .on_demand import ExpertPools, on_demand
 from .replanner import another, at_least
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class ResidentLayers:
     """What of the model is in memory.
 
     Attributes:
-        pools: its expert caches.
         room: tells how many bytes more may be taken now; None: as many as the budget allows.
         draft: that is in memory and can be given up; None: there is none.
         given_up: the draft that was, and whether the head was streamed then.
@@ -43,13 +42,19 @@ class ResidentLayers:
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
         self.session, self._calibration = session, calibration
-        self.pools = Pools(session, calibration)
+        found = on_demand()
+        self._pools = None if found is None else found.Pools(session, calibration)
         self.shed_layers: set[int] = set()
         self.room: Callable[[], int] | None = None
         self.draft: DroppableDraft | None = None
         self.given_up: tuple[DroppableDraft, bool] | None = None
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
         self._movable: tuple[Plan, object, tuple[int, list[int]]] | None = None
+
+    @property
+    def pools(self) -> ExpertPools | None:
+        """Its expert caches; None: it has none now."""
+        return self._pools if self.session.plan.pools else None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -78,8 +83,8 @@ class ResidentLayers:
         # Planning takes its time, and this is asked at every look.
         state = len(self.shed_layers), self.draft is None, session.streaming is None
         if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
-            if plan.pools:
-                spare, away = sum(self.pools.spare), self.pools.returning
+            if (pools := self.pools) is not None:
+                spare, away = sum(pools.spare), pools.returning
             else:
                 away = [self.nbytes([i]) for i in self.returning()]
                 if (layers := self.sheddable) or not plan.streams or session.streaming is None:
@@ -94,21 +99,21 @@ class ResidentLayers:
     def give(self, nbytes: int) -> tuple[int, str]:
         """Give up so many bytes, or what there is. Returns how many layers or slots of experts went, and what it was,
         for the user; empty for nothing."""
-        pools = bool(self.session.plan.pools)
-        parts = self.pools.spare if pools else [self.nbytes([i]) for i in self.sheddable]
+        pools = self.pools
+        parts = [self.nbytes([i]) for i in self.sheddable] if pools is None else pools.spare
         if parts:
             count = min(len(parts), 1 + sum(total < nbytes for total in accumulate(parts)))
-            count = self.pools.move(count) if pools else self.shed(count)
+            count = self.shed(count) if pools is None else pools.move(count)
             return count, f"{counted(count, 'expert' if pools else 'resident layer')} shed" if count else ""
         what = "what drafts given up, for" if self.draft is not None else "slots made smaller by"
         return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
 
     def take(self, nbytes: int) -> tuple[int, str]:
         """Take up to so many bytes back. Returns how many layers or slots, and what it was; empty for nothing."""
-        count, pools = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.session.plan.pools
-        if not pools and self.widen():
+        count, pools = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.pools
+        if pools is None and self.widen():
             return 0, "slots made larger again"
-        count = self.pools.move(-count) if pools else self.regrow(count)
+        count = self.regrow(count) if pools is None else pools.move(-count)
         return count, f"{counted(count, 'expert' if pools else 'resident layer')} taken back" if count else ""
 
     # Layers

@@ -31,11 +31,11 @@ from ..sizes import format_size
 from .binding import ReadSettings
 from .droppable_draft import Drafter, DroppableDraft
 from .engine import Engine, State
-from .experts import experts_for
 from .governor import room
 from .kv_offload import kv_offload
 from .memory_monitor import Watch
 from .model_profile import ModelProfile
+from .on_demand import on_demand
 from .replanner import come_down
 from .residency import Residency
 from .streaming import Streaming
@@ -247,7 +247,7 @@ class Session(Engine):
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
         assert isinstance(streaming, StreamedPasses)
-        experts = experts_for(streaming, self.profile, plan)
+        experts = None if (found := on_demand()) is None else found.experts_for(streaming, self.profile, plan)
         offload = kv_offload()
         streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))
 

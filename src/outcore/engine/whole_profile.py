@@ -17,14 +17,12 @@ from ..errors import UsageError
 from ..machine.device import on_cpu
 from ..modules.layers import Layer, Projection
 from ..modules.module_tree import named_modules
-from ..modules.switches import Switch, find_switch, switches_in
-from ..plan.expert_plan import ExpertSize
 from ..plan.partition import ExpertNumbers
 from ..plan.workload import planned_context
 from . import model_profile
-from .expert_cache import Stacked
-from .layer_sizes import Cast, Place, nbytes
+from .layer_sizes import Cast, Place
 from .model_profile import ModelProfile
+from .on_demand import on_demand
 from .seams import Sources
 
 
@@ -39,7 +37,7 @@ class AllSources(Sources):
         return places(lazy, layers, planned), planned
 
     def routed(self, layer: Layer) -> Sequence[nn.Module]:
-        return switches_in(layer)
+        return () if (found := on_demand()) is None else found.switches_in(layer)
 
     def experts(
         self,
@@ -49,9 +47,9 @@ class AllSources(Sources):
         place: Place,
         used: int,
         to: Cast,
-    ) -> tuple[Switch | None, ExpertNumbers | None]:
-        switch = find_switch(layer, pieces)
-        return switch, None if switch is None or not used else expert_size(layer, switch, casts, place, used, to)
+    ) -> tuple[Any, ExpertNumbers | None]:
+        found = on_demand()
+        return (None, None) if found is None else found.experts(layer, pieces, casts, place, used, to)
 
 
 def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
@@ -67,23 +65,6 @@ def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **ho
     context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
     return model_profile.profile_of(lazy, context=context, prompt=prompt, sources=AllSources(), **how)
-
-
-def expert_size(
-    layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
-) -> ExpertSize:
-    """What one of a layer's experts weighs."""
-    tensors = stacked(layer, switch, casts, place)
-    held = sum(t.held_bytes for t in tensors)
-    read = sum(t.read_bytes for t in tensors)
-    cast = any(t.dtype is not None for t in tensors)
-    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
-    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
-
-
-def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
-    """A switch's tensors, as they lie on disk."""
-    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
 def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
