@@ -20,7 +20,7 @@ from ..disk.ring import Lease
 from ..machine.allocator import note_held
 from ..modules.call_values import caches_in, handles, inputs_of, tokens_in
 from ..modules.hooks import Call
-from .recorded_pass import Leaving, Recorded, RecordedPass
+from .recorded_pass import Recorded, RecordedPass
 from .seams import KVOffloader, Stage
 from .streamed_layers import StreamedLayers
 from .undo import Moved, Undo
@@ -89,7 +89,7 @@ class LayerExecutor:
                 self._layers.weights.withdraw(unit)
             turn.arrays = handles(out, args, kwargs)
             if not self._transport.alone:
-                turn.leaving = self._leaving(unit, out)
+                turn.leaving = self._transport.leaving(self._layers.module(unit), out)
             if self.recording is not None:
                 self.recording.see(args, kwargs)
             self._end(turn)
@@ -125,7 +125,9 @@ class LayerExecutor:
                 if (last := self._open) is not None:
                     # Of several passes each has its caches from the one before: held here, all of them would be there.
                     last.arrays += handles(out) if self.recording is not None else handles(out, args, kwargs)
-                    last.leaving = [] if self._transport.alone else self._leaving(unit, out)
+                    last.leaving = (
+                        [] if self._transport.alone else self._transport.leaving(self._layers.module(unit), out)
+                    )
                 if self.recording is not None:
                     self.recording.see(args, kwargs)
                 self._close_part()
@@ -170,7 +172,7 @@ class LayerExecutor:
             self.settle()
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
-            self._wait(lease)
+            self.arrive(lease)
         weights.put(unit, lease.slot, args)
         return Recorded(unit, [], lease=lease)
 
@@ -227,24 +229,18 @@ class LayerExecutor:
 
     def arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
-        self._wait(lease)
-        if not self._transport.alone:
-            self.settle()
-        if self.beside is not None:
-            self.beside.arrive(self._module(lease.unit))
-
-    def _wait(self, lease: Lease) -> None:
         if not lease.read.ready:
             # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
             self.drain()
         self._layers.ring.wait(lease)
+        if not self._transport.alone:
+            self.settle()
+        if self.beside is not None:
+            self.beside.arrive(self._layers.module(lease.unit))
 
     def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
         assert self.beside is not None
-        self.beside.enter(self._module(unit), caches_in(args, kwargs), self.recording is not None)
-
-    def _module(self, unit: int) -> int:
-        return id(self._layers.units[unit].layer.module)
+        self.beside.enter(self._layers.module(unit), caches_in(args, kwargs), self.recording is not None)
 
     # Other ranks
 
@@ -257,13 +253,9 @@ class LayerExecutor:
             self.drain()
         self._transport.settle()
 
-    def _leaving(self, unit: int, out: Any) -> Leaving:
-        """What of a layer's outputs goes to other ranks."""
-        return self._transport.leaving(self._module(unit), out)
-
     def _passed(self, unit: int, out: Any) -> Any:
         """What a layer put out that took no turn."""
-        if not self._transport.alone and (leaving := self._leaving(unit, out)):
+        if not self._transport.alone and (leaving := self._transport.leaving(self._layers.module(unit), out)):
             self.reached(self.moved())
             self._transport.depart(leaving)
         return out

@@ -75,12 +75,10 @@ class Session(Engine):
         plan, profile, reading, lazy: as of ``Engine``.
         govern: watch memory while it runs, and shed resident layers where it is short.
         cpu_streams: MLX streams that linear layers are split over.
-        prefill_step_size: tokens of a prompt at a time, if they were asked for.
+        prefill_step_size: tokens of a prompt at a time, if they were asked for (``residency.chunk``).
         notes: what the user should know already.
         prefix: keeps what was computed of prompts (``decode.prefix``); None: nothing does.
         experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
-        random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
-            were.
 
     Attributes:
         drafting: what drafts tokens for it; None for nothing.
@@ -113,12 +111,10 @@ class Session(Engine):
         notes: tuple[str, ...] = (),
         prefix: Any = None,
         experience: Any = None,
-        random_after: int = 0,
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
-        self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.cpu_streams, self.prefill_step_size = cpu_streams, prefill_step_size
+        self.prefix, self.experience, self.cpu_streams = prefix, experience, cpu_streams
         self.found = self.in_cache = 0
         self.closing, self._notes = list[Callable[[], object]](), notes
         self.drafting: Drafter | None = None

@@ -171,7 +171,7 @@ class StreamedLayers:
     @property
     def order(self) -> list[int]:
         """The units of a pass as they come now."""
-        return [i for i in self._order if id(self.units[i].layer.module) not in self._resident]
+        return [i for i in self._order if self.module(i) not in self._resident]
 
     def is_resident(self, layer: nn.Module) -> bool:
         """Whether a layer that could be streamed stays in memory now."""
@@ -180,12 +180,15 @@ class StreamedLayers:
     @property
     def modules(self) -> list[int]:
         """The ids of the layers' modules as their turns begin."""
-        found = [id(self.units[i].layer.module) for i in self.order]
-        return [m for i, m in zip(self.order, found, strict=True) if self._layers.get(m, [None])[0] == i]
+        return [m for i in self.order if self._layers.get(m := self.module(i), [None])[0] == i]
+
+    def module(self, unit: int) -> int:
+        """The id of the module of a unit's layer."""
+        return id(self.units[unit].layer.module)
 
     def ends(self, unit: int) -> int | None:
         """The id of the layer's module whose turns end with this unit; None: it is none's last."""
-        module = id(self.units[unit].layer.module)
+        module = self.module(unit)
         return module if self._layers.get(module, [None])[-1] == unit else None
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
