@@ -183,7 +183,8 @@ class LayerExecutor:
             turn.moved = self.moved()
             return
         self.arrive(turn.lease)
-        self._layers.arrived(turn.lease.unit, turn.lease.slot)
+        if turn.lease.unit in self._layers.adopting:
+            self._layers.arrived(turn.lease.unit, turn.lease.slot)
         if not turn.leaving:
             self.hand_over(turn.lease, turn.arrays)
             return
@@ -229,10 +230,12 @@ class LayerExecutor:
 
     def arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
-        if not lease.read.ready:
+        if lease.read.ready:
+            lease.read.wait()
+        else:
             # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
             self.drain()
-        self._layers.ring.wait(lease)
+            self._layers.ring.wait(lease)
         if not self._transport.alone:
             self.settle()
         if self.beside is not None:

@@ -149,6 +149,9 @@ class StreamedLayers:
 
     Args:
         copies: as in ``Weights``.
+
+    Attributes:
+        adopting: units that come to stay with this pass, and their weights where they have come.
     """
 
     def __init__(self, bound: Binding, turns: LayerExecutor, copies: bool, transport: Stage) -> None:
@@ -161,7 +164,7 @@ class StreamedLayers:
             if u.rows is None:
                 self._layers.setdefault(id(u.layer.module), []).append(i)
         self._resident = {id(module) for module in bound.resident}
-        self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
+        self.adopting: dict[int, list[mx.array] | None] = {}
         for key, mine in self._layers.items():
             if key not in self._resident:
                 self._install(key)
@@ -203,11 +206,11 @@ class StreamedLayers:
     def adopt(self, layers: Sequence[nn.Module]) -> None:
         """Keep what the next pass brings of these layers, and of no others: they stay in memory from the pass after
         that on."""
-        self._adopting = {i: None for module in layers for i in self._layers[id(module)]}
+        self.adopting = {i: None for module in layers for i in self._layers[id(module)]}
 
     def is_coming(self, layer: nn.Module) -> bool:
         """Whether the next pass brings a layer to stay."""
-        return any(i in self._adopting for i in self._layers.get(id(layer), ()))
+        return any(i in self.adopting for i in self._layers.get(id(layer), ()))
 
     def _install(self, key: int) -> None:
         units = [(i, self.units[i]) for i in self._layers[key]]
@@ -223,28 +226,27 @@ class StreamedLayers:
 
     def keep_adopted(self) -> bool:
         """Layers of which all has come stay in memory. Returns whether any does."""
-        if not self._adopting:
+        if not self.adopting:
             return False
-        whole = [k for k, mine in self._layers.items() if all(self._adopting.get(i) is not None for i in mine)]
+        whole = [k for k, mine in self._layers.items() if all(self.adopting.get(i) is not None for i in mine)]
         for key in whole:
             for i in self._layers[key]:
                 u = self.units[i]
                 for module in (u.layer.module, *u.modules):
                     unswap(module)
-                put(u.layer.parameters, self._adopting.pop(i) or [])
+                put(u.layer.parameters, self.adopting.pop(i) or [])
                 settle(u.layer.parameters, True)
             self._resident.add(key)
             self._transport.watch(self.units[self._layers[key][0]].layer.module)
         # What did not come in one pass (its order was another) will not be waited for.
-        self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
+        self.adopting = {i: None for i, arrays in self.adopting.items() if arrays is None}
         return bool(whole)
 
     def arrived(self, unit: int, slot: int) -> None:
-        """Copy a unit's weights out of its slot if it comes to stay."""
-        if unit in self._adopting:
-            arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
-            mx.eval(arrays)
-            self._adopting[unit] = arrays
+        """Copy the weights of a unit that comes to stay out of its slot."""
+        arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
+        mx.eval(arrays)
+        self.adopting[unit] = arrays
 
     def remove(self) -> None:
         """Give the layers their own classes back (their streamed weights stay absent)."""
