@@ -20,7 +20,7 @@ from ..machine.device import on_cpu
 from ..modules.layers import STREAMED, Layer, Projection
 from ..modules.module_tree import modules, named_parameters
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
-from ..plan.partition import ExpertNumbers, LayerSize, PieceSize
+from ..plan.partition import LayerSize, PieceSize
 from ..sizes import BLOCK, round_up
 from .vocabulary import SLICE_STEP, Table
 
@@ -148,11 +148,7 @@ def layer_size(
     pieces: Sequence[Projection],
     casts: Sequence[mx.Dtype | None],
     place: Place,
-    *,
-    streamable: bool,
-    splittable: bool,
-    experts: ExpertNumbers | None = None,
-    width: Callable[[Layer], int] = lambda _: 0,
+    width: Callable[[Layer], int],
 ) -> LayerSize:
     """What a layer and its pieces weigh, in the dtypes that they are computed in.
 
@@ -169,11 +165,8 @@ def layer_size(
         slot=whole.slot,
         read=whole.read,
         cast=whole.cast,
-        streamable=streamable,
         kind=_kind(layer.module, casts),
         pieces=tuple(found),
-        splittable=splittable,
-        experts=experts,
         joined=sum(getattr(m, "joined_bytes", 0) for m in modules(layer.module)),
         decoded=place.decoded_bytes(layer),
         to_cast=_cast_bytes(layer, casts, place),

@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from ..modules.layers import Layer, Projection
 from ..packages import modules
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
-from ..plan.partition import ExpertNumbers
 from ..plan.plan import Plan
-from .layer_sizes import Cast, Place
 from .model_profile import ModelProfile
-from .seams import ExpertCaches
+from .seams import ExpertCaches, ExpertFinder
 
 if TYPE_CHECKING:
     from .session import Session
@@ -50,22 +43,8 @@ class ExpertPools(Protocol):
         """
 
 
-class OnDemand(Protocol):
+class OnDemand(ExpertFinder, Protocol):
     """What that module has."""
-
-    def switches_in(self, layer: Layer) -> Sequence[nn.Module]:
-        """Modules that are called with numbers of experts."""
-
-    def experts(
-        self,
-        layer: Layer,
-        pieces: Sequence[Projection],
-        casts: Sequence[mx.Dtype | None],
-        place: Place,
-        used: int,
-        to: Cast,
-    ) -> tuple[Any, ExpertNumbers | None]:
-        """As ``Sources.experts``."""
 
     def experts_for(self, streaming: StreamedPasses, profile: ModelProfile, plan: Plan) -> ExpertCaches | None:
         """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there
