@@ -185,7 +185,6 @@ def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
     assert all(map(equal, texts("off"), texts("on")))
 
 
-@pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
 def test_without_its_package_keys_and_values_stay_in_memory(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outcore.engine.kv_offload.modules", lambda _: {})
     with pytest.raises(UsageError, match=r"kv_disk on: .* the package outcore_kv is missing"), opened(full):
@@ -194,6 +193,7 @@ def test_without_its_package_keys_and_values_stay_in_memory(full: Path, monkeypa
         assert not model.outcore.plan.kv_slot
 
 
+@pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
 def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, back: int) -> None:
     """What was read ahead for it is what others have taken the place of."""
 
