@@ -122,7 +122,7 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
     return Replica(there, copies, states)
 
 
-def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> None:
+def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -> None:
     """See that every byte of a mirror is the model's, unless that was found before; what was found is kept.
 
     Raises:

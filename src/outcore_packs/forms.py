@@ -70,9 +70,9 @@ class Coding:
     form: Form
 
     @property
-    def specs(self) -> list[Spec]:
+    def spec(self) -> Spec:
         """What is stored in the place of the tensor, and is read in each pass."""
-        return [(self.coded.name(self.path), mx.uint8, self.form.stored_shape)]
+        return self.coded.name(self.path), mx.uint8, self.form.stored_shape
 
     @property
     def beside(self) -> dict[str, mx.array]:

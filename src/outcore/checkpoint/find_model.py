@@ -52,12 +52,11 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
     return download(path_or_repo, revision)
 
 
-def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
-    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already; ``patterns``: of files that are
-    wanted, None: all that a model needs.
+def download(repo: str, revision: str | None) -> Path:
+    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already.
 
     Raises:
-        MissingFileError: the Hub did not give them.
+        MissingFileError: the Hub did not give it.
     """
     # Imported here, because reading headers needs neither, and together they take a second.
     from huggingface_hub import errors as hub
@@ -83,7 +82,7 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
         else f"{away} check the network and HF_ENDPOINT, or give a folder",
     }
     try:
-        return by_mlx_lm(repo, revision, patterns)
+        return by_mlx_lm(repo, revision)
     except known as error:
         what = next((text for kind, text in told.items() if isinstance(error, kind)), None)
         what = what or f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"

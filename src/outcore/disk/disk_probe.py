@@ -52,12 +52,13 @@ def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...
     return tuple(found)
 
 
-def unseen_rewrites(times: int = REWRITES, nbytes: int = 16 * BLOCK) -> int:
+def unseen_rewrites(times: int = REWRITES) -> int:
     """Write ``times`` random contents into one slot and have the device add up the first view that was made of it.
 
     Returns:
         How often its sum was not NumPy's: 0 where slots work, on which everything that is streamed relies.
     """
+    nbytes = 16 * BLOCK
     slot = Slot(nbytes, device_kind())
     view = slot.array[slot.base : slot.base + nbytes].view(mx.uint32)
     mx.eval(view)
