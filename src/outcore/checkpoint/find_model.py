@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import AbstractContextManager
-from importlib import resources
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingFileError, UsageError
@@ -13,7 +11,6 @@ from ..text import one_line, quoted
 from .checkpoint import GGUF, not_a_folder, require_config
 
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
-DEMO_PACKAGE = "outcore_demo_model"
 
 
 def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
@@ -94,20 +91,3 @@ def name_of(folder: Path) -> str:
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-
-
-def demo_model() -> AbstractContextManager[Path]:
-    """The demo model's folder, which is there for as long as the block runs. It is a package of its own, so that
-    Outcore's stays small.
-
-    Raises:
-        MissingFileError: the package is not installed.
-    """
-    try:
-        folder = resources.files(DEMO_PACKAGE)
-    except ModuleNotFoundError as e:
-        raise MissingFileError(
-            "the demo model is a package of its own, which is not installed: pip install outcore-demo-model; in a "
-            "checkout pip install ./demo-model"
-        ) from e
-    return resources.as_file(folder)
