@@ -24,9 +24,10 @@ from outcore.decode import one_text, text_drafts
 from outcore.decode.one_text import Sampler
 from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.decode.speculative.draft_model import CopySource, State
+from outcore.decode.speculative.drafting import TextState
 from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
 from outcore.errors import BudgetError, UsageError
+from outcore_drafts.self_draft import CopyProposer
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -84,9 +85,9 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
         copies: list[Proposer] = []
 
         def source(
-            _: Any, control: DraftLengthPolicy, sampler: Any, vocabulary: int, state: State, *__: Any
+            _: Any, control: DraftLengthPolicy, sampler: Any, vocabulary: int, state: TextState, *__: Any
         ) -> Proposer:
-            copies.append(CopySource(twin, "self", None, vocabulary, state))
+            copies.append(CopyProposer(twin, None, vocabulary, state))
             return copies[-1]
 
         monkeypatch.setattr(outcore.decode.speculative.drafting.Drafting, "source", source)

@@ -21,7 +21,7 @@ from outcore.checkpoint.positions import config_of, position_limit
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
 from outcore.cli.arguments import loading_options
-from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, progress_bar, watched
+from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, watched
 from outcore.cli.output import tell
 from outcore.decode.batch import Progress, answers
 from outcore.decode.loader import load_model
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
     if agreement.chooses:
         made = Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.force)
-    with made as output, progress_bar() as bar:
+    with made as output, ProgressBar() as bar:
         output.require({line.id for line in lines})
         output.done = json.loads(agreement.text(lambda: json.dumps(output.done)))
         resumed, todo = len(output.done), [line for line in lines if line.id not in output.done]

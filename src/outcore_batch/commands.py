@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from outcore.cli.commands import Command
+from outcore.cli.commands import HUB, Command
 
 COMMANDS = {
     "batch": Command(
-        "answer a file of requests, many in each sweep over the weights",
-        "outcore_batch.flags:batch",
+        "Answer a file of requests in OpenAI's batch format. As many as there is memory for share each sweep over the "
+        "weights, and new ones join as others finish. A run that was killed goes on with --resume.",
         "outcore_batch.command:run",
+        "outcore_batch.flags:BATCH",
+        f"{HUB} --memory 4GB --input requests.jsonl --output answers.jsonl",
     )
 }

@@ -17,11 +17,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..disk.metrics import Metrics
-from ..engine.kept_tokens import in_memory
 from ..engine.session import Session
 from ..engine.transport import Transport
 from ..engine.undo import Undo
 from ..machine.allocator import clear_cache
+from ..modules.away import in_memory
 from .one_text import Computed, OneText
 from .passes import Pass, run_passes
 from .request import Request, Token

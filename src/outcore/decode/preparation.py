@@ -15,15 +15,16 @@ from ..checkpoint.codings import codings
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
-from ..disk.scratch import try_folder
+from ..engine.kv_offload import kv_offload
 from ..engine.model_profile import ModelProfile
+from ..engine.on_demand import on_demand
 from ..errors import BudgetError, UsageError
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
+from ..modules.layers import is_stacked
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.side_by_side import mergeable
-from ..modules.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..plan.draft_choice import Choice, fastest
 from ..plan.draft_cost import AUTO, NONE, Draft
@@ -35,9 +36,9 @@ from ..plan.planner import ASSUMED, make_plan
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .budget import asked_budget
+from .opening import Opening
 from .speculative.choices import Way, ways_to_draft
-from .speculative.drafting import parse_draft
-from .speculative.opened import measured, with_draft
+from .speculative.sources import parse_draft, with_draft
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ def prepare(
 def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
     """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
     within the budget. With the machine's calibration, if there is one."""
-    if o.kv_dir is not None and o.kv_disk != "off":
-        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
+        offload.try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
@@ -159,19 +160,19 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Cal
     known = load_calibration(folder, streams)
     mirrors = find_mirrors(o.mirrors, lazy.checkpoint)
     kind, which = draft_kind(o)
-    profile = measured(lazy, o, known)
+    opening = Opening(folder, o, known)
+    profile = opening.measured(lazy)
     _check_experts(profile, o)
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
     elif mirrors is None and (packs := codings()) is not None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        measure = partial(measured, o=o, calibration=known)
-        profile = packs.or_compact(folder, profile, known, measure, budget, ring_options(o))
+        profile = packs.or_compact(folder, profile, known, opening.measured, budget, ring_options(o))
     told = () if mirrors is None else mirrors.about(profile.units)
     draft = shared.draft if shared is not None else None
     if shared is None:
-        profile, draft = with_draft(profile, kind, which, folder, o, known)
+        profile, draft = with_draft(kind, which, profile, opening)
     planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
     found = Preparation(
         profile, cast(Plan, None), streams, told, known or ASSUMED, draft, planning, "", mirrors=mirrors
@@ -188,6 +189,8 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
     asked = f"{o.name('experts')} {o.experts}"
+    if on_demand() is None:
+        raise UsageError(f"{asked}: nothing here reads experts: the package outcore_experts is missing; install it")
     if o.adapter_path is not None and any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
         raise UsageError(
             f"{asked}: with the adapter {o.adapter_path} none can be read one by one, because its modules look at the "
@@ -207,9 +210,9 @@ def _planned_for_one(
     planned = planning.at(allowed, opened.calibration)
     choice: Choice | None = None
     if planning.kind == AUTO and planned.plan.streams and not planned.plan.pools:
-        draft_ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
-        choice = fastest([way.choice for way in draft_ways])
-        profile = next(way.profile for way in draft_ways if way.choice is choice)
+        draft_ways = ways_to_draft(profile, planning, planned, Opening(folder, o, known), allowed)
+        choice = fastest([each for each, _ in draft_ways])
+        profile = next(its for each, its in draft_ways if each is choice)
         planned = choice.planned or planned
         planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
     return replace(
@@ -217,7 +220,7 @@ def _planned_for_one(
         profile=replace(profile, size=replace(planned.size, on_disk=bool(planned.plan.kv_slot))),
         plan=planned.plan,
         draft=planned.draft,
-        choices=tuple(way.choice for way in draft_ways),
+        choices=tuple(each for each, _ in draft_ways),
         choice=choice,
         refused=planning.refusal(budget) if planning.smallest > room else None,
     )
@@ -250,7 +253,7 @@ def ring_options(o: LoadOptions) -> dict[str, Any]:
     }
 
 
-def draft_kind(o: LoadOptions) -> tuple[str, int | str | None]:
+def draft_kind(o: LoadOptions) -> tuple[str, Any]:
     """What drafts, which is nothing where several sequences share sweeps."""
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from .speculative.acceptance import AcceptanceStats
 from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
 from .speculative.proposers import Guess, Proposer
+from .speculative.sources import for_models
 
 
 class TextDrafts:
@@ -87,7 +88,9 @@ class TextDrafts:
         return target.in_blocks and self.most > 0
 
 
-def drafting_of(session: Session, model: nn.Module | None = None, asked: int | None = None) -> tuple[Any, int]:
+def drafting_of(
+    session: Session, model: nn.Module | None = None, asked: int | None = None
+) -> tuple[Drafting | None, int]:
     """What drafts (``Drafting``; None: nothing), and how many tokens for a pass at most.
 
     Args:
@@ -95,7 +98,7 @@ def drafting_of(session: Session, model: nn.Module | None = None, asked: int | N
     """
     if asked == 0:
         return None, 0
-    drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
+    drafting = cast(Drafting | None, session.drafting) if model is None else for_models("draft_model").of_model(model)
     most = MOST if session.streaming is None else session.size.drafted
     if not session.transport.alone:
         # Who has experts in pools would read as many for each guess; what evaluates on the way cannot be verified while

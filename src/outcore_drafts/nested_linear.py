@@ -1,0 +1,168 @@
+"""Linear layers of which a draft has the high bits of the codes in memory, so that only the low ones are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from outcore_packs.code_planes import high_plane, joined, low_plane, middle
+
+LOW = "low"
+"""The parameter that is read from disk."""
+
+CUT_BYTES = 1 << 17
+"""Of codes that are cut at a time, where memory is short: what that takes meanwhile is 7 to 24 times as much."""
+
+
+class CoarseLinear(nn.QuantizedLinear):
+    """A draft's layer: the high bits of a model's codes, or all of them where they stay in memory.
+
+    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, and those of
+    the high bits are made of them for each call, so that nothing is in memory twice.
+
+    Attributes:
+        all_bits: of each of the model's codes.
+    """
+
+    all_bits: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows: Any = self.__dict__.get("_outcore_rows")
+        out = self._part(x, None) if rows is None else rows.product(self["biases"].shape[0], lambda s: self._part(x, s))
+        return out + self["bias"] if "bias" in self else out
+
+    def _part(self, x: mx.array, rows: slice | None) -> mx.array:
+        arrays = self.whole(rows)
+        return mx.quantized_matmul(
+            x, *arrays, transpose=True, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
+
+    @property
+    def outcore_split(self) -> tuple[int, int]:
+        """As ``split_rows`` asks for it."""
+        return self["biases"].shape[0], self["biases"].size * self.group_size
+
+    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        """Words, scales and biases that it multiplies with, all of them or some rows; not evaluated."""
+        words, scales, biases = self._own(rows)
+        low = self.all_bits - self.bits
+        return words, scales, middle(scales, biases, low) if low else biases
+
+    def _own(self, rows: slice | None) -> list[mx.array]:
+        arrays = [self["weight"], self["scales"], self["biases"]]
+        return arrays if rows is None else [a[rows] for a in arrays]
+
+
+class NestedLinear(CoarseLinear):
+    """The same product as a ``QuantizedLinear`` whose codes are put together for each call, or once where it stays.
+
+    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
+    there is one. The rest is ``coarse``, the draft's module. Until it is there, products are of numbers that are none.
+    While all of the codes stay in memory (``settle``) they are the draft's weight, which is as good as this one then,
+    and ``low`` is empty.
+
+    Attributes:
+        high: bits of each code that are in memory.
+        nbytes: as in ``Decoder``, which it is of its low bits.
+    """
+
+    outcore_streamed = (LOW,)
+    high: int
+    nbytes = 0
+
+    def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
+        """Words, scales and biases as the ``QuantizedLinear`` has them."""
+        low, biases, coarse = self[LOW], self["biases"], self.coarse
+        if rows is not None:
+            biases, low = biases[rows], low if self.settled else low[rows]
+        if coarse is None:
+            shape = (*low.shape[:-1], low.shape[-1] // (self.bits - self.high) * self.bits)
+            return mx.broadcast_to(low[..., :1], shape), biases * mx.nan, biases
+        words, scales, _ = coarse._own(rows)
+        if self.settled:
+            return words, scales, biases
+        # In the place of ``low`` there may be all bits already (``decode``).
+        if low.shape[-1] * 32 != biases.shape[-1] * self.group_size * self.bits:
+            low = joined(words, low, self.bits, self.high)
+        # A power of two: what the draft multiplied with goes without a trace.
+        return low, scales * 2 ** (self.high - self.bits), biases
+
+    def decode(self, low: mx.array) -> mx.array:
+        """As in ``Decoder``: the codes of which these are the low bits, for all calls that they are there for."""
+        coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
+        if coarse is None or self.settled:
+            return low
+        words = coarse["weight"]
+        if rows is None:
+            return joined(words, low, self.bits, self.high)
+        whole: mx.array = rows.product(low.shape[0], lambda s: joined(words[s], low[s], self.bits, self.high), axis=0)
+        return whole
+
+    @property
+    def settled(self) -> bool:
+        """Whether the codes have been put together, and stay in memory."""
+        return self.coarse is not None and self.coarse.bits == self.bits
+
+    def settle(self) -> None:
+        """Put the codes together once, as ``low`` is in memory and stays there: the draft's weights are these now."""
+        if (coarse := self.coarse) is None or self.settled or not self[LOW].size:
+            return
+        words, scales, _ = self.whole()
+        mx.eval(words, scales)
+        coarse.weight, coarse.scales, coarse.bits = words, scales, self.bits
+        self[LOW] = mx.zeros((0,), mx.uint32)
+
+    def unsettle(self) -> None:
+        """The draft has the high bits alone again; ``low`` is to be read."""
+        if (coarse := self.coarse) is None or not self.settled:
+            return
+        arrays = coarse._own(None)
+        step = max(1, CUT_BYTES // (arrays[0].shape[-1] * 4))
+        parts: list[tuple[mx.array, mx.array]] = []
+        for begin in range(0, arrays[0].shape[0], step):
+            words, scales, biases = (a[begin : begin + step] for a in arrays)
+            parts.append(high_plane(words, scales, biases, self.bits, self.high)[:2])
+            mx.eval(parts[-1])
+        words, scales = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
+        mx.eval(words, scales)
+        coarse.weight, coarse.scales, coarse.bits = words, scales, self.high
+
+    def _extra_repr(self) -> str:
+        rows, groups = self["biases"].shape
+        sizes = f"input_dims={groups * self.group_size}, output_dims={rows}, group_size={self.group_size}"
+        return f"{sizes}, bits={self.bits}, of them high={self.high}"
+
+    @property
+    def coarse(self) -> CoarseLinear | None:
+        """The draft's module, whose high bits this one uses. (Kept beside the modules that are its own.)"""
+        found: CoarseLinear | None = self.__dict__.get("_outcore_coarse")
+        return found
+
+    def share(self, coarse: CoarseLinear) -> None:
+        """Use the high bits of the draft's module."""
+        self.__dict__["_outcore_coarse"] = coarse
+
+    @property
+    def joined_bytes(self) -> int:
+        """Bytes of the codes that are put together for a call."""
+        return int(self["biases"].size * self.group_size * self.bits // 8)
+
+
+def nest(module: nn.QuantizedLinear, high: int) -> None:
+    """Make a quantized layer one of whose codes only the low bits are its own: those below the ``high`` highest."""
+    low = low_plane(module.weight, module.bits, high)
+    dict.__delitem__(module, "weight")
+    dict.__delitem__(module, "scales")
+    module[LOW] = low
+    module.__dict__.update(high=high, all_bits=module.bits)
+    module.__class__ = NestedLinear
+
+
+def coarsen(module: nn.QuantizedLinear, high: int) -> None:
+    """Make a quantized layer a draft's, with the high bits of its codes alone."""
+    module.__dict__["all_bits"] = module.bits
+    module.weight, module.scales, _ = high_plane(module.weight, module.scales, module.biases, module.bits, high)
+    module.bits = high
+    module.__class__ = CoarseLinear

@@ -1,0 +1,378 @@
+"""A layer's switch that computes with a cache of some of its experts, and the reads that bring them there.
+
+The cache is one array for each tensor, with a slot for an expert. In a file an expert is a stretch of each tensor,
+which are stacked by expert; kernels want each tensor as one array, too. So an expert is read in as many stretches as
+there are tensors, each to its slot of its array, and which expert lies in which slot makes no difference to what is
+computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.lazy_model import DTYPES
+from outcore.disk.layout import Extent
+from outcore.disk.metrics import Metrics
+from outcore.disk.reader import Read, Reader
+from outcore.disk.ring import Slot
+from outcore.engine.layer_sizes import Place
+from outcore.errors import ReadError
+from outcore.machine.device_memory import address_of, move
+from outcore.machine.device_stretches import DeviceMemory
+from outcore.modules.hooks import absent, put
+from outcore.modules.layers import Layer, Parameter
+from outcore.sizes import BLOCK, round_up
+
+from .expert_policy import ExpertPolicy, Load
+from .switches import Switch
+
+STAGED = 8
+"""Experts that are read at a time where they are cast on their way into the cache."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A tensor that is stacked by expert.
+
+    Attributes:
+        info: where it lies on disk, all of it.
+        dtype: what it is held in; None: as on disk.
+    """
+
+    info: TensorInfo
+    dtype: mx.Dtype | None = None
+
+    @property
+    def read_bytes(self) -> int:
+        """Of one expert on disk."""
+        return self.info.nbytes // self.info.shape[0]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of one expert in memory."""
+        if self.dtype is None:
+            return self.read_bytes
+        return self.read_bytes // DTYPES[self.info.dtype].size * self.dtype.size
+
+
+def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
+    """A switch's tensors, as they lie on disk."""
+    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
+
+
+@dataclass(frozen=True)
+class SwitchUnit:
+    """A layer's switch and where its experts lie.
+
+    Attributes:
+        name: of its layer, for messages.
+        parameters: whose values are taken from a cache, in the order of ``tensors``.
+        used: experts that a token uses.
+        block: the module that routes, and calls the switch; None: it cannot be called by itself.
+    """
+
+    name: str
+    switch: Switch
+    parameters: tuple[Parameter, ...]
+    tensors: tuple[Stacked, ...]
+    used: int
+    block: nn.Module | None = None
+
+    @property
+    def cast(self) -> bool:
+        """Whether experts are held in another dtype than on disk."""
+        return any(t.dtype is not None for t in self.tensors)
+
+
+class Pool:
+    """Slots for experts of one layer.
+
+    Args:
+        placed: what keeps its memory on the device, apart from the host's; None: both compute with the same memory.
+
+    Attributes:
+        arrays: (slots, *shape of an expert) of each tensor; they keep showing what is written to the slots.
+    """
+
+    def __init__(self, tensors: Sequence[Stacked], slots: int, device: str, placed: DeviceMemory | None = None) -> None:
+        self.tensors, self._placed = tensors, placed
+        self._starts, end = list[int](), 0
+        for t in tensors:
+            self._starts.append(end)
+            end += round_up(slots * t.held_bytes, BLOCK)
+        self.memory = Slot(end, device if placed is None else "cpu")
+        if placed is not None:
+            placed.keep(address_of(self.memory.payload), len(self.memory.payload))
+        base, whole = self.memory.base, self.memory.array
+        self.arrays = [
+            whole[base + start : base + start + slots * t.held_bytes]
+            .view(t.dtype or DTYPES[t.info.dtype])
+            .reshape(slots, *t.info.shape[1:])
+            for start, t in zip(self._starts, tensors, strict=True)
+        ]
+        mx.eval(self.arrays)
+
+    def extents(self, expert: int, slot: int) -> list[Extent]:
+        """What reading an expert into a slot takes, where nothing is cast."""
+        found = []
+        for t, start in zip(self.tensors, self._starts, strict=True):
+            n = t.read_bytes
+            offset, at = t.info.offset + expert * n, start + slot * n
+            # Its neighbours are other experts: blocks can be read in place only where they are its own.
+            in_place = self._placed is None and not (offset % BLOCK or at % BLOCK or n % BLOCK)
+            found.append(Extent(t.info.file, offset, n, at, in_place=in_place))
+        return found
+
+    def place(self, tensor: int, slot: int) -> memoryview:
+        """Where an expert's part of a tensor lies: for ``move`` alone, as it may be on a device."""
+        n = self.tensors[tensor].held_bytes
+        at = self._starts[tensor] + slot * n
+        return self.memory.payload[at : at + n]
+
+    def move(self, target: memoryview, source: memoryview) -> None:
+        """Copy to, or out of, a ``place``.
+
+        Raises:
+            ReadError: the device refuses.
+        """
+        try:
+            (move if self._placed is None else self._placed.move)(target, source)
+        except OSError as e:
+            raise ReadError(f"an expert could not be copied: {e}") from e
+
+    def close(self) -> None:
+        """Nobody computes with it any more."""
+        if self._placed is not None:
+            self._placed.forget(address_of(self.memory.payload))
+
+
+class PooledSwitch:
+    """One switch, its cache, and the table of which expert lies where.
+
+    Args:
+        table: memory for the table; ``inside``: for the expert in each slot, uint32 (experts,) both.
+        placed: as in ``Pool``.
+
+    Attributes:
+        table: the slot of each expert; of one that is not in the cache, any.
+        last: what was computed with the cache last, and may still be under way.
+        filling: reads that copy experts out of the cache, and may still be under way.
+        arriving: experts that were foreseen, and have slots, and may not be there yet.
+        stays: all experts are in memory, and the cache's arrays are the switch's weights.
+    """
+
+    def __init__(
+        self,
+        unit: SwitchUnit,
+        slots: int,
+        table: mx.array,
+        inside: mx.array,
+        device: str,
+        placed: DeviceMemory | None = None,
+    ) -> None:
+        self.unit, self._device, self._placed = unit, device, placed
+        self.last: list[mx.array] = []
+        self.filling: list[Read] = []
+        self.arriving: dict[int, Read] = {}
+        self.policy = ExpertPolicy(unit.switch.experts, slots)
+        self.pool = Pool(unit.tensors, slots, device, placed)
+        self.table, self._inside, self.stays = table, inside, False
+        self._absent = absent(self.pool.arrays)
+        # What is in memory as a whole, by expert, while something else is in its place.
+        self._own: list[mx.array] | None = None
+        mx.eval(table, inside)
+        self._slots, self._experts = np.array(table, copy=False), np.array(inside, copy=False)
+
+    def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
+        """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
+        self.policy.used(tokens)
+        return set(tokens.ravel().tolist())
+
+    def free(self) -> None:
+        """Wait until nothing copies out of the cache."""
+        for read in self.filling:
+            read.ended()
+        self.filling = []
+
+    def settle(self) -> None:
+        """Wait until nothing computes with the cache, or copies out of it, or into it."""
+        mx.eval(self.last)
+        self.last = []
+        self.free()
+        self.arrived(self.arriving)
+
+    def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
+        """Wait for those of these that were foreseen; what did not come is not there.
+
+        Args:
+            cancel: nobody wants them: reads that have not begun do not.
+        """
+        mine = [(e, self.arriving[e]) for e in list(experts) if e in self.arriving]
+        for _, read in mine:
+            if cancel:
+                read.cancel()
+        for e, read in mine:
+            read.ended()
+            del self.arriving[e]
+            if read.error is not None:
+                self.policy.vacate([int(self.policy.slot_of[e])])
+
+    def place(self, loads: Sequence[Load]) -> None:
+        """These experts are in these slots now."""
+        self.policy.placed(loads)
+        self._slots[:] = np.maximum(self.policy.slot_of, 0)
+        self._experts[: self.policy.slots] = np.maximum(self.policy.expert_in, 0)
+
+    def withdraw(self) -> None:
+        """Nothing is in place of the switch's weights."""
+        self.stays = False
+        put(self.unit.parameters, self._absent)
+        if self._own is not None:
+            put(self.unit.switch.held, self._own)
+            self._own = None
+
+    def stay(self) -> None:
+        """All of its experts are in memory: calls are the layer's own, until ``withdrawn``."""
+        put(self.unit.parameters, self.pool.arrays)
+        self.stays = True
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The cache's arrays are the switch's weights; what stays in memory by expert is looked up for the slots when
+        the graph is computed, as the table is: which experts they hold then is not known yet."""
+        self._own = [p.array for p in self.unit.switch.held]
+        experts = self._inside[: self.policy.slots]
+        try:
+            put(self.unit.parameters, self.pool.arrays)
+            put(self.unit.switch.held, [own[experts] for own in self._own])
+            yield
+        finally:
+            self.withdraw()
+
+    def resize(self, slots: int) -> None:
+        """Another cache, with the most valuable experts of this one."""
+        if slots == self.policy.slots:
+            return
+        self.settle()
+        if self.stays:
+            self.withdraw()
+        policy, moves = self.policy.resized(slots)
+        pool = Pool(self.unit.tensors, slots, self._device, self._placed)
+        for expert, slot in moves:
+            for n in range(len(self.unit.tensors)):
+                pool.move(pool.place(n, slot), self.pool.place(n, int(self.policy.slot_of[expert])))
+        self.pool.close()
+        self.policy, self.pool = policy, pool
+        self.place(moves)
+
+
+class ExpertReads:
+    """Reads for the caches of a model.
+
+    Args:
+        device: of the slot that experts are cast in.
+
+    Attributes:
+        reader: whose threads read; None: not known yet.
+        expert_s: seconds that an expert took, of those that were waited for lately; None: none was.
+    """
+
+    def __init__(self, metrics: Metrics, device: str) -> None:
+        self.reader: Reader | None = None
+        self.expert_s: float | None = None
+        self._metrics, self._device = metrics, device
+        self._staging: Slot | None = None
+
+    def bring(self, switch: PooledSwitch, loads: Sequence[Load], wanted: Iterable[int] = ()) -> None:
+        """These experts are in their slots when this returns, and those that are ``wanted`` and were foreseen are, too.
+
+        Raises:
+            ReadError: one cannot be read (named).
+        """
+        began = self._metrics.clock()
+        if loads:
+            self._empty(switch, loads)
+            if switch.unit.cast:
+                for n in range(0, len(loads), STAGED):
+                    self._stage(switch, loads[n : n + STAGED])
+            else:
+                self._read([self._begin(switch, load) for load in loads])
+            switch.place(loads)
+            each = (self._metrics.clock() - began) / len(loads)
+            self.expert_s = each if self.expert_s is None else self.expert_s + (each - self.expert_s) / 16
+        foreseen = [(e, int(switch.policy.slot_of[e])) for e in wanted if e in switch.arriving]
+        if foreseen:
+            switch.arrived([e for e, _ in foreseen])
+            lost = [(e, slot) for e, slot in foreseen if switch.policy.slot_of[e] < 0]
+            if lost:
+                self.bring(switch, lost)
+        if loads or foreseen:
+            self._metrics.stall_s += self._metrics.clock() - began
+
+    def foresee(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
+        """Begin to read these experts, which may never be asked for, and return at once."""
+        mx.eval(switch.last)
+        switch.last = []
+        self._empty(switch, loads)
+        for load in loads:
+            switch.arriving[load[0]] = self._begin(switch, load)
+        switch.place(loads)
+
+    def _empty(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
+        """Nothing is in the slots of these loads, and nothing writes to them, or reads them."""
+        switch.free()
+        switch.arrived({int(switch.policy.expert_in[slot]) for _, slot in loads}, cancel=True)
+        # Until all of it is there nothing is: what breaks off must not be taken for an expert.
+        switch.policy.vacate([slot for _, slot in loads])
+
+    def _begin(self, switch: PooledSwitch, load: Load) -> Read:
+        return self._submit(switch, load[0], switch.pool.extents(*load), switch.pool.memory.payload)
+
+    def _submit(self, switch: PooledSwitch, expert: int, extents: Sequence[Extent], target: memoryview) -> Read:
+        assert self.reader is not None
+        return self.reader.submit(f"{switch.unit.name}, expert {expert}", extents, target)
+
+    def _read(self, reads: Sequence[Read]) -> None:
+        try:
+            for read in reads:
+                read.ended()
+        except BaseException:
+            for read in reads:
+                read.cancel()
+            for read in reads:
+                read.wait_quietly()
+            raise
+        for read in reads:
+            read.wait()
+
+    def _stage(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
+        """Read by way of a slot, where experts are held in another dtype than on disk."""
+        tensors, starts, end = switch.unit.tensors, list[int](), 0
+        for t in tensors:
+            starts.append(end)
+            end += round_up(t.read_bytes * STAGED, BLOCK)
+        if self._staging is None or len(self._staging.payload) < end:
+            self._staging = None
+            self._staging = Slot(end, self._device)
+        slot, reads = self._staging, []
+        for n, (expert, _) in enumerate(loads):
+            extents = [
+                Extent(t.info.file, t.info.offset + expert * t.read_bytes, t.read_bytes, start + n * t.read_bytes)
+                for t, start in zip(tensors, starts, strict=True)
+            ]
+            reads.append(self._submit(switch, expert, extents, slot.payload))
+        self._read(reads)
+        for i, (t, start) in enumerate(zip(tensors, starts, strict=True)):
+            begin = slot.base + start
+            raw = slot.array[begin : begin + len(loads) * t.read_bytes].view(DTYPES[t.info.dtype])
+            cast = np.array((raw if t.dtype is None else raw.astype(t.dtype)).view(mx.uint8), copy=False).data
+            for n, (_, place) in enumerate(loads):
+                switch.pool.move(switch.pool.place(i, place), cast[n * t.held_bytes : (n + 1) * t.held_bytes])

@@ -1,0 +1,185 @@
+"""All experts of a layer in slots of the ring, for a pass that uses most of them; beside pools of some of them.
+
+What a pool holds need not be read: it is copied into the ring's slot. And what a long pass has used most is copied the
+other way when the layer is computed, so that the tokens after a prompt find their experts in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from outcore.disk.layout import Extent, SlotCopy, Unit
+from outcore.disk.reader import Read
+from outcore.disk.ring import Lease, Partly, Ring
+from outcore.engine.streamed_layers import StreamedUnit
+from outcore.sizes import BLOCK
+
+from .expert_cache import PooledSwitch
+from .expert_policy import Load
+
+LEAST = 4 * BLOCK
+"""Bytes of an expert's part of a tensor from which leaving it out is worth another read."""
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A tensor of a switch inside of a ring's unit: its number among the switch's, and where it lies in a slot."""
+
+    tensor: int
+    at: int
+    extent: Extent
+
+
+@dataclass
+class _Window:
+    """A switch as it passes by.
+
+    Attributes:
+        units: of the ring, that hold its experts.
+        routed: numbers of experts that this sweep's calls were given.
+        loads: experts that come to stay; None: not decided yet.
+        left: units that have not been computed yet in this sweep.
+    """
+
+    switch: PooledSwitch
+    units: tuple[int, ...]
+    routed: list[mx.array] = field(default_factory=list)
+    loads: list[Load] | None = None
+    left: set[int] = field(default_factory=set)
+
+
+class Windows:
+    """All switches of a model whose experts are in pools as they are on disk.
+
+    Args:
+        units: of the ring.
+    """
+
+    def __init__(self, switches: Sequence[PooledSwitch], units: Sequence[StreamedUnit], ring: Ring) -> None:
+        self._ring = ring
+        self._stacks: dict[int, list[_Stack]] = {}
+        self._windows: dict[int, _Window] = {}  # by switch's module
+        self._of_unit: dict[int, _Window] = {}
+        self._filling: dict[int, Read] = {}  # of each unit, the last that copied out of a pool
+        for switch in switches:
+            if switch.unit.cast:
+                continue
+            places = {(id(p.module), p.key): n for n, p in enumerate(switch.unit.parameters)}
+            mine: list[int] = []
+            for i, u in enumerate(units):
+                if u.rows is None and (stacks := _stacks(u, places)):
+                    self._stacks[i] = stacks
+                    mine.append(i)
+            if mine:
+                window = self._windows[id(switch.unit.switch.module)] = _Window(switch, tuple(mine))
+                self._of_unit.update(dict.fromkeys(mine, window))
+        ring.partly = self._partly
+
+    def close(self) -> None:
+        """Let go of the pools."""
+        self._ring.partly = None
+        self._windows, self._of_unit, self._filling = {}, {}, {}
+
+    def begin(self) -> None:
+        """A sweep begins."""
+        for window in self._windows.values():
+            window.routed, window.loads, window.left = [], None, set(window.units)
+
+    def route(self, switch: PooledSwitch, indices: mx.array) -> None:
+        """A call of this sweep uses these experts."""
+        window = self._windows.get(id(switch.unit.switch.module))
+        if window is not None:
+            window.routed.append(indices)
+
+    def _partly(self, unit: int) -> Partly | None:
+        """What of a unit is to be read, and what is in its pool."""
+        window = self._of_unit.get(unit)
+        if window is None or not len(window.switch.policy.inside):
+            return None
+        switch, extents, copies = window.switch, list[Extent](), list[SlotCopy]()
+        inside = switch.policy.slot_of.copy()
+        inside[list(switch.arriving)] = -1
+        stacks = self._stacks[unit]
+        for extent in self._ring.units[unit].extents:
+            mine = [s for s in stacks if s.extent is extent]
+            begin = extent.offset
+            for stack in sorted(mine, key=lambda s: s.at):
+                n = switch.unit.tensors[stack.tensor].read_bytes
+                if n < LEAST:
+                    continue
+                for first, end in _runs(inside):
+                    # Up to what is in the pool; blocks at the edges are its own bytes, on disk and in the slot.
+                    start = extent.offset + stack.at - extent.at + first * n
+                    if start > begin:
+                        extents.append(_part(extent, begin, start))
+                    begin = start + (end - first) * n
+                    for expert in range(first, end):
+                        source = switch.pool.place(stack.tensor, int(inside[expert]))
+                        copies.append(SlotCopy(source, stack.at + expert * n))
+            if begin < extent.offset + extent.nbytes:
+                extents.append(_part(extent, begin, extent.offset + extent.nbytes))
+        return Partly(extents, copies, functools.partial(self._begun, switch, unit))
+
+    def _begun(self, switch: PooledSwitch, unit: int, read: Read) -> None:
+        self._filling[unit] = read
+        switch.filling = [r for r in switch.filling if not r.ready] + [read]
+
+    def done(self, lease: Lease) -> None:
+        """A unit is computed: what the sweep has used most of it is copied into the pool."""
+        window = self._of_unit.get(lease.unit)
+        if window is None or not window.routed:
+            return
+        switch, slot = window.switch, self._ring.slots[lease.slot]
+        if window.loads is None:
+            window.loads = _wanted(switch, window.routed)
+            switch.policy.vacate([place for _, place in window.loads])
+        if lease.unit in self._filling:
+            # Of this sweep it has long ended; where there are fewer units than slots, the next one's is under way.
+            self._filling.pop(lease.unit).ended()
+        for stack in self._stacks[lease.unit]:
+            n = switch.unit.tensors[stack.tensor].read_bytes
+            for expert, place in window.loads:
+                at = stack.at + expert * n
+                switch.pool.move(switch.pool.place(stack.tensor, place), slot.payload[at : at + n])
+        window.left.discard(lease.unit)
+        if not window.left:
+            switch.place(window.loads)
+            window.routed = []
+
+
+def _wanted(switch: PooledSwitch, routed: Sequence[mx.array]) -> list[Load]:
+    """Experts that these calls used and that shall stay, and their slots."""
+    used = np.concatenate([np.array(i).astype(np.int64).reshape(-1, i.shape[-1]) for i in routed])
+    switch.policy.used(used)
+    return switch.policy.coming(np.unique(used).tolist())
+
+
+def _stacks(u: StreamedUnit, places: dict[tuple[int, str], int]) -> list[_Stack]:
+    """Which of a unit's fields are tensors of a switch; none if others are among them."""
+    found = []
+    for p, f in zip(u.layer.parameters, u.unit.fields, strict=True):
+        tensor = places.get((id(p.module), p.key))
+        if tensor is None:
+            return []
+        found.append(_Stack(tensor, f.at, _extent_of(u.unit, f.at, f.nbytes)))
+    return found
+
+
+def _extent_of(unit: Unit, at: int, nbytes: int) -> Extent:
+    return next(e for e in unit.extents if e.at <= at and at + nbytes <= e.at + e.nbytes)
+
+
+def _part(extent: Extent, begin: int, end: int) -> Extent:
+    """Bytes ``begin`` to ``end`` of the file, out of an extent."""
+    return Extent(extent.file, begin, end - begin, extent.at + begin - extent.offset, extent.in_place)
+
+
+def _runs(slot_of: np.ndarray) -> list[tuple[int, int]]:
+    """Stretches of experts that are in a pool."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], (slot_of >= 0).astype(np.int8), [0]))))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,0 +1,370 @@
+"""Routed experts on demand: those that tokens use are in a pool, and what is missing is read when a router asks for it.
+
+A layer's switch is called with numbers of slots in place of numbers of experts, and with the pool's arrays in place of
+its weights; which expert lies where is in a table that the graph looks up and the host writes. So a layer's graph is
+built, and the next layer's after it, before anybody knows which experts it will use: the host waits for one layer's
+router only when it has reached the next switch, reads what is missing all at once, and writes the table. Nothing that
+depends on the table is handed to the device before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from outcore.disk.layout import GPU_ALIGN
+from outcore.disk.metrics import Metrics
+from outcore.disk.ring import Lease, Ring, Slot
+from outcore.engine.streamed_layers import StreamedUnit
+from outcore.machine.allocator import clear_cache
+from outcore.machine.device import device_kind, on_cuda, on_metal
+from outcore.machine.device_stretches import DeviceMemory
+from outcore.machine.interrupts import check
+from outcore.modules.hooks import Call, arrays_in, swap, unswap
+from outcore.plan.plan import Plan
+from outcore.sizes import round_up
+
+from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit, stacked
+from .expert_plan import pooled_sweep
+from .expert_windows import Windows
+from .look_ahead import LookAhead, Routed
+from .switches import block_of
+
+if TYPE_CHECKING:
+    from outcore.engine.model_profile import ModelProfile
+    from outcore.engine.sweeps import StreamedPasses
+
+
+class Experts:
+    """All switches of a model.
+
+    Args:
+        slots: of each switch's pool.
+        advance: called before anything is handed to the device, as long as a pass's graph is not finished.
+        eager: each router is waited for at its own switch, since the model evaluates inside its forward pass.
+
+    Attributes:
+        pooled: whether calls go to the pools; else the whole of a layer's experts is in place when it is called.
+        look_ahead: what reads experts before they are asked for; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[SwitchUnit],
+        slots: Sequence[int],
+        metrics: Metrics,
+        device: str,
+        advance: Callable[[], None],
+        *,
+        eager: bool = False,
+    ) -> None:
+        self.units = units
+        self.metrics = metrics
+        self.pooled = False
+        self._advance = advance
+        self._eager = eager
+        self._pending: _Pending | None = None
+        self._windows: Windows | None = None
+        self._placed = DeviceMemory() if on_cuda() else None
+        tables = _tables([u.switch.experts for u in units for _ in range(2)], device)
+        self._switches = [
+            PooledSwitch(u, n, table, inside, device, self._placed)
+            for u, n, table, inside in zip(units, slots, tables[::2], tables[1::2], strict=True)
+        ]
+        self._reads = ExpertReads(metrics, device)
+        self.look_ahead = None if eager else LookAhead(self._switches, self._reads, metrics)
+        for each in self._switches:
+            swap(each.unit.switch.module, "Pooled", self._call(each))
+
+    def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
+        """What is missing is read by this ring's reader; where all experts pass by, they do so through its slots."""
+        self._reads.reader = ring.reader
+        if self._placed is not None:
+            ring.reader.move = self._placed.move
+        self._windows = Windows(self._switches, units, ring)
+
+    @property
+    def slots(self) -> list[int]:
+        """Of each switch's pool."""
+        return [each.policy.slots for each in self._switches]
+
+    # Sweeps
+
+    def begin(self, tokens: int | None) -> bool:
+        """A sweep over so many tokens begins (None: many); returns whether it goes to the pools."""
+        self._pending = None
+        shapes = [(s.unit.switch.experts, s.unit.used, s.policy.slots) for s in self._switches]
+        self.pooled = tokens is not None and pooled_sweep(tokens, shapes)
+        if self.pooled and tokens and on_metal():
+            self.pooled = all(same_kernel(tokens * used, experts, slots) for experts, used, slots in shapes)
+        if self.look_ahead is not None:
+            self.look_ahead.begin()
+        for each in self._switches:
+            if not self.pooled:
+                # Who copies out of pools, and into them, knows nothing of what is on its way.
+                each.arrived(each.arriving, cancel=True)
+            if each.policy.slots == each.unit.switch.experts:
+                self._fill(each)
+        if self._windows is not None:
+            self._windows.begin()
+        return self.pooled
+
+    def end(self) -> None:
+        """A sweep's graph is built. Nothing that computes with the pools is left for whoever gets its result: that may
+        be another thread, later, and the pools others' by then."""
+        self.settle()
+        under_way = [s for s in self._switches if s.last]
+        if under_way:
+            mx.eval([s.last for s in under_way])
+        for switch in under_way:
+            switch.last = []
+
+    def abandon(self) -> None:
+        """A sweep broke off."""
+        self._pending = None
+        for switch in self._switches:
+            # Wait for what the device has of it; of what it has not, parts may be missing. Nobody wants either.
+            with contextlib.suppress(RuntimeError):
+                mx.eval(switch.last)
+            switch.last = []
+        mx.synchronize()
+        if self._windows is not None:
+            self._windows.begin()
+
+    def done(self, lease: Lease) -> None:
+        """A unit of the ring is computed, and its slot still holds it."""
+        if self._windows is not None and not self.pooled:
+            self._windows.done(lease)
+
+    def _call(self, switch: PooledSwitch) -> Call:
+        def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            asking = self.look_ahead is not None and self.look_ahead.asking
+            if self.pooled and not asking:
+                self.settle()
+                if switch.stays:
+                    return original(*args, **kwargs)
+            x, indices, rest = _taken(args, kwargs)
+            if asking:
+                raise Routed(indices)
+            if not self.pooled:
+                if self._windows is not None:
+                    self._windows.route(switch, indices)
+                return original(*args, **kwargs)
+            # What was computed with this pool before reads its table, and its slots.
+            mx.eval(switch.last)
+            switch.last = []
+            if self._eager or min(indices.size, switch.unit.switch.experts) > switch.policy.slots:
+                return self._at_once(switch, original, x, indices, rest)
+            self._advance()
+            asked = None if self.look_ahead is None else self.look_ahead.ask(switch, x)
+            scalars = None
+            if self._placed is not None:
+                scalars = mx.uint8 if switch.unit.switch.experts <= 256 else mx.uint16
+            numbers = Numbers(indices, scalars=scalars)
+            foreseen = None if asked is None else Numbers(asked, scalars=scalars)
+            mx.async_eval(numbers.arrays, [] if foreseen is None else foreseen.arrays)
+            with switch.in_place():
+                out = original(x, switch.table[indices], **rest)
+            self._pending = _Pending(switch, numbers, foreseen)
+            switch.last = [out] if isinstance(out, mx.array) else arrays_in(out)
+            return out
+
+        return call
+
+    def settle(self) -> None:
+        """The experts of the last switch that was called are in its pool when this returns.
+
+        Raises:
+            ReadError: an expert cannot be read (named).
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        switch = pending.switch
+        tokens = pending.numbers.by_token()
+        check()
+        wanted = switch.use(tokens)
+        if self.look_ahead is not None:
+            self.look_ahead.routed(switch, wanted)
+        for group in switch.policy.groups(wanted):
+            self._reads.bring(switch, group.loads, group.experts)
+            self._count(len(group.experts), len(group.loads))
+        if self.look_ahead is not None:
+            self.look_ahead.read()
+            if pending.foreseen is not None:
+                self.look_ahead.foresee(switch, set(pending.foreseen.by_token().ravel().tolist()))
+
+    def _at_once(
+        self, switch: PooledSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
+    ) -> mx.array:
+        """A call whose experts are known before its graph is built; in groups, if there are more than slots.
+
+        Each group is computed for all tokens, as the whole would be, so that kernels are the same; what used experts of
+        another group is thrown away.
+        """
+        self._advance()
+        tokens = Numbers(indices).by_token()
+        check()
+        numbers = tokens.reshape(indices.shape)
+        out: mx.array | None = None
+        for group in switch.policy.groups(switch.use(tokens)):
+            self._reads.bring(switch, group.loads, group.experts)
+            self._count(len(group.experts), len(group.loads))
+            with switch.in_place():
+                now = original(x, switch.table[indices], **rest)
+            if out is not None:
+                mine = mx.array(np.isin(numbers, group.experts))
+                now = mx.where(mine.reshape(*mine.shape, *(1,) * (now.ndim - mine.ndim)), now, out)
+            mx.eval(now)
+            out = now
+        assert out is not None
+        return out
+
+    # Memory and counting
+
+    def _count(self, used: int, missing: int) -> None:
+        self.metrics.experts_used += used
+        self.metrics.experts_read += missing
+
+    # Memory
+
+    def resize(self, slots: Sequence[int]) -> None:
+        """Between sweeps: pools of other sizes. The most valuable experts stay; one layer's pool at a time is there
+        twice."""
+        self._pending = None
+        for switch, count in zip(self._switches, slots, strict=True):
+            switch.resize(count)
+        clear_cache()
+
+    def _fill(self, switch: PooledSwitch) -> None:
+        """A pool that has room for all experts holds all of them, so that nobody waits for a router."""
+        if self.pooled == switch.stays:
+            return
+        if not self.pooled:
+            switch.withdraw()
+            return
+        if not switch.policy.complete:
+            switch.arrived(switch.arriving)
+            missing = np.flatnonzero(switch.policy.slot_of < 0).tolist()
+            self._reads.bring(switch, [(e, e) for e in missing])
+        switch.stay()
+
+    def close(self) -> None:
+        """Give the switches their own classes back, and the memory."""
+        if self._windows is not None:
+            self._windows.close()
+        for switch in self._switches:
+            unswap(switch.unit.switch.module)
+            switch.settle()
+            switch.withdraw()
+            switch.pool.close()
+        if self._placed is not None:
+            self._placed.close()
+        self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
+
+
+def experts_for(streaming: StreamedPasses, profile: ModelProfile, plan: Plan) -> Experts | None:
+    """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there are
+    slots for it."""
+    units, slots = [], [n for _, n in plan.pools]
+    for i, _ in plan.pools:
+        layer, known, size = profile.layers[i], profile.parts[i], profile.size.layers[i].experts
+        switch = known.switch
+        assert size is not None
+        tensors = tuple(stacked(layer, switch, known.casts, profile.place))
+        parameters = tuple(layer.parameters[n] for n in switch.streamed)
+        units.append(SwitchUnit(layer.path, switch, parameters, tensors, size.used, block_of(layer, switch)))
+    before = streaming.experts
+    assert before is None or isinstance(before, Experts)
+    if before is not None and [u.switch.module for u in units] == [u.switch.module for u in before.units]:
+        before.resize(slots)
+        return before
+    if before is not None:
+        before.close()
+    if not units:
+        return None
+    return Experts(units, slots, streaming.metrics, device_kind(), streaming.advance, eager=streaming.evaluates)
+
+
+SORTED = 64
+"""Numbers of experts from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py)."""
+
+
+def same_kernel(numbers: int, experts: int, slots: int) -> bool:
+    """Whether Metal takes the same kernel with a pool as with all experts, which decides over the last bits.
+
+    From 4 numbers an expert on, of those in the array that it is given, sorted ones go to another
+    (``GatherQMM::eval_gpu``, mlx/backend/metal/quantized.cpp, MLX 0.32.4). Not measured: nothing has run on Metal.
+    """
+    return numbers < SORTED or (numbers // experts >= 4) == (numbers // slots >= 4)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A call whose experts are not known yet, and what the next layer's router says of its own; None: not asked."""
+
+    switch: PooledSwitch
+    numbers: Numbers
+    foreseen: Numbers | None
+
+
+SCALAR = 8
+"""Bytes up to which an array of a CUDA device lies where the host may look at it (``SmallSizePool``, MLX's
+mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory for that, and stays there."""
+
+
+MOST_SCALARS = 32
+
+
+class Numbers:
+    """Numbers of experts, (..., experts of a token), on their way to the host.
+
+    Args:
+        scalars: a dtype that holds them, where small arrays are better; None: it makes no difference.
+
+    Attributes:
+        arrays: what is to be computed.
+    """
+
+    def __init__(self, indices: mx.array, *, scalars: mx.Dtype | None = None) -> None:
+        self._width = indices.shape[-1]
+        self.arrays = [indices]
+        if scalars is not None and indices.size <= MOST_SCALARS:
+            # Cast last: a slice would be part of a larger array.
+            flat, each = indices.reshape(-1), SCALAR // scalars.size
+            self.arrays = [flat[n : n + each].astype(scalars) for n in range(0, indices.size, each)]
+
+    def by_token(self) -> npt.NDArray[np.int64]:
+        """Of each token, in order; (tokens, experts of one). Waits for them."""
+        found = [np.array(a).astype(np.int64).ravel() for a in self.arrays]
+        return np.concatenate(found).reshape(-1, self._width)
+
+
+def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
+    """Where the host writes, for a switch each, in which slot an expert lies, or which expert lies in a slot; uint32
+    (experts,) each."""
+    starts = [0, *itertools.accumulate(round_up(4 * n, GPU_ALIGN) for n in experts)]
+    memory = Slot(starts[-1], device)
+    whole = memory.array
+    tables = [
+        whole[memory.base + at : memory.base + at + 4 * n].view(mx.uint32)
+        for at, n in zip(starts, experts, strict=False)
+    ]
+    mx.eval(tables)
+    return tables
+
+
+def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[mx.array, mx.array, dict[str, Any]]:
+    """The hidden states and the numbers of experts that a switch is called with, and what else."""
+    rest = dict(kwargs)
+    values = list(args)
+    for name in ("x", "indices")[len(values) :]:
+        values.append(rest.pop(name))
+    return values[0], values[1], rest

@@ -1,0 +1,369 @@
+"""Keys and values on disk: each streamed layer's are read into a slot before its turn, and put away after it.
+
+The slots are two of a ring of their own, whose turns go with those of the weights. In its turn a layer's cache is
+mlx-lm's own, with arrays that show a slot; as MLX copies what others refer to when it writes the new tokens, nothing is
+ever written to a slot. When the layer is computed, whole blocks go to the file and the rest stays in memory.
+
+Layers that stay in memory keep their keys and values there, too: a byte of them costs what a byte of weights does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from outcore.disk.layout import Unit
+from outcore.disk.metrics import Metrics
+from outcore.disk.reader import THREADS, FileReader, Read
+from outcore.disk.ring import Lease, Partly, Ring
+from outcore.errors import StoreError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.device import device_kind
+from outcore.modules.away import PLAIN, Away, in_memory, keeper_of
+from outcore.modules.cache_rollback import KEEPER
+from outcore.modules.call_values import flat
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.sizes import format_size
+
+from .kept_tokens import KeptTokens
+from .scratch import Scratch
+
+if TYPE_CHECKING:
+    from outcore.engine.seams import KVOffloader
+    from outcore.engine.session import Session
+    from outcore.engine.streaming import Streaming
+
+SLOTS = 2
+
+KV_FOLDER = "kv"
+"""Of the cache folder."""
+
+LONGEST = 1 << 20
+"""Tokens that a file of keys and values has room for from the start at most. It is sparse."""
+
+
+@dataclass(frozen=True)
+class KvLayer:
+    """A layer whose caches are kept on disk: its module's id and name, and which of a model's caches it uses."""
+
+    module: int
+    name: str
+    caches: tuple[int, ...]
+
+
+@dataclass
+class _OwnCaches:
+    """A layer whose caches are mlx-lm's own for now.
+
+    Attributes:
+        slot: that their arrays show; None: they are larger, and were read into memory of their own. ``lease``: None
+            until it is taken.
+        caches: each with the tokens that were kept of it when it came. ``needed``: those in the slot, however their
+            caches were replaced since.
+        there: the slot's bytes are.
+    """
+
+    slot: int | None
+    caches: list[tuple[Any, KeptTokens, int]] = field(default_factory=list)
+    needed: list[tuple[KeptTokens, int]] = field(default_factory=list)
+    lease: Lease | None = None
+    there: bool = False
+
+
+_Was = tuple[KeptTokens, object, int, int]
+"""What was read ahead: of whom, from which region, for arrays of how much room, and how many tokens."""
+
+
+class KvDisk:
+    """What goes with the turns of a model's layers.
+
+    Args:
+        layers: in the order of a sweep.
+        slot_bytes: of the largest layer's keys and values, at first.
+        tokens: room for so many in the file for each cache, at first.
+        drain: waits for what is under way, so that slots are given back.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[KvLayer],
+        scratch: Scratch,
+        *,
+        slot_bytes: int,
+        tokens: int,
+        drain: Callable[[], None],
+        metrics: Metrics,
+        device: str,
+        threads: int = THREADS,
+    ) -> None:
+        self._layers = list(layers)
+        self._index: Mapping[int, int] = {layer.module: i for i, layer in enumerate(layers)}
+        self._scratch, self._tokens, self._drain, self._device = scratch, tokens, drain, device
+        self._metrics = metrics
+        self._reader = FileReader([scratch.file], threads=threads, metrics=metrics)
+        self._open: dict[int, _OwnCaches] = {}
+        self._order: list[int] = []
+        self._last: list[list[weakref.ref[Any]]] = [[] for _ in layers]  # whom each layer served last
+        self._nothing = mx.zeros((0,), dtype=mx.uint8)
+        self._read: weakref.WeakKeyDictionary[Read, list[_Was]] = weakref.WeakKeyDictionary()
+        self._ring = self._make_ring(slot_bytes)
+
+    def _make_ring(self, slot_bytes: int) -> Ring:
+        self.slot_bytes = slot_bytes
+        units = [Unit(f"{layer.name}'s keys and values", (), (), slot_bytes) for layer in self._layers]
+        order = self._order or range(len(units))
+        ring = Ring(units, self._reader, slots=SLOTS, order=order, metrics=self._metrics, device=self._device)
+        ring.partly = self._reads
+        return ring
+
+    def resize(self, slot_bytes: int) -> None:
+        """Between sweeps: slots of another size."""
+        if slot_bytes != self.slot_bytes:
+            self._ring.close(reader=False)
+            self._ring = self._make_ring(slot_bytes)
+
+    def expect(self, modules: Sequence[int]) -> None:
+        """Between sweeps: these layers will be called, in this order."""
+        order = [self._index[m] for m in modules if m in self._index]
+        if order:
+            self._order = order
+            self._ring.reorder(order)
+
+    def adopt(self, caches: Sequence[Any]) -> None:
+        """Before a sweep: these caches, of a whole model, are kept here from now on.
+
+        Raises:
+            StoreError: what they hold could not be written.
+        """
+        each = flat(caches)
+        for layer in self._layers:
+            for n in layer.caches:
+                cache = each[n] if n < len(each) else None
+                kept = keeper_of(cache)
+                if isinstance(kept, KeptTokens) and kept.scratch is not self._scratch:
+                    # Another model's, of the same weights perhaps.
+                    in_memory([cache])
+                if type(cache) in PLAIN and keeper_of(cache) is None and _alone(cache):
+                    KeptTokens(self._scratch, self._tokens).put_away(cache, 0)
+
+    # A sweep
+
+    def begin_sweep(self) -> None:
+        """Nothing is under way."""
+        for turn in self._open.values():
+            if turn.lease is not None:
+                self._ring.release(turn.lease)
+        self._open.clear()
+        self._scratch.tidy()
+        self._ring.begin_sweep()
+
+    def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
+        """A layer is about to be called with these caches.
+
+        Args:
+            building: only its graph is built for now, perhaps one of several passes.
+        """
+        unit = self._index.get(module)
+        if unit is None:
+            return
+        turn = self._open.get(unit)
+        if turn is not None:
+            # Another pass: quantizing makes others of them.
+            turn.caches = [self._replaced(old, c) for old, c in zip(turn.caches, _kept(caches), strict=True)]
+            return
+        mine = _kept(caches)
+        self._last[unit] = [weakref.ref(c) for c in mine]
+        slot = (self._ring.next_slot + sum(t.lease is None for t in self._open.values())) % SLOTS
+        turn = self._open[unit] = _OwnCaches(slot)
+        if not building:
+            turn.lease = self._ring.take(unit)
+        turn.caches = [(c, self._keeper(c), c.offset if isinstance(c, Away) else 0) for c in mine]
+        here = [(c, kept) for c, kept, base in turn.caches if base]
+        turn.needed = [(kept, base) for _, kept, base in turn.caches if base]
+        if not self._fit([kept for _, kept in here]):
+            turn.slot = None
+        at = self._ring.slots[slot].base
+        for cache, kept in here:
+            end = at + kept.nbytes
+            if turn.slot is None:
+                kept.come(cache, mx.array(kept.all_of(cache.offset)))
+            else:
+                kept.come(cache, self._ring.slots[slot].array[at:end])
+            at = end
+        for cache in mine:
+            if isinstance(cache, Away):
+                self._keeper(cache).come(cache, self._nothing)
+
+    def _keeper(self, cache: Any) -> KeptTokens:
+        kept = keeper_of(cache)
+        if not isinstance(kept, KeptTokens):
+            kept = cache.__dict__[KEEPER] = KeptTokens(self._scratch, self._tokens)
+        return kept
+
+    def _fit(self, kept: Sequence[KeptTokens]) -> bool:
+        """Whether a slot has room for these caches' arrays. Texts may be longer than they were made for, where nobody
+        asked for room."""
+        return sum(k.nbytes for k in kept) <= self.slot_bytes
+
+    def arrive(self, module: int) -> None:
+        """Wait for what a layer needs to be there.
+
+        Raises:
+            ReadError: the disk failed.
+        """
+        unit = self._index.get(module)
+        turn = None if unit is None else self._open.get(unit)
+        if unit is None or turn is None or turn.there:
+            return
+        if turn.lease is None:
+            turn.lease = self._ring.take(unit)
+        if turn.slot is None:
+            turn.there = True
+            return
+        assert turn.lease.slot == turn.slot
+        if not self._is_there(turn):
+            self._ring.again(turn.lease)
+        if not turn.lease.read.ready:
+            self._drain()
+        self._ring.wait(turn.lease)
+        at, payload = 0, np.frombuffer(self._ring.slots[turn.slot].payload, np.uint8)
+        for kept, base in turn.needed:
+            kept.finish(base, payload[at : at + kept.nbytes])
+            at += kept.nbytes
+        turn.there = True
+
+    def computed(self, module: int) -> None:
+        """A layer was computed: its keys and values are put away.
+
+        Raises:
+            StoreError: they could not be written; they are in memory, as they are.
+        """
+        unit = self._index.get(module)
+        turn = None if unit is None else self._open.get(unit)
+        if unit is None or turn is None:
+            return
+        for cache, kept, base in turn.caches:
+            if not isinstance(cache, Away):
+                if _alone(cache):
+                    kept.put_away(cache, base)
+                else:
+                    cache.__dict__.pop(KEEPER, None)  # of several sequences: it stays
+        del self._open[unit]
+        if turn.lease is not None:
+            self._ring.release(turn.lease)
+
+    def abandon(self) -> None:
+        """A sweep broke off. Who goes back has taken a mark of each cache."""
+        self._open.clear()
+        self._ring.abandon()
+
+    def close(self) -> None:
+        """Free the slots, and give up the file: caches that are on it are lost. Safe to call twice."""
+        self._open.clear()
+        self._ring.close()
+        self._scratch.close()
+
+    # Reads
+
+    def _reads(self, unit: int) -> Partly:
+        """What is read for a layer: what was written of the caches that it served last."""
+        turn = self._open.get(unit)
+        if turn is not None and not turn.there:
+            # Its graph was built before its turn has come.
+            needed = turn.needed
+        else:
+            caches = [c for ref in self._last[unit] if isinstance(c := ref(), Away) and c.offset]
+            needed = [(self._keeper(c), c.offset) for c in caches]
+        extents, at, was = [], 0, list[_Was]()
+        for kept, tokens in needed if self._fit([kept for kept, _ in needed]) else ():
+            extents += kept.extents(tokens, at)
+            was.append((kept, (kept.held.region, kept.held.changes), kept.held.room, kept.on_disk(tokens)))
+            at += kept.nbytes
+
+        def begun(read: Read) -> None:
+            self._read[read] = was
+
+        return Partly(extents, (), begun)
+
+    def _is_there(self, turn: _OwnCaches) -> bool:
+        """Whether what was read ahead is what is needed now."""
+        assert turn.lease is not None
+        needed = [(k, (k.held.region, k.held.changes), k.held.room, k.on_disk(base)) for k, base in turn.needed]
+        was = self._read.get(turn.lease.read, [])
+        return len(was) == len(needed) and all(
+            a[:3] == b[:3] and a[3] >= b[3] for a, b in zip(was, needed, strict=True)
+        )
+
+    def _replaced(self, old: tuple[Any, KeptTokens, int], now: Any) -> tuple[Any, KeptTokens, int]:
+        if old[0] is now:
+            return old
+        kept = KeptTokens(self._scratch, self._tokens)
+        now.__dict__[KEEPER] = kept
+        return now, kept, 0
+
+
+def _kept(caches: Sequence[Any]) -> list[Any]:
+    return [c for c in caches if (isinstance(c, Away) or type(c) in PLAIN) and _alone(c)]
+
+
+def _alone(cache: Any) -> bool:
+    """Whether a cache is one sequence's."""
+    if isinstance(cache, Away) or cache.keys is None:
+        return True
+    keys = cache.keys[0] if isinstance(cache.keys, list | tuple) else cache.keys
+    return bool(keys.shape[0] == 1)
+
+
+def check_room(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> None:
+    """Raise a StoreError where the disk has no room for a plan's keys and values."""
+    _scratch(size, plan, kv_dir, io).close()
+
+
+def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> Scratch:
+    """A file with room for the keys and values of a plan's context; ``kv_dir``: where; None: the cache folder."""
+    scratch = Scratch(make_cache() / KV_FOLDER if kv_dir is None else Path(kv_dir), io)
+    need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
+    if need > (free := scratch.free_bytes):
+        scratch.close()
+        raise StoreError(
+            f"{scratch.folder}: keys and values of {plan.context} tokens take {format_size(need)}, and "
+            f"{format_size(free)} may be taken there: free some, name another folder (OUTCORE_CACHE, or kv_dir), or "
+            "ask for fewer tokens"
+        )
+    return scratch
+
+
+def offloader(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
+    """What keeps keys and values of streamed layers on disk, if that is the plan.
+
+    Raises:
+        StoreError: the disk has no room for them.
+    """
+    kv = streaming.beside
+    if kv is not None and plan.kv_slot:
+        kv.resize(plan.kv_slot)
+    if kv is not None or not plan.kv_slot:
+        return kv
+    profile, reading, there = session.profile, session.reading, weakref.ref(streaming)
+
+    def drain() -> None:
+        if (streaming := there()) is not None:
+            streaming.drain()
+
+    return KvDisk(
+        [KvLayer(id(profile.layers[i].module), profile.layers[i].path, n) for i, n in profile.kept_apart.items()],
+        _scratch(session.size, plan, reading.kv_dir, reading.io),
+        slot_bytes=plan.kv_slot,
+        tokens=max(plan.context, min(session.max_context or 0, LONGEST)),
+        drain=drain,
+        metrics=session.metrics,
+        device=device_kind(),
+        threads=reading.threads or THREADS,
+    )

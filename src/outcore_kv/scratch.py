@@ -1,0 +1,187 @@
+"""A file without a name that bytes are kept in for as long as the process lives: whatever ends it, nothing is left.
+
+It is sparse: only what was written takes room. A region is a stretch of it, given back when nobody refers to it. By one
+thread at a time; regions may go in any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import sys
+import weakref
+from collections import deque
+from pathlib import Path
+
+from outcore.disk import disk_calls
+from outcore.disk.chunk import ShortRead, fill
+from outcore.disk.open_file import OpenFile
+from outcore.errors import ClosedError, StoreError
+from outcore.sizes import BLOCK, format_size, round_up
+
+PUNCH_HOLE = 3
+"""``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h."""
+
+MARGIN = 100_000_000
+"""Bytes that stay free on the disk for others."""
+
+
+class Region:
+    """``nbytes`` bytes of the file from ``offset`` on, until the last one who refers to it has gone."""
+
+    __slots__ = ("__weakref__", "nbytes", "offset")
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset, self.nbytes = offset, nbytes
+
+
+def try_folder(folder: Path) -> None:
+    """Whether keys and values can be kept in a folder, found out by doing it; nothing is left there.
+
+    Raises:
+        StoreError: they cannot; says why.
+    """
+    scratch = Scratch(folder)
+    scratch.close()
+    if scratch.made:
+        with contextlib.suppress(OSError):
+            scratch.folder.rmdir()
+
+
+class Scratch:
+    """A file in ``folder`` whose name is gone before anything is written. The folder is made if it is not there, and
+    the one that it is to be in is.
+
+    Args:
+        io: as in ``FileReader``.
+
+    Attributes:
+        file: to read from.
+        made: the folder was not there.
+
+    Raises:
+        StoreError: no file can be made there.
+    """
+
+    def __init__(self, folder: Path, io: str = "auto") -> None:
+        with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
+            folder = folder.expanduser()
+        self.folder = folder
+        self._calls = disk_calls.system()
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+        self._held: dict[weakref.ref[Region], tuple[int, int]] = {}  # their offsets and bytes
+        # Appended to by the interpreter, with no line of Python in which a Ctrl-C could get lost.
+        self._gone: deque[weakref.ref[Region]] = deque()
+        try:
+            self.made = not folder.is_dir()
+            folder.mkdir(mode=0o700, exist_ok=True)
+            path = folder / f".outcore-kv-{os.getpid()}-{secrets.token_hex(8)}"
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            why = "it is no folder" if e.errno == errno.EEXIST else e.strerror
+            if not folder.parent.is_dir():
+                why = f"there is no folder {folder.parent} to make it in; make that"
+            raise StoreError(
+                f"{folder}: keys and values cannot be kept there: {why}; name another folder (OUTCORE_CACHE, or kv_dir)"
+            ) from e
+        try:
+            cached = self._calls.open_cached(path)
+            direct = self._calls.open_direct(path) if io != "cached" else None
+            self.file = OpenFile(path, self._calls, cached, direct, watched=False)
+        except OSError as e:
+            os.close(self._fd)
+            raise StoreError(f"{path}: cannot be read again: {e.strerror}") from e
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        # Where that is not by advice: what was written is to go to the disk, not to stay in memory.
+        self._calls.around_cache(self._fd)
+        self._closed = False
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be written."""
+        stats = os.fstatvfs(self._fd)
+        return max(0, stats.f_bavail * stats.f_frsize - MARGIN)
+
+    def take(self, nbytes: int) -> Region:
+        """A stretch of the file.
+
+        Raises:
+            StoreError: the file system takes none so large.
+        """
+        self.tidy()
+        nbytes = round_up(nbytes, BLOCK)
+        if self._free.get(nbytes):
+            offset = self._free[nbytes].pop()
+        else:
+            offset, end = self._end, self._end + nbytes
+            try:
+                os.ftruncate(self._fd, end)
+            except OSError as e:
+                raise self._failed(e, nbytes) from e
+            self._end = end
+        region = Region(offset, nbytes)
+        self._held[weakref.ref(region, self._gone.append)] = offset, nbytes
+        return region
+
+    def tidy(self) -> None:
+        """Give back what nobody refers to any more."""
+        while self._gone and not self._closed:
+            offset, nbytes = self._held.pop(self._gone.popleft())
+            self._free.setdefault(nbytes, []).append(offset)
+            if sys.platform == "linux":
+                # What it takes is given back sooner or later, where the file system cannot.
+                with contextlib.suppress(AttributeError):
+                    call = ctypes.CDLL(None).fallocate
+                    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+                    call(self._fd, PUNCH_HOLE, offset, nbytes)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data``.
+
+        Raises:
+            StoreError: the disk is full, or failed.
+        """
+        done = 0
+        self._check_open()
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        except OSError as e:
+            raise self._failed(e, len(data)) from e
+        self._calls.forget(self._fd, offset, len(data))
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill ``target``, in the calling thread.
+
+        Raises:
+            StoreError: the disk failed.
+        """
+        self._check_open()
+        try:
+            fill(self._calls, self._fd, target, offset, len(target))
+        except (OSError, ShortRead) as e:
+            why = e.strerror if isinstance(e, OSError) else "it ended early"
+            raise StoreError(f"{self.folder}: keys and values could not be read: {why}") from e
+
+    def close(self) -> None:
+        """Give the file up, when nobody reads from it any more; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
+            self.file.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model was closed, and with it went what its caches had on disk")
+
+    def _failed(self, e: OSError, nbytes: int) -> StoreError:
+        advice = "free some, or name another folder (OUTCORE_CACHE, or kv_dir)"
+        return StoreError(
+            f"{self.folder}: {format_size(nbytes)} of keys and values could not be written: {e.strerror}; {advice}"
+        )

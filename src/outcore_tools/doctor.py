@@ -1,0 +1,232 @@
+"""``outcore doctor``: whether what Outcore relies on holds on this machine, within 20 seconds.
+
+Each check finds one thing and says what to do about it; one that itself fails is a finding too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.packed_store import open_model
+from outcore.cli.console import console
+from outcore.cli.engine import ProgressBar
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
+from outcore.disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
+from outcore.disk.layout import Extent
+from outcore.disk.reader import FileReader
+from outcore.disk.ring import Slot
+from outcore.errors import OutcoreError, StoreError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.device import device_kind
+from outcore.machine.hardware import cpu_name, device_facts, gpu_name
+from outcore.machine.memory import default_budget
+from outcore.sizes import BLOCK, format_size, round_up
+from outcore.text import one_line
+from outcore.version import __version__
+from outcore_calibrate.cold_ranges import forget, scratch_file
+
+from .random_checkpoint import save_random_checkpoint
+
+REPORT = "please report what stands here"
+VERDICTS = {True: "ok", False: "FAILED", None: "note"}
+
+SCRATCH_BYTES = 512 << 20
+"""Of the file that is read where no model's is; written in a second or two."""
+
+OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
+
+ASKING = 0.25
+"""Share of a read's time that asking for it may take: reads run by themselves."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; ``ok`` is None where nothing is wrong, but something is worth knowing."""
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
+"""What a check returns: ``Finding`` without its name."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; its exit status, 1 where a check failed."""
+    model = resolve_model(args.model, args.revision) if args.model is not None else None
+    began, budget = time.perf_counter(), default_budget()
+    with ProgressBar() as bar:
+        findings = examine(model, bar.count)
+    out = console()
+    out.print(
+        f"Outcore {__version__}, MLX {version('mlx')} on {gpu_name() or 'the CPU'}; {cpu_name()}, {platform.system()} "
+        f"{platform.release()} {platform.machine()}; without --memory {format_size(budget)} are used\n"
+    )
+    for f in findings:
+        out.print(f"{VERDICTS[f.ok]:6} {f.name}: {f.found}" + (f"\n       → {f.advice}" if f.advice else ""))
+    failed = [f.name for f in findings if f.ok is False]
+    wrong = f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}. What to do stands above."
+    out.print(f"\n{wrong if failed else f'All {len(findings)} checks passed: nothing to do.'}")
+    args.result.record = {
+        "findings": [asdict(f) for f in findings],
+        "failed": failed,
+        "seconds": time.perf_counter() - began,
+        "default_budget_bytes": budget,
+    }
+    return 1 if failed else 0
+
+
+def examine(model: Path | None = None, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Finding]:
+    """All findings, in the order of ``CHECKS``; of a model's folder its files and plan are looked at, too."""
+    findings = []
+    with _file_of(model) as file:
+        for n, (name, check) in enumerate(CHECKS.items()):
+            progress(name, n, len(CHECKS))
+            try:
+                findings.append(Finding(name, *check(file, model)))
+            except Exception as e:  # whatever a broken machine raises: the other checks are of use all the same
+                said = one_line(e) if isinstance(e, OutcoreError) else f"{type(e).__name__}: {one_line(e)}"
+                findings.append(Finding(name, False, said, REPORT))
+    return findings
+
+
+@contextlib.contextmanager
+def _file_of(model: Path | None) -> Iterator[Path]:
+    """The file that checks read: the largest of the model's, or a scratch file."""
+    if model is not None:
+        yield max(open_model(model).checkpoint.files, key=lambda f: f.stat().st_size)
+        return
+    try:
+        folder = make_cache()
+    except (OutcoreError, OSError):
+        folder = Path(tempfile.gettempdir())
+    with scratch_file(folder, nbytes=SCRATCH_BYTES) as path:
+        yield path
+
+
+def _slots(file: Path, model: Path | None) -> Verdict:
+    """A slot that is written in place is what the device sees."""
+    if unseen := unseen_rewrites():
+        advice = f"nothing can be streamed on this device, and answers would be wrong: {REPORT}"
+        return False, f"{unseen} of {REWRITES} rewrites were not seen by the device", advice
+    return True, f"{REWRITES} of {REWRITES} rewrites were seen by the device"
+
+
+def _offsets(file: Path, model: Path | None) -> Verdict:
+    """Reads at odd offsets give the file's bytes."""
+    if wrong := sorted({*wrong_reads(file), *wrong_reads(file, "cached")}):
+        told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
+        cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
+        return False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}"
+    return True, "all bytes right, at odd offsets too"
+
+
+def _direct(file: Path, model: Path | None) -> Verdict:
+    """Weights are read around the page cache."""
+    with contextlib.closing(FileReader([file], threads=1)) as reader:
+        direct = reader.direct
+    return (True, "around the page cache") if direct else (None, "refused here, so weights go through the page cache")
+
+
+def _limits(file: Path, model: Path | None) -> Verdict:
+    """The device's limits, against the plan of the model."""
+    facts = device_facts()
+    known = {
+        "largest slot": facts.slot,
+        "largest buffer": facts.buffer,
+        "recommended working set": facts.working_set,
+        "wired limit": facts.wired_limit,
+    }
+    told = ", ".join(f"{name} {format_size(n)}" for name, n in known.items() if n is not None)
+    if model is None:
+        return True, told
+    prepared = prepare(model, least=True)
+    peak = prepared.plan.peak_bytes
+    told += f"; this model without --memory: {format_size(peak)} at most"
+    if facts.working_set is not None and peak > facts.working_set:
+        advice = f"give --memory {format_size(facts.working_set)} or less: more cannot stay wired, and would crawl"
+        return False, told, advice
+    if prepared.refused is not None:
+        return False, prepared.refused, "free memory, or give a smaller context"
+    return True, told
+
+
+def _overlap(file: Path, model: Path | None) -> Verdict:
+    """Reading goes on while the device computes: neither waits for the other."""
+    weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
+    x = mx.ones((16, 1024), dtype=mx.float32)
+    size = min(file.stat().st_size, OVERLAP_BYTES)
+    extent, text = Extent(file, 0, size, 0, in_place=True), ""
+    slot = Slot(round_up(size, BLOCK), device_kind())
+    with contextlib.closing(FileReader([file])) as reader:
+        for _ in range(OVERLAP_ROUNDS):
+            forget([extent])
+            began = time.perf_counter()
+            reader.submit("doctor", [extent], slot.payload).wait()
+            reading_s = time.perf_counter() - began
+            forget([extent])
+            began = time.perf_counter()
+            read = reader.submit("doctor", [extent], slot.payload)
+            asking_s = time.perf_counter() - began
+            while (now := time.perf_counter()) < began + 2 * reading_s:
+                mx.eval(x @ weights)
+            there = read.ready
+            read.wait()
+            text = f"{reading_s:.3f} s of reading took {asking_s:.3f} s to ask for, and had "
+            text += f"{'' if there else 'not '}ended after {now - began - asking_s:.3f} s of computing"
+            if there and asking_s < ASKING * reading_s:
+                return True, f"reading goes on while the device computes, at {size / reading_s / 1e9:.2f} GB/s"
+    advice = "reads are not hidden behind computing: if others use this machine, run this again when it is quiet"
+    return False, text, advice
+
+
+def _answers(file: Path, model: Path | None) -> Verdict:
+    """A small model of random weights gives the same logits, streamed and resident."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
+            save_random_checkpoint(Path(folder))
+            streamed, resident = _logits(folder, 0), _logits(folder, None)
+    except OSError as e:
+        raise StoreError(
+            f"a small model to look at cannot be written ({e.strerror or e}): set TMPDIR to a folder that can be "
+            "written to and has 20 MB free"
+        ) from e
+    if not np.array_equal(streamed, resident) or not np.isfinite(resident).all():
+        return False, "streamed logits are not the resident ones", f"do not use it; {REPORT}"
+    return True, f"model of random weights: {resident.size} logits equal, bit for bit, streamed and resident"
+
+
+def _logits(folder: str, layers: int | None) -> Any:
+    """The logits of two calls of a model with so many resident layers (None: all); NumPy, float32."""
+    model, _ = load_model(folder, resident=layers, memory="400MB", context=8, prompt=4, draft="none")
+    with model.outcore as session:
+        assert (session.streaming is None) == (layers is None)
+        calls = [model(mx.array([[5, 7, 11, 13]])) for _ in range(2)]
+        return np.array(mx.stack(calls).astype(mx.float32))
+
+
+CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
+    "slots": _slots,
+    "offsets": _offsets,
+    "direct reads": _direct,
+    "limits": _limits,
+    "overlap": _overlap,
+    "answers": _answers,
+}
+"""All checks, in their order: of the file that is read, and of a model's folder where one was given."""

@@ -1,0 +1,189 @@
+"""``outcore monitor``: what this user's running Outcore processes do, from their snapshots. Imports no MLX."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from outcore.cli.console import PlainConsole, console
+from outcore.errors import OutcoreError, StoreError, UsageError
+from outcore.sizes import format_size
+from outcore.text import counted, shown
+
+from .snapshots import read_all
+
+EVERY_S = 0.25
+"""Seconds between two looks."""
+
+SETTLED = 5
+"""Looks after which rates are of a second: what ``--once`` shows."""
+
+NOBODY = "no Outcore process of yours runs; start one, such as outcore chat, or see whether OUTCORE_MONITOR is off"
+
+STATES = {
+    "m": ("█", "dodger_blue2", "in memory"),
+    "c": ("◆", "bold yellow", "computing"),
+    "r": ("▓", "green", "ready"),
+    "l": ("▒", "cyan", "loading"),
+    "d": ("·", "bright_black", "on disk"),
+}
+"""For each letter of ``layers``: how a layer is drawn, in which colour, and what that means."""
+
+PARTS = {
+    "weights": ("weights", "dodger_blue2"),
+    "slots": ("slots", "cyan"),
+    "experts": ("experts", "bright_cyan"),
+    "caches": ("caches", "green"),
+    "activations": ("activations", "yellow"),
+    "allocator": ("reuse", "magenta"),
+}
+"""Parts of the plan: what they are called here, and their colours."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        UsageError: there is no terminal.
+        OutcoreError: nothing runs that could be watched.
+    """
+    if args.once:
+        *_, processes = itertools.islice(_looks(), SETTLED)
+        args.result.record = {"processes": processes}
+        console(soft_wrap=False).print(_drawn(processes))
+    elif args.json:
+        for processes in _looks():
+            for process in processes:
+                args.result.line(process)
+    elif not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("standard output is no terminal; --json and --once do without")
+    else:
+        terminal = PlainConsole(highlight=False)
+        # Ctrl-C is the way to leave.
+        with contextlib.suppress(KeyboardInterrupt), Live(console=terminal, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(look(), refresh=True)
+                time.sleep(EVERY_S)
+
+
+def _looks() -> Iterator[list[dict[str, Any]]]:
+    """What processes do, again and again, until all have ended; one at least has to run."""
+    if not (processes := read_all()):
+        raise OutcoreError(NOBODY)
+    while processes:
+        yield processes
+        time.sleep(EVERY_S)
+        processes = read_all()
+
+
+def look() -> RenderableType:
+    """What the view shows now."""
+    try:
+        processes = read_all()
+    except StoreError as e:
+        return Text(str(e), "red")
+    return Group(_drawn(processes) if processes else Text(NOBODY), Text("Ctrl-C to leave", "dim"))
+
+
+def _drawn(processes: list[dict[str, Any]]) -> Group:
+    """All models of these processes, one below the other."""
+    drawn: list[RenderableType] = []
+    for process in processes:
+        drawn += [view(process, model) for model in process["models"]]
+        if not process["models"]:
+            drawn.append(Text(f"{process['command']} · process {process['pid']}: no model is loaded"))
+    return Group(*drawn)
+
+
+class ShareBar:
+    """A bar as wide as there is room: shares of it in colours, and the rest dim."""
+
+    def __init__(self, *shares: tuple[float, str]) -> None:
+        self.shares = shares
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text, total = Text(), 0.0
+        for share, style in self.shares:
+            total = min(1.0, total + max(0.0, share))
+            text.append("█" * (round(total * options.max_width) - len(text)), style)
+        yield text.append("░" * (options.max_width - len(text)), "bright_black")
+
+
+def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
+    """One of the models of a process, by its snapshot."""
+    layers, head, m, d = model["layers"], model["head"], model["memory"], model["disk"]
+    title = Text.assemble(
+        (f" {model['state']} ", f"bold black on {'green' if model['state'] == 'working' else 'white'}"),
+        (f" {shown(model['name'])}", "bold"),
+        f"  {shown(process['command'])} · process {process['pid']} · context {model['context']}",
+    )
+    strip, legend = Text(), Text()
+    for code in layers + head:
+        strip.append(*STATES.get(code, ("?", "red"))[:2])
+    for code, (glyph, style, name) in STATES.items():
+        if code in "md" or code in layers + head:
+            legend.append(f"{glyph} ", style).append(f"{layers.count(code)} {name}   ")
+    if head:
+        legend.append(f"and the head, {STATES[head][2]}   ", "bright_black")
+    if shed := model["shed_layers"]:
+        legend.append(f"{shed} shed", "bold red")
+    budget, held = max(1, m["budget"]), m["active"] + m["kept"]
+    style = "red" if held > budget else "dodger_blue2"
+    parts = {part: look for part, look in PARTS.items() if part != "experts" or m[part]}  # most models have none
+    memory = _grid()
+    memory.add_row("held", ShareBar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget))
+    memory.add_row("plan", ShareBar(*((m[p] / budget, s) for p, (_, s) in parts.items())), _of(m["planned"], budget))
+    named = [Text.assemble(("█ ", style), f"{name} {format_size(m[p])}") for p, (name, style) in parts.items()]
+    use, read = _grid(), Text("nothing is streamed", "bright_black")
+    if d["how"] != "none":
+        # The disk's rate against what it was measured to give, and how much of the time is waited for it.
+        rate, ceiling, stalled, slots = d["gbps"] or 0.0, d["ceiling_gbps"], d["stalled"] or 0.0, model["slots"]
+        bar, most = (ShareBar((rate / ceiling, "cyan")), f" of {ceiling:.2f}") if ceiling else ("", "")
+        use.add_row("SSD", bar, f"{rate:.2f}{most} GB/s")
+        use.add_row("waiting", ShareBar((stalled, "red")), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
+        ring = f"{slots} slots of {format_size(m['slots'] // slots)}" if slots else "no slots"
+        read = Text(f"{format_size(d['bytes'])} read, {d['how']}; {ring}", "bright_black")
+    if (drafts := model["drafts"])["source"]:
+        right = f"{drafts['accepted']} of {drafts['drafted']} right ({shown(drafts['source'])})"
+        use.add_row("drafts", ShareBar((drafts["accepted"] / max(1, drafts["drafted"]), "green")), right)
+    notes = "\n".join(f"• {shown(note)}" for note in reversed(model["notes"])) or "no notes"
+    return Group(title, strip, legend, memory, Columns(named, padding=(0, 2)), use, read,
+                 *_speed(model["tokens"], d["how"] != "none"), Text(notes), Text())  # fmt: skip
+
+
+def _speed(t: Mapping[str, Any], streams: bool) -> tuple[Text, Text]:
+    """Tokens and sweeps."""
+    first = Text.assemble(("–" if t["per_s"] is None else f"{t['per_s']:.2f}", "bold green"), " tokens/s")
+    if t["per_sweep"] is not None:
+        first.append(f"   {t['per_sweep']:.2f} a sweep")
+    if t["sweeps_per_s"] is not None and streams:
+        first.append(f"   {t['sweeps_per_s']:.2f} sweeps/s")
+    second = Text(f"{counted(t['made'], 'token')} in {counted(t['sweeps'], 'sweep')}", "bright_black")
+    if t["sweep_s"] is not None:
+        second.append(f"; the last sweep took {t['sweep_s']:.2f} s")
+    if t["in_sweep"] > 1:
+        second.append(f"; {t['in_sweep']} tokens in this one")
+    return first, second
+
+
+def _grid() -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(width=8, style="bold")
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True, min_width=22)
+    return grid
+
+
+def _of(some: int, budget: int) -> str:
+    return f"{format_size(some)} of {format_size(budget)}"
