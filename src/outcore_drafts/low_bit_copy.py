@@ -215,25 +215,6 @@ def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
         return _quantized_layers(copied(lazy.model), bits, heads, ())
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """The same modules anew, of the same arrays: other modules and arrays can be put into it."""
-    copy: nn.Module = _copied(model, {})
-    return copy
-
-
-def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
-    if isinstance(value, nn.Module):
-        if (new := made.get(id(value))) is None:
-            new = made[id(value)] = dict.__new__(type(value))
-            new.__dict__.update(value.__dict__)
-            for key, inside in value.items():
-                dict.__setitem__(new, key, _copied(inside, made))
-        return new
-    if isinstance(value, list):
-        return [_copied(inside, made) for inside in value]
-    return {key: _copied(inside, made) for key, inside in value.items()} if type(value) is dict else value
-
-
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
     """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
     with random_state_kept():
