@@ -31,7 +31,8 @@ from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
 from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
-from outcore_tools import calibrate, demo, doctor
+from outcore_calibrate import command as calibrate
+from outcore_tools import demo, doctor
 from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]

@@ -100,23 +100,26 @@ class SelfDrafts(DraftSource):
         write_copy(profile, draft.detail, progress)
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        return ByCopy(draft, profile, opening.options.draft == AUTO, progress)
+        return ByCopy(draft, opening.options.draft == AUTO, progress)
 
 
 class ByCopy(Drafting):
-    """A copy of the model, made if it is not there yet, and in memory once the model is."""
+    """A copy of the model, made if it is not there yet, and in memory once the model is.
+
+    Args:
+        auto: nobody asked for it.
+    """
 
     kind, holds_head = SELF, True
 
-    def __init__(self, draft: Draft, profile: ModelProfile, auto: bool, progress: Progress) -> None:
+    def __init__(self, draft: Draft, auto: bool, progress: Progress) -> None:
         super().__init__(draft.name)
-        self._copied, self._profile = draft.detail, profile
-        self._auto, self._progress = auto, progress
+        self._copied, self._auto, self._progress = draft.detail, auto, progress
         self._high_bits: Mapping[str, TensorInfo] = {}  # of nested layers, where they lie on disk
         self._stamps: Mapping[Path, Stamp | None] = {}
 
     def join(self, session: Session) -> Drafting:
-        profile, copied = self._profile, self._copied
+        profile, copied = session.profile, self._copied
         try:
             write_copy(profile, copied, self._progress)
         except StoreSpaceError as error:
@@ -146,7 +149,7 @@ class ByCopy(Drafting):
         return None if self.model is None else CopyProposer(self.model, how, vocabulary, state)
 
     @property
-    def intact(self) -> bool:  # type: ignore[override]
+    def intact(self) -> bool:
         """Whether the files of the high bits are there, and nobody has written to them since they were read."""
         return None not in self._stamps.values() and file_stamps(self._high_bits) == self._stamps
 

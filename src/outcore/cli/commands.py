@@ -28,8 +28,8 @@ RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
 TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
 """Set where standard input is lines that somebody types at a launcher elsewhere."""
 
-RUN, LOOK, CARE = "run a model", "look at models and processes", "take care of this machine"
-KINDS = (RUN, LOOK, CARE, "measure", "several machines")
+RUN, LOOK, KEEP = "run a model", "look at models, processes and this machine", "what is kept on this machine"
+KINDS = (RUN, LOOK, KEEP, "measure", "several machines")
 """Headings of ``outcore --help``, in their order; those of packages may be others."""
 
 
