@@ -113,21 +113,17 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    o = chosen(options, arguments)
+    o, report = chosen(options, arguments), progress or (lambda *_: None)
     with named_as_arguments(o):
-        return _load_model(model_path, o, progress or (lambda *_: None))
-
-
-def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
-    try:
-        return _loaded(model_path, o, report)
-    except StoreSpaceError as error:
-        if o.draft != AUTO or o.ranks is not None:
-            raise
-        # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
-        model, config = _loaded(model_path, replace(o, draft=NONE), report)
-        model.outcore.note(f"nothing drafts: {error}")
-        return model, config
+        try:
+            return _loaded(model_path, o, report)
+        except StoreSpaceError as error:
+            if o.draft != AUTO or o.ranks is not None:
+                raise
+            # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
+            model, config = _loaded(model_path, replace(o, draft=NONE), report)
+            model.outcore.note(f"nothing drafts: {error}")
+            return model, config
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
@@ -138,7 +134,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, prepared.mirrors)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
-    _tell_first(prepared, report)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     if prepared.mirrors is not None:
@@ -177,11 +172,17 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
 
 
 def _drafting(prepared: Preparation, opening: Opening, report: Progress) -> Drafting | None:
-    """What drafts, before the model is loaded, which it joins then."""
-    draft = prepared.draft
+    """What drafts, before the model is loaded, which it joins then. What is written for it, once, is told, and how long
+    that may take: it is read twice, for what is streamed and what drafts, and cut."""
+    draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
     if draft is None or draft.kind == NGRAM:
         return None if draft is None else Drafting(draft.name)
-    return draft_source(draft.kind).load(draft, prepared.profile, opening, report)
+    source = draft_source(draft.kind)
+    if first := source.to_write(profile, prepared.plan, draft)[0]:
+        rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
+        seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
+        report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
+    return source.load(draft, profile, opening, report)
 
 
 def _expectations(prepared: Preparation) -> AcceptanceStats | None:
@@ -196,18 +197,6 @@ def _expectations(prepared: Preparation) -> AcceptanceStats | None:
     if choice is not None and choice.planned is not None:
         found.expect(draft.kind, draft.chance, choice.drafted)
     return found
-
-
-def _tell_first(prepared: Preparation, report: Progress) -> None:
-    """Say what is written before the first answer, once, and how long that may take: it is read twice, for what is
-    streamed and what drafts, and cut."""
-    draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
-    if draft is None or draft.kind == NGRAM:
-        return
-    if first := draft_source(draft.kind).to_write(profile, prepared.plan, draft)[0]:
-        rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
-        seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
-        report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 
 
 def _with_options(function: Any) -> None:
