@@ -73,7 +73,7 @@ def prefix_cache(lazy: LazyModel, o: LoadOptions) -> tuple[PrefixCache | None, t
     chunks of prompts."""
     if o.prefix_cache == "off":
         return None, ()
-    told = f"{o.name('prefix_cache')}: prompts are not kept, since"
+    told = f"{called('prefix_cache')}: prompts are not kept, since"
     if GRID % (o.prefill_step_size or GRID):
         return None, (f"{told} chunks of {o.prefill_step_size} tokens do not end where blocks of {GRID} do",)
     for package in modules("prefix_cache").values():
