@@ -225,7 +225,7 @@ def _report(folder: Path) -> Target:
 def _memory() -> Target:
     units = st.sampled_from(["", "B", "GB", "GiB", "%", " mb", "k", "TB", "auto", "e9", "."])
     sizes = st.builds(lambda n, unit: f"{n}{unit}", st.integers() | st.floats() | st.text(max_size=5), units)
-    return Target(sizes | st.text() | mutations.values, lambda size: asked_budget(size, "balanced"))
+    return Target(sizes | st.text() | mutations.values, lambda size: asked_budget(size))
 
 
 def _draft(folder: Path) -> Target:

@@ -254,7 +254,7 @@ def test_a_seed_is_repeatable_and_no_seed_is_not() -> None:
 
 PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
     ("short", {"resident": 0}, 9, 4),
-    ("short", {"resident": 3, "placement": "last"}, 9, 4),
+    ("short", {"resident": 3}, 9, 4),
     ("short", {"resident": 4, "head_resident": False}, 9, 4),
     ("short", {"resident": 2, "prefill_step_size": 16}, 33, 3),
     ("short", {}, 9, 4),

@@ -118,7 +118,7 @@ def test_no_value_of_any_flag_ends_in_a_traceback(
     for where, name in (
         (Runner, "run"),
         (MatrixRunner, "run"),
-        (calibrate, "calibrated"),
+        (calibrate, "measuring"),
         (demo, "_run"),
         (doctor, "examine"),
         (serve, "open_service"),
@@ -316,7 +316,7 @@ def test_a_few_bytes_are_told_to_be_bytes(model: Path, memory: int, meant: str) 
         {"slots": "3"}, {"context": 0}, {"context": 10**30}, {"context": True}, {"prompt": 0}, {"prompt": float("nan")},
         {"prefill_step_size": 0}, {"prefill_step_size": "8"}, {"cpu_streams": 1.5}, {"cpu_streams": False},
         {"sequences": 0}, {"sequences": 1.5}, {"sequences": True}, {"draft": 3}, {"draft": None}, {"dtype": mx.float32},
-        {"priority": []}, {"profile": None}, {"placement": 1}, {"io": ["auto"]},
+        {"priority": []}, {"io": ["auto"]},
     ],
     ids=str,
 )  # fmt: skip

@@ -24,7 +24,7 @@ from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.session import Session
-from outcore.errors import StoreSpaceError, UsageError
+from outcore.errors import StoreSpaceError, UsageError, called
 from outcore.plan.draft_cost import AUTO, Draft
 from outcore.plan.plan import Plan
 from outcore.text import shortened
@@ -52,7 +52,9 @@ class SelfDrafts(DraftSource):
     def parse(self, asked: str, argument: str | None) -> int:
         bits = argument or str(DEFAULT_BITS)
         if bits not in map(str, BITS):
-            raise UsageError(f"--draft {shortened(asked)}: give the number of bits, one of {', '.join(map(str, BITS))}")
+            raise UsageError(
+                f"{called('draft')} {shortened(asked)}: give the number of bits, one of {', '.join(map(str, BITS))}"
+            )
         return int(bits)
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, int, int]]:
@@ -72,8 +74,8 @@ class SelfDrafts(DraftSource):
         if profile.size.kv_disk != "off":
             if o.kv_disk == "on":
                 raise UsageError(
-                    f"{o.name('kv_disk')} on and {o.name('draft')} {o.draft}: a copy of the model reads all keys and "
-                    f"values for every token that it drafts; with {o.name('draft')} ngram it need not"
+                    f"{called('kv_disk')} on and {called('draft')} {o.draft}: a copy of the model reads all keys and "
+                    f"values for every token that it drafts; with {called('draft')} ngram it need not"
                 )
             profile = replace(profile, size=replace(profile.size, kv_disk="off"))
         copied, size = low_bit_copy(profile, which), profile.size

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import mlx.nn as nn
 
@@ -20,7 +20,7 @@ from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
-from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
+from ..options import LoadOptions, chosen
 from ..plan.draft_choice import expected
 from ..plan.draft_cost import AUTO, NGRAM, NONE
 from ..plan.joint_plan import Planned
@@ -45,7 +45,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     progress: Progress | None = None,
-    **options: Unpack[MemoryArguments],
+    **options: Any,
 ) -> Any:
     """Load a model and its tokenizer so that the model runs within a memory budget.
 
@@ -99,7 +99,7 @@ def load_model(
     options: LoadOptions | None = None,
     *,
     progress: Progress | None = None,
-    **arguments: Unpack[LoadArguments],
+    **arguments: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model from a local folder so that it runs within a memory budget.
 
@@ -114,16 +114,15 @@ def load_model(
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
     o, report = chosen(options, arguments), progress or (lambda *_: None)
-    with named_as_arguments(o):
-        try:
-            return _loaded(model_path, o, report)
-        except StoreSpaceError as error:
-            if o.draft != AUTO or o.ranks is not None:
-                raise
-            # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
-            model, config = _loaded(model_path, replace(o, draft=NONE), report)
-            model.outcore.note(f"nothing drafts: {error}")
-            return model, config
+    try:
+        return _loaded(model_path, o, report)
+    except StoreSpaceError as error:
+        if o.draft != AUTO or o.ranks is not None:
+            raise
+        # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
+        model, config = _loaded(model_path, replace(o, draft=NONE), report)
+        model.outcore.note(f"nothing drafts: {error}")
+        return model, config
 
 
 def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
@@ -203,7 +202,7 @@ def _with_options(function: Any) -> None:
     """Have ``help`` and editors that ask at run time show each option."""
     own = signature(function).parameters.values()
     named = [p for p in own if p.kind is not Parameter.VAR_KEYWORD]
-    known = {p.name for p in named} | {"flags", "ranks"}
+    known = {p.name for p in named} | {"ranks"}
     asked = signature(LoadOptions).parameters.values()
     function.__signature__ = signature(function).replace(
         parameters=[*named, *(p for p in asked if p.name not in known)]

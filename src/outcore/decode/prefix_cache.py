@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..checkpoint.lazy_model import LazyModel
 from ..engine.session import Session
-from ..errors import BudgetError
+from ..errors import BudgetError, called
 from ..options import LoadOptions
 from ..packages import modules
 from .one_text import make_room
@@ -73,7 +73,7 @@ def prefix_cache(lazy: LazyModel, o: LoadOptions) -> tuple[PrefixCache | None, t
     chunks of prompts."""
     if o.prefix_cache == "off":
         return None, ()
-    told = f"{o.name('prefix_cache')}: prompts are not kept, since"
+    told = f"{called('prefix_cache')}: prompts are not kept, since"
     if GRID % (o.prefill_step_size or GRID):
         return None, (f"{told} chunks of {o.prefill_step_size} tokens do not end where blocks of {GRID} do",)
     for package in modules("prefix_cache").values():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Unpack, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -18,14 +18,14 @@ from ..checkpoint.packed_store import open_model
 from ..engine.kv_offload import kv_offload
 from ..engine.model_profile import ModelProfile
 from ..engine.on_demand import on_demand
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, UsageError, called
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
 from ..modules.layers import is_stacked
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.side_by_side import mergeable
-from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
+from ..options import LoadOptions, chosen
 from ..plan.draft_choice import Choice, fastest
 from ..plan.draft_cost import AUTO, NONE, Draft
 from ..plan.joint_plan import Planning
@@ -107,7 +107,7 @@ def prepare(
     options: LoadOptions | None = None,
     *,
     least: bool = False,
-    **arguments: Unpack[LoadArguments],
+    **arguments: Any,
 ) -> Preparation:
     """Open a model and plan for it without reading any weights.
 
@@ -125,7 +125,7 @@ def prepare(
     ranks: Ranks | None = o.ranks
     if ranks is not None:
         o = ranks.options(o)
-    budget, folder = asked_budget(o.memory, o.profile), Path(model_path)
+    budget, folder = asked_budget(o.memory), Path(model_path)
     opened, known = _opened(folder, o, budget)
     if ranks is not None:
         planning = ranks.room_for_draft(opened.planning, o, budget)
@@ -188,7 +188,7 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     """
     if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
-    asked = f"{o.name('experts')} {o.experts}"
+    asked = f"{called('experts')} {o.experts}"
     if on_demand() is None:
         raise UsageError(f"{asked}: nothing here reads experts: the package outcore_experts is missing; install it")
     if o.adapter_path is not None and any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
@@ -226,7 +226,7 @@ def _planned_for_one(
     )
 
 
-def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Plan:
+def plan_model(model_path: str | Path, **arguments: Any) -> Plan:
     """The plan by which ``load`` would hold a model, as ``outcore plan`` shows it. Weights are not read.
 
     Args:
@@ -236,9 +236,7 @@ def plan_model(model_path: str | Path, **arguments: Unpack[LoadArguments]) -> Pl
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError: as ``load``.
     """
-    options = chosen(None, arguments)
-    with named_as_arguments(options):
-        return prepare(resolve_model(str(model_path)), options).plan
+    return prepare(resolve_model(str(model_path)), chosen(None, arguments)).plan
 
 
 def ring_options(o: LoadOptions) -> dict[str, Any]:
@@ -248,7 +246,6 @@ def ring_options(o: LoadOptions) -> dict[str, Any]:
         "resident": o.resident,
         "prefill_step": o.prefill_step_size,
         "head_resident": o.head_resident,
-        "placement": o.placement,
         "experts": o.experts,
     }
 
@@ -258,7 +255,7 @@ def draft_kind(o: LoadOptions) -> tuple[str, Any]:
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(
-            f"{o.name('draft')} {o.draft}: several sequences that share sweeps have no drafts; leave it out"
+            f"{called('draft')} {o.draft}: several sequences that share sweeps have no drafts; leave it out"
         )
     return (NONE, None) if o.most_sequences > 1 else (kind, which)
 
@@ -297,18 +294,18 @@ def _advice(profile: ModelProfile, plan: Plan, kind: str, o: LoadOptions) -> lis
     scales = {a.dtype for path, a in named_parameters(profile.lazy.model) if path.endswith("scales")}
     if on_cpu() and scales & {mx.bfloat16, mx.float16} and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
-        told.append(f"quantized products run about 9 times faster on the CPU with {o.name('dtype')} float32")
+        told.append(f"quantized products run about 9 times faster on the CPU with {called('dtype')} float32")
     if plan.pools and on_cpu() and kind not in (AUTO, NONE):
         told.append(
             "nothing is drafted: experts are read one by one, and each drafted token's take as long as a token does "
-            f"({o.name('experts')} 0 streams layers whole)"
+            f"({called('experts')} 0 streams layers whole)"
         )
     if profile.lazy.decoders and (packs := codings()) is not None:
         told += packs.about(profile, plan)
     if plan.kv_slot:
         each = sum(n for i, n in profile.size.kept_apart if i in plan.streamed)
         told.append(
-            f"keys and values lie on disk ({o.name('kv_disk')}): each token reads {format_size(each * 1000)} for every "
+            f"keys and values lie on disk ({called('kv_disk')}): each token reads {format_size(each * 1000)} for every "
             "1,000 tokens of context"
         )
     elif o.kv_disk == "on" and not profile.size.kept_apart:
