@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outcore.serve.anthropic import MessageWriter
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest
-from outcore.serve.apis import ANTHROPIC as API
 from outcore.serve.events import Begun, GenerationRequest, RequestError, Sampling, TextPart
+from outcore_apis.anthropic import MessageWriter
+from outcore_apis.apis import ANTHROPIC as API
 from scripted import CALLS, THOUGHT, Scripted, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, min_p=0.1), 77, {"enable_thinking": False, "own": 1})

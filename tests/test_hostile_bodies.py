@@ -16,7 +16,7 @@ import pytest
 from fake_service import FakeService, exchange, posted, running
 from outcore.errors import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest
-from outcore.serve.apis import APIS
+from outcore.serve.apis import all_apis
 from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 from outcore.serve.prompting import Prompter
@@ -24,7 +24,7 @@ from test_service import heard, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 OLLAMA, ANTHROPIC, RESPONSES = "/api/chat", "/v1/messages", "/v1/responses"
-ROUTES = {route.path: route for api in APIS for route in api.routes}
+ROUTES = {route.path: route for api in all_apis() for route in api.routes}
 USER = {"role": "user", "content": "x"}
 SYSTEM = {"role": "system", "content": "x"}
 

@@ -10,10 +10,10 @@ import pytest
 
 from outcore.checks import COUNT
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest
-from outcore.serve.apis import OLLAMA as API
 from outcore.serve.events import GenerationRequest, RequestError, Sampling, TextPart, TokenLogprob
-from outcore.serve.ollama import OllamaWriter
-from outcore.serve.ollama_models import running, show, tags
+from outcore_apis.apis import OLLAMA as API
+from outcore_apis.ollama import OllamaWriter
+from outcore_apis.ollama_models import running, show, tags
 from scripted import CALLS, CARD, HELLO, OTHER, THOUGHT, Scripted, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, top_k=7), 77, {"enable_thinking": False, "own": 1})

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from ..text import shortened
-from .api import HttpRequest
-from .events import ModelCard, RequestError, Service
-from .requests import Body, read
+from outcore.serve.api import HttpRequest
+from outcore.serve.events import ModelCard, RequestError, Service
+from outcore.serve.requests import Body, read
+from outcore.text import shortened
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
 """When a model is unloaded that stays; clients show a date this far away as forever."""

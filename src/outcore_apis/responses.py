@@ -10,11 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..checks import COUNT
-from .api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
-from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, RequestError, Service, TextPart
-from .openai import Effort, OpenAIBody, ResponseFormat, Tokens, chosen_tool, schema_of
-from .requests import Part, TopLogprobs, continues, read, sampling_of
+from outcore.checks import COUNT
+from outcore.serve.api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
+from outcore.serve.events import (
+    Begun,
+    Called,
+    Ended,
+    Event,
+    Finished,
+    GenerationRequest,
+    RequestError,
+    Service,
+    TextPart,
+)
+from outcore.serve.openai import Effort, OpenAIBody, ResponseFormat, Tokens, chosen_tool, schema_of
+from outcore.serve.requests import Part, TopLogprobs, continues, read, sampling_of
+
 from .response_items import INPUT, Item, ResponseTool, ToolName, Tools, messages_of
 
 LOGPROBS = "message.output_text.logprobs"

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from ..checks import COUNT
-from .api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
-from .events import (
+from outcore.checks import COUNT
+from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
+from outcore.serve.events import (
     Begun,
     Called,
     Ended,
@@ -25,7 +25,7 @@ from .events import (
     Service,
     TextPart,
 )
-from .requests import (
+from outcore.serve.requests import (
     MOST_TOOLS,
     UNSUPPORTED,
     Body,

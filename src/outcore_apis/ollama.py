@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..checks import COUNT
-from ..decode.request_values import LARGE
-from .api import (
+from outcore.checks import COUNT
+from outcore.decode.request_values import LARGE
+from outcore.serve.api import (
     JSON_LINES,
     Defaults,
     Handled,
@@ -28,7 +28,7 @@ from .api import (
     logprob_entries,
     refused,
 )
-from .events import (
+from outcore.serve.events import (
     Begun,
     Called,
     Ended,
@@ -40,8 +40,7 @@ from .events import (
     Service,
     TextPart,
 )
-from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
-from .requests import (
+from outcore.serve.requests import (
     MOST_TOOLS,
     Factor,
     Function,
@@ -60,6 +59,8 @@ from .requests import (
     sampling_of,
     wrong,
 )
+
+from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 
 VERSION = "0.13.0"
 """Of Ollama's API that this follows. Clients compare it to decide what they may ask for."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .requests import (
+from outcore.serve.requests import (
     MOST_TOOLS,
     UNSUPPORTED,
     Function,
