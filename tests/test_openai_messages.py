@@ -10,7 +10,7 @@ from outcore import RequestError
 from outcore.serve import requests
 from outcore.serve.api import Api
 from outcore.serve.apis import OPENAI
-from outcore_apis.apis import ANTHROPIC, OLLAMA
+from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES
 from translated import asked
 
 USER = {"role": "user", "content": "hi"}
