@@ -49,5 +49,4 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         raise wrong("max_tokens", "a batch's answers need a limit")
     if isinstance(ask.prompt, str):
         whole_text(ask.prompt, "prompt")
-    prompt = prompter.prepare(ask)
-    return replace(request_of(uid, prompt, ask.sampling, ask.max_tokens or max_tokens), stop=prompt.stop)
+    return request_of(uid, prompter.prepare(ask), replace(ask, max_tokens=ask.max_tokens or max_tokens))

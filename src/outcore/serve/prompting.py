@@ -22,7 +22,7 @@ from .chat_template import TokenizerTemplate
 from .events import GenerationRequest
 from .grammar import GRAMMAR_CHARACTERS, Before, Free, Grammar, Grammars, check_grammar, extent, schema_rule
 from .harmony import FINAL, harmony_markers
-from .parsing import NAME, Markers, TextParser
+from .parsing import NAME, TextParser, markers_of
 
 CHARACTERS = 16
 """Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
@@ -33,7 +33,7 @@ class Prompt:
     """What a model is given for an ask.
 
     Attributes:
-        tokens: ids, at least one.
+        tokens: ids, at least one, of this tokenizer.
         stop: strings that end an answer.
         parser: makes what reads the text of a choice, whose number it is given.
         grammar: that an answer has to follow; None: it is free.
@@ -41,6 +41,7 @@ class Prompt:
     """
 
     tokens: tuple[int, ...]
+    tokenizer: TokenizerWrapper
     stop: tuple[str, ...] = ()
     parser: Callable[[int], TextParser] = TextParser
     grammar: Grammar | None = None
@@ -58,7 +59,7 @@ class Prompter:
         self.tokenizer = tokenizer
         self._template = TokenizerTemplate(tokenizer)
         self._grammars = Grammars(tokenizer)
-        made = harmony_markers if self._template.harmony else functools.partial(_markers, tokenizer)
+        made = harmony_markers if self._template.harmony else functools.partial(markers_of, tokenizer)
         self._markers = {tools: made(tools) for tools in (False, True)}
         ids = tokenizer.get_vocab().values()
         self._begin: tuple[str, Sequence[int]] = "", ()
@@ -90,7 +91,7 @@ class Prompter:
             raise RequestError("tools: they go with messages, not with a prompt", param="tools")
         tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         check_ids(tokens, self._ids)
-        return Prompt(tuple(tokens), ask.stop, grammar=self._free(ask))
+        return Prompt(tuple(tokens), self.tokenizer, ask.stop, grammar=self._free(ask))
 
     def _free(self, ask: GenerationRequest) -> Grammar | None:
         """The grammar of an answer that nothing may come before."""
@@ -110,7 +111,7 @@ class Prompter:
             parallel=ask.parallel_tools,
         )  # fmt: skip
         grammar, shared = self._grammar(ask, tools, text, thinking), self._shared(ask, tools, tokens)
-        return Prompt(tuple(tokens), ask.stop, parser, grammar, shared)
+        return Prompt(tuple(tokens), self.tokenizer, ask.stop, parser, grammar, shared)
 
     def _shared(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
         """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
@@ -144,8 +145,8 @@ class Prompter:
         if not forced and ask.schema is None:
             return None
         try:
-            markers = self._markers[bool(tools)]
-            if markers.dropped or (markers.initial != "normal" and not self._template.harmony):
+            own = self.tokenizer
+            if own.structural_markers or own.response_initial_state not in (None, "normal"):
                 why = "this model's answers have parts that no grammar is known for"
                 raise RequestError(why, "unsupported_parameter")
             before = self._before(ask, text, thinking)
@@ -212,18 +213,6 @@ def _check_characters(characters: int, most: int | None, what: str = "the prompt
     if most is not None and characters > most * CHARACTERS:
         tokens = characters // CHARACTERS
         raise too_long(f"{what}: {characters} characters or more, at least {tokens} tokens", tokens, most)
-
-
-def _markers(own: TokenizerWrapper, tools: bool) -> Markers:
-    return Markers(
-        (own.think_start, own.think_end) if own.has_thinking else None,
-        (own.tool_call_start, own.tool_call_end or "") if tools and own.has_tool_calling else None,
-        own.tool_parser,
-        tuple(own.structural_markers),
-        own.response_transitions,
-        own.response_initial_state or "normal",
-        frozenset({own.tool_call_start} if tools and len(own.tool_call_start_tokens or ()) == 1 else ()),
-    )
 
 
 def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
