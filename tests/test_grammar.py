@@ -20,8 +20,8 @@ from outcore.decode import one_text
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
 from outcore.serve.events import Called, GenerationRequest
-from outcore.serve.grammar import Before, Free, Grammar, Grammars, schema_rule
 from outcore.serve.prompting import Prompter
+from outcore_grammar.lark_grammar import Before, Free, Grammar, Grammars, schema_rule
 
 MESSAGES = ({"role": "user", "content": "x"},)
 WIDTH = 8256

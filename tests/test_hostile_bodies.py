@@ -264,7 +264,7 @@ def test_a_grammar_has_64_kb_at_most(demo_model: Path) -> None:
     with serving(demo_model, memory="18MB") as service:
         for ask in (
             GenerationRequest(prompt="x", schema=large),
-            GenerationRequest(prompt="x", grammar="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
+            GenerationRequest(prompt="x", schema="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
             GenerationRequest(messages=(USER,), tools=(tool,), tool_choice="required"),
         ):
             error = refused(service, ask)

@@ -38,8 +38,8 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         "prompt": more,
         "tools": ask.tools,
         "logprobs": ask.logprobs is not None,
-        "response_format": ask.schema is not None,
-        "grammar": ask.grammar,
+        "response_format": isinstance(ask.schema, dict),
+        "grammar": isinstance(ask.schema, str),
     }
     for name in (name for name, value in asked.items() if value):
         raise wrong(name, "not supported; leave it out", UNSUPPORTED)

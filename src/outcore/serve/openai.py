@@ -123,13 +123,15 @@ class TextBody(OpenAIBody):
         """What is asked, but for the prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
+        schema = schema_of(self.response_format, "response_format")
+        if self.grammar and schema is not None:
+            raise wrong("grammar", "not together with a schema or a required tool")
         return GenerationRequest(
             model=self.model,
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
-            schema=schema_of(self.response_format, "response_format"),
-            grammar=self.grammar,
+            schema=self.grammar or schema,
             choices=self.n,
         )
 

@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import RequestError
-from ..modules.mlx_lm_tokenizer import inner_tokenizer
-from ..text import one_line
+from outcore.errors import RequestError
+from outcore.modules.mlx_lm_tokenizer import inner_tokenizer
+from outcore.serve.prompting import extent
+from outcore.text import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -194,22 +195,6 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
 def json_of(schema: Mapping[str, Any], **options: Any) -> str:
     """JSON of a schema in a rule."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACES, **options}})}"
-
-
-def extent(value: Any, most: int) -> int:
-    """Characters of all names and texts in a value, and one for each other value; beyond ``most`` it ends early."""
-    count, layer = 0, [value]
-    while layer and count <= most:
-        part = layer.pop()
-        if isinstance(part, str):
-            count += len(part)
-        else:
-            count += 1
-            if isinstance(part, Mapping):
-                layer += (*part.keys(), *part.values())
-            elif isinstance(part, list | tuple):
-                layer += part
-    return count
 
 
 def check_grammar(field: str, characters: int) -> None:
