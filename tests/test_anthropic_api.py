@@ -257,5 +257,8 @@ def test_errors_by_status(status: int, kind: str) -> None:
     error = RequestError("No.", status=status)
     expected = {"type": "error", "error": {"type": kind, "message": "No."}}
     assert API.error_body(error) == expected
-    name, data = (message := MessageWriter(streams=True)).sent(message.failure(error)).decode().strip().split("\n")
+    told = API.error_body(error)
+    name, data = (
+        (message := MessageWriter(streams=True)).sent(message.failure(error, told)).decode().strip().split("\n")
+    )
     assert (name, json.loads(data[6:])) == ("event: error", expected)

@@ -28,7 +28,7 @@ def answering(**body: Any) -> ResponseWriter:
 
 
 def failed(writer: ResponseWriter, error: RequestError) -> bytes:
-    return writer.sent(writer.failure(error))
+    return writer.sent(writer.failure(error, {}))
 
 
 def stream(*said: Event, body: dict[str, Any] | None = None, **more: Any) -> list[Any]:

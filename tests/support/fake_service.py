@@ -118,7 +118,7 @@ class FakeAnswering(ResponseWriter):
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def failure(self, error: RequestError) -> list[Any]:
+    def failure(self, error: RequestError, told: dict[str, Any]) -> list[Any]:
         return [{"error": str(error)}]
 
     def keepalive(self) -> bytes:

@@ -50,6 +50,15 @@ class Defaults:
     max_tokens: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def options(self, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
+        """Those arguments, and whether and how hard a model is to think; None: the request does not say."""
+        options = dict(self.template_options)
+        if thinks is not None:
+            options["enable_thinking"] = thinks
+        if effort is not None:
+            options["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+        return options
+
 
 @dataclass(frozen=True)
 class HttpRequest:
@@ -85,9 +94,9 @@ class ResponseWriter(ABC):
     def steps(self, event: Event) -> Iterable[Any]:
         """What a stream sends for an event."""
 
-    @abstractmethod
-    def failure(self, error: RequestError) -> Iterable[Any]:
-        """The end of a stream that fails after something was sent."""
+    def failure(self, error: RequestError, told: dict[str, Any]) -> Iterable[Any]:
+        """The end of a stream that fails after something was sent; ``told``: the error in the API's words."""
+        return (told,)
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:

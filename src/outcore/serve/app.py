@@ -122,7 +122,7 @@ class Address:
         self.site.under_way += 1
         try:
             self.site.check_open()
-            await self._answer(route, request, sending, body)
+            await self._answer(api, route, request, sending, body)
         except ClientDisconnect:
             pass
         except RequestError as e:
@@ -142,7 +142,7 @@ class Address:
         if body.received > RETURNED:
             await body.work(free_heap)
 
-    async def _answer(self, route: Route, http: Request, send: Send, body: HeldBody) -> None:
+    async def _answer(self, api: Api, route: Route, http: Request, send: Send, body: HeldBody) -> None:
         site = self.site
         request = HttpRequest(await body.read(http), http.path_params, site.defaults)
         began = time.monotonic()
@@ -150,7 +150,7 @@ class Address:
         handled = await body.work(route.handle, request, site.service)
         del request
         if isinstance(handled, ParsedRequest):
-            work = _deliver(self._counted(handled, body, began), handled.answering, send, site)
+            work = _deliver(self._counted(handled, body, began), handled.answering, send, site, api)
         else:
 
             async def tell() -> None:
@@ -173,7 +173,9 @@ class Address:
                 yield event
 
 
-async def _deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site) -> None:
+async def _deliver(
+    events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site, api: Api
+) -> None:
     """Send an answer.
 
     Args:
@@ -207,7 +209,7 @@ async def _deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, 
         except RequestError as e:
             if not started:
                 raise
-            await tell(writer.sent(writer.failure(e)), more=False)
+            await tell(writer.sent(writer.failure(e, api.error_body(e))), more=False)
 
 
 def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:

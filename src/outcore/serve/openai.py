@@ -102,10 +102,8 @@ class OpenAIBody(SamplerFields):
 
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
         """Arguments of the chat template: the server's, by the effort, and the request's own, which hold."""
-        says: dict[str, Any] = {} if effort is None else {"enable_thinking": effort not in ("none", "minimal")}
-        if says.get("enable_thinking"):
-            says["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
-        return {**defaults.template_options, **says, **template_options(self.chat_template_kwargs)}
+        thinks = None if effort is None else effort not in ("none", "minimal")
+        return defaults.options(thinks, effort if thinks else None) | template_options(self.chat_template_kwargs)
 
 
 class TextBody(OpenAIBody):
@@ -272,9 +270,6 @@ class ChatWriter(ResponseWriter):
 
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
-
-    def failure(self, error: RequestError) -> Iterable[dict[str, Any]]:
-        yield error_body(error)
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         answer = Whole(events, self.choices)
