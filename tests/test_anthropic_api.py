@@ -19,7 +19,7 @@ USER = {"role": "user", "content": "Hello"}
 
 def parsed(body: dict[str, Any]) -> ParsedRequest:
     asked = API.routes[0].handle(
-        HttpRequest({"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS), Scripted([])
+        HttpRequest(Scripted([]), {"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS)
     )
     assert isinstance(asked, ParsedRequest)
     return asked

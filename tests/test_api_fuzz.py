@@ -115,7 +115,7 @@ def handled(path: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
     except ValueError:  # a whole number of more than 4,300 digits
         return None
-    return ROUTES[path][1].handle(HttpRequest(read_json(data)), Scripted([]))
+    return ROUTES[path][1].handle(HttpRequest(Scripted([]), read_json(data)))
 
 
 def answered(path: str, body: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ SYSTEM = {"role": "system", "content": "x"}
 
 def parsed(path: str, body: dict[str, Any]) -> GenerationRequest:
     """What a body comes to."""
-    found = ROUTES[path].handle(HttpRequest(body), FakeService())
+    found = ROUTES[path].handle(HttpRequest(FakeService(), body))
     assert isinstance(found, ParsedRequest)
     return found.asks[0]
 

@@ -26,7 +26,7 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
 def parsed(body: dict[str, Any], endpoint: Any = CHAT) -> ParsedRequest:
-    found = endpoint.handle(HttpRequest(body, defaults=DEFAULTS), Scripted([]))
+    found = endpoint.handle(HttpRequest(Scripted([]), body, defaults=DEFAULTS))
     assert isinstance(found, ParsedRequest)
     return found
 
@@ -41,7 +41,7 @@ def prompted(**body: Any) -> GenerationRequest:
 
 def refusal(body: dict[str, Any], endpoint: Any = CHAT) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        endpoint.handle(HttpRequest(body, defaults=DEFAULTS), Scripted([]))
+        endpoint.handle(HttpRequest(Scripted([]), body, defaults=DEFAULTS))
     return caught.value
 
 
@@ -272,7 +272,7 @@ def test_what_keeps_a_stream_alive_is_a_record_and_a_failure_ends_it() -> None:
 
 
 def loaded(body: dict[str, Any], endpoint: Any, service: Scripted) -> dict[str, Any]:
-    return untimed(asyncio.run(endpoint.handle(HttpRequest(body), service)))
+    return untimed(asyncio.run(endpoint.handle(HttpRequest(service, body))))
 
 
 def test_without_a_prompt_a_model_is_loaded_or_unloaded() -> None:
@@ -286,7 +286,7 @@ def test_without_a_prompt_a_model_is_loaded_or_unloaded() -> None:
 
 
 def told(handle: Any, body: dict[str, Any] | None = None) -> Any:
-    return handle(HttpRequest(body or {}, defaults=DEFAULTS), Scripted([]))
+    return handle(HttpRequest(Scripted([]), body or {}, defaults=DEFAULTS))
 
 
 DETAILS = {

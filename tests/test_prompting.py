@@ -285,7 +285,7 @@ def test_a_grammar_goes_alone(demo: TokenizerWrapper) -> None:
         assert prompter.prepare(ask).grammar is not None
     body = {"messages": [USER], "grammar": 'root ::= "a"', "response_format": {"type": "json_object"}}
     with pytest.raises(RequestError, match="grammar: not together with a schema"):
-        chat(HttpRequest(body), FakeService())
+        chat(HttpRequest(FakeService(), body))
     assert refused(demo, GenerationRequest(prompt="x", schema="root ::= this is (not valid"))[2] == "grammar"
 
 

@@ -15,7 +15,7 @@ from outcore.checks import COUNT
 from outcore.errors import RequestError
 from outcore.serve import requests
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
-from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, Service, TextPart
+from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's choices of a tool, and ``GenerationRequest``'s."""
@@ -105,7 +105,7 @@ class MessageBody(PromptBody, requests.SamplerFields):
     stop_sequences: requests.Stops = ()
 
 
-def message(request: HttpRequest, service: Service) -> ParsedRequest:
+def message(request: HttpRequest) -> ParsedRequest:
     """``/v1/messages``."""
     body = requests.read(MessageBody, request.body)
     sampling = requests.sampling_of(body, request.defaults.sampling)
@@ -115,12 +115,12 @@ def message(request: HttpRequest, service: Service) -> ParsedRequest:
     return ParsedRequest((ask,), MessageWriter(body.stream, body.ignored(), stop=ask.stop, shows_thinking=shows))
 
 
-def count(request: HttpRequest, service: Service) -> Awaitable[dict[str, Any]]:
+def count(request: HttpRequest) -> Awaitable[dict[str, Any]]:
     """``/v1/messages/count_tokens``."""
     ask = _asked(requests.read(PromptBody, request.body), request.defaults)
 
     async def counted() -> dict[str, Any]:
-        return {"input_tokens": await service.count(ask)}
+        return {"input_tokens": await request.service.count(ask)}
 
     return counted()
 
@@ -339,15 +339,15 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def models(request: HttpRequest, service: Service) -> dict[str, Any]:
+def models(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models``."""
-    found = [_model(card) for card in service.models()]
+    found = [_model(card) for card in request.service.models()]
     return {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
 
 
-def model(request: HttpRequest, service: Service) -> dict[str, Any]:
+def model(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models/NAME``."""
-    return _model(service.card(request.params["model"]))
+    return _model(request.service.card(request.params["model"]))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

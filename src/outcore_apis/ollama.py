@@ -31,7 +31,7 @@ from outcore.serve.api import (
     logprob_entries,
     refused,
 )
-from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, Sampling, Service, TextPart
+from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
 
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 
@@ -167,25 +167,25 @@ class GenerateBody(OllamaBody):
     images: list[Any] = []
 
 
-def chat(request: HttpRequest, service: Service) -> Handled:
+def chat(request: HttpRequest) -> Handled:
     """``/api/chat``; without messages the model is loaded, or unloaded."""
     body = requests.read(OllamaChatBody, request.body)
     messages = requests.conversation(_messages(body.messages))
     if not messages:
-        return _loaded(body, service, {"message": {"role": "assistant", "content": ""}})
+        return _loaded(body, request, {"message": {"role": "assistant", "content": ""}})
     last = messages[-1]
     begun = bool(last["content"] or last.get("reasoning_content")) and "tool_calls" not in last
     continued, tools = last["role"] == "assistant" and begun, tuple(tool.function.tool() for tool in body.tools)
     return body.parsed(request.defaults, chat=True, messages=messages, continued=continued, tools=tools)
 
 
-def generate(request: HttpRequest, service: Service) -> Handled:
+def generate(request: HttpRequest) -> Handled:
     """``/api/generate``; without a prompt the model is loaded, or unloaded."""
     body = requests.read(GenerateBody, request.body)
     if body.raw and (body.system or body.images):
         raise requests.wrong("system", "a raw prompt is taken as it is; write it into the prompt")
     if not body.prompt:
-        return _loaded(body, service, {"response": ""})
+        return _loaded(body, request, {"response": ""})
     if body.raw:
         return body.parsed(request.defaults, chat=False, prompt=body.prompt)
     first = [{"role": "system", "content": body.system}] if body.system else []
@@ -193,9 +193,9 @@ def generate(request: HttpRequest, service: Service) -> Handled:
     return body.parsed(request.defaults, chat=False, messages=(*first, user))
 
 
-async def _loaded(body: OllamaBody, service: Service, empty: dict[str, Any]) -> dict[str, Any]:
+async def _loaded(body: OllamaBody, request: HttpRequest, empty: dict[str, Any]) -> dict[str, Any]:
     """Load a model, or unload it if it is to be kept for 0 seconds."""
-    card = await service.load(plain_name(body.called), body.keep_alive)
+    card = await request.service.load(plain_name(body.called), body.keep_alive)
     done = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
     return {"model": body.called or card.name, "created_at": timestamp(datetime.now(UTC)), **empty, **done}
 
@@ -318,7 +318,7 @@ ROUTES = (
     Route("/api/tags", tags, summary="List the models"),
     Route("/api/show", show, "POST", "One of the models", Named),
     Route("/api/ps", running, summary="The models that are in memory"),
-    Route("/api/version", lambda request, service: {"version": VERSION}, summary="Of Ollama's API"),
+    Route("/api/version", lambda request: {"version": VERSION}, summary="Of Ollama's API"),
     Route("/api/pull", pull, "POST", "Succeeds for a model that is there", Named),
     refused("/api/embed", EMBEDDINGS),
     refused("/api/embeddings", EMBEDDINGS),

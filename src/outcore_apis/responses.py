@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from outcore.checks import COUNT
 from outcore.errors import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
-from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, Service, TextPart
+from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, TextPart
 from outcore.serve.openai import Effort, OpenAIBody, ResponseFormat, Tokens, chosen_tool, schema_of
 from outcore.serve.requests import Part, TopLogprobs, continues, read, sampling_of
 
@@ -62,7 +62,7 @@ class ResponseBody(OpenAIBody):
     metadata: dict[str, Any] = {}
 
 
-def respond(request: HttpRequest, service: Service) -> ParsedRequest:
+def respond(request: HttpRequest) -> ParsedRequest:
     """``/v1/responses``."""
     body, tools = read(ResponseBody, request.body), Tools()
     tools.add(body.tools)

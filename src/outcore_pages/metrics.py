@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from outcore.serve.connection import Gate
-from outcore.serve.events import Event, Finished, Service
+from outcore.serve.events import Event, Finished
+from outcore.serve.service import ModelService
 from outcore.serve.site import Observer
 
 FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -45,7 +46,7 @@ OF_CONNECTIONS = {
 class ServerMetrics(Collector, Observer):
     """What is counted here, and where the rest is asked for."""
 
-    def __init__(self, service: Service, gate: Gate) -> None:
+    def __init__(self, service: ModelService, gate: Gate) -> None:
         self._service, self._gate, self._registry = service, gate, CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
         self._requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)

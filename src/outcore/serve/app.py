@@ -148,10 +148,10 @@ class Address:
 
     async def _answer(self, api: Api, route: Route, http: Request, send: Send, body: HeldBody) -> None:
         site = self.site
-        request = HttpRequest(await body.read(http), http.path_params, site.defaults)
+        request = HttpRequest(site.service, await body.read(http), http.path_params, site.defaults)
         began = time.monotonic()
         site.check_open()
-        handled = await body.work(route.handle, request, site.service)
+        handled = await body.work(route.handle, request)
         del request
         if isinstance(handled, ParsedRequest):
             work = _deliver(self._told(handled, body, began), handled.answering, send, site, api)

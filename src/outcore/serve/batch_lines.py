@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from ..checks import COUNT
 from ..decode.batch_engine import Request
@@ -13,7 +13,6 @@ from ..errors import RequestError
 from . import completions, openai
 from .api import HttpRequest
 from .choice import request_of
-from .events import Service
 from .prompting import Prompter
 from .requests import UNSUPPORTED, wrong
 
@@ -30,7 +29,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
     if not isinstance(line.body, dict):
         raise RequestError("body: not a JSON object")
     read = openai.chat if line.url == CHAT else completions.completion
-    parsed = read(HttpRequest(line.body), cast(Service, None))
+    parsed = read(HttpRequest(cast(Any, None), line.body))
     (ask, *more), answering = parsed.asks, parsed.answering
     asked = {
         "stream": answering.streams,

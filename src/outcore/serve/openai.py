@@ -25,7 +25,7 @@ from .api import (
     new_id,
     refused,
 )
-from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, RequestError, Service, TextPart
+from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, RequestError, TextPart
 from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
@@ -219,7 +219,7 @@ def chosen_tool(choice: Any) -> str:
     raise wrong("tool_choice", "auto, none, required, or an object naming a function, is needed")
 
 
-def chat(request: HttpRequest, service: Service) -> ParsedRequest:
+def chat(request: HttpRequest) -> ParsedRequest:
     """``/v1/chat/completions``."""
     body = read(ChatBody, request.body)
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
@@ -360,14 +360,14 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code, **error.counts}}
 
 
-def models(request: HttpRequest, service: Service) -> dict[str, Any]:
+def models(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models``."""
-    return {"object": "list", "data": [_model(card) for card in service.models()]}
+    return {"object": "list", "data": [_model(card) for card in request.service.models()]}
 
 
-def model(request: HttpRequest, service: Service) -> dict[str, Any]:
+def model(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models/NAME``."""
-    return _model(service.card(request.params["model"]))
+    return _model(request.service.card(request.params["model"]))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

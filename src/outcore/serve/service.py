@@ -61,7 +61,7 @@ class ServiceOptions:
 
 
 class ModelService:
-    """Answers by the models of a shelf: an ``events.Service``.
+    """Answers by the models of a shelf. Lists, cards and state never wait for the engine.
 
     Args:
         progress: called with what is being done while a model is loaded, bytes done and bytes in all.
@@ -87,7 +87,15 @@ class ModelService:
         )  # fmt: skip
 
     async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """The events of an answer, as they come."""
+        """The events of an answer, as they come; closing it ends the answer and frees its places.
+
+        Args:
+            asks: one, or several that differ in their prompts: their choices are numbered through.
+
+        Raises:
+            RequestError: the request cannot be answered; its ``status`` says how HTTP tells that: 400, 404 (no such
+                model), 429 (too many wait; ``retry_after``), 500, 503 (no memory, or shutting down).
+        """
         model = self.shelf.named(asks[0].model)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
@@ -142,11 +150,11 @@ class ModelService:
         return len((await self._read(model, ask, None if room is None else max(room, COUNTED))).tokens)
 
     def models(self) -> Sequence[ModelCard]:
-        """All that can be asked for."""
+        """All models that can be asked for."""
         return [self._card(model) for model in self.shelf.models.values()]
 
     def card(self, name: str) -> ModelCard:
-        """One of them."""
+        """One of them; RequestError (404): there is none of that name."""
         return self._card(self.shelf.named(name))
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
@@ -161,7 +169,8 @@ class ModelService:
         return self._card(model)
 
     def state(self) -> Mapping[str, Any]:
-        """What the engine does now."""
+        """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running``, ``waiting``, counters of
+        each loaded model, and bytes that MLX holds."""
         engine, loaded = self.engine, self.engine.slot.loaded
         return {
             "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",

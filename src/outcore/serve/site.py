@@ -7,14 +7,17 @@ import math
 import os.path
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.responses import Response
 
 from .api import Api, Defaults, encoded
 from .connection import ClientLimits, Gate
-from .events import Event, RequestError, Service, shutting_down
+from .events import Event, RequestError, shutting_down
+
+if TYPE_CHECKING:
+    from .service import ModelService
 
 IGNORED = "x-outcore-ignored"
 """The header that names fields of a request that have no effect."""
@@ -45,7 +48,7 @@ class Site:
 
     def __init__(
         self,
-        service: Service,
+        service: ModelService,
         apis: Sequence[Api],
         limits: ClientLimits | None = None,
         defaults: Defaults | None = None,
