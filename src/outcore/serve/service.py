@@ -169,8 +169,8 @@ class ModelService:
         return self._card(model)
 
     def state(self) -> Mapping[str, Any]:
-        """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running``, ``waiting``, counters of
-        each loaded model, and bytes that MLX holds."""
+        """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running`` and ``waiting`` choices,
+        counters of each loaded model, and bytes that MLX holds."""
         engine, loaded = self.engine, self.engine.slot.loaded
         return {
             "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",
