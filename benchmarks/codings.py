@@ -28,12 +28,12 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import SPLIT
-from outcore.checkpoint.pack import pack_model
 from outcore.decode.preparation import prepare
 from outcore.machine.device import on_cpu
 from outcore.modules.call_values import handles
-from outcore.modules.split_exponents import SplitDecoder, beside_rows
 from outcore_calibrate.device_rates import decode_gbps
+from outcore_packs.full_copy import pack_model
+from outcore_packs.split_exponents import SplitDecoder, beside_rows
 from result_file import write_result
 
 TURNS = 5

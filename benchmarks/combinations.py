@@ -38,8 +38,8 @@ from combined_runs import DIFFERENT, EQUAL, FAILED, NO_REFERENCE, REFUSED, ROUND
 from rank_processes import WaitingRanks
 from result_file import write_result
 
-CASE_S = 120.0
-"""Seconds that a case may take."""
+CASE_S = 300.0
+"""Seconds that a case may take: on CUDA the first ones compile their kernels."""
 
 
 def worker(root: Path, on_gpu: bool, lines: Connection) -> None:

@@ -22,7 +22,6 @@ import mutations
 import zoo
 from outcore import OutcoreError, load_model
 from outcore.calibration.calibration_file import store_calibration
-from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.batch import read_requests
 from outcore.cli.engine import ProgressBar
@@ -33,6 +32,7 @@ from outcore.decode.preparation import prepare
 from outcore.modules.cache_check import check_cache
 from outcore.plan.planner import ASSUMED
 from outcore_bench.report.inputs import read_inputs
+from outcore_packs.full_copy import pack_model
 
 
 @dataclass(frozen=True)

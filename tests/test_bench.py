@@ -16,11 +16,11 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.checkpoint.pack import pack_model
 from outcore.errors import UnsupportedModelError
 from outcore_bench import plain_way
 from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import measure
+from outcore_packs.full_copy import pack_model
 from zoo import save_checkpoint
 
 BENCH = Path(__file__).parents[1] / "benchmarks"

@@ -16,13 +16,13 @@ import zoo
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.checkpoint import manifest
 from outcore.checkpoint.manifest import read_manifest
-from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_model
 from outcore.cli.main import main
 from outcore.errors import CalibrationError, StoreError
 from outcore.machine import cache_folder
 from outcore.machine.cache_folder import cache_dir, make_cache
 from outcore.plan.machine_profile import Calibration
+from outcore_packs.full_copy import pack_model
 from test_pack import original, refusal
 
 

@@ -20,14 +20,14 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import read_header
 from outcore.checkpoint.manifest import MANIFEST
-from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
 from outcore.decode import preparation
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore.modules.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows
 from outcore.plan.machine_profile import Calibration
 from outcore_calibrate.device_rates import decode_gbps
+from outcore_packs.full_copy import pack_model
+from outcore_packs.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(40)]
@@ -272,6 +272,13 @@ def test_plain_copies_are_as_before(made: Path) -> None:
     assert manifests["plain"]["schema"] == 1 and "codings" not in manifests["plain"]
     assert manifests["compact"]["schema"] == 2 and len(manifests["compact"]["codings"]) == 4 * 7
     assert open_packed(made / "plain").decoders == {}
+
+
+def test_without_the_package_a_copy_is_refused_by_its_codings_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.checkpoint.codings.modules", lambda _: {})
+    with pytest.raises(StoreError, match="packed with --coding compact, which needs the package outcore_packs"):
+        open_packed(made / "compact")
+    assert not prepare(made / "plain", memory="1GB").profile.lazy.decoders
 
 
 def test_another_coding_is_another_copy(made: Path, tmp_path: Path) -> None:

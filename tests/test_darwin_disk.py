@@ -19,9 +19,8 @@ from outcore.disk.cold_ranges import UnreadRanges, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, using
 from outcore.disk.disk_probe import wrong_reads
 from outcore.disk.layout import Extent, Source, place_unit
-from outcore.disk.reader import FileReader
+from outcore.disk.reader import FileReader, RowReader
 from outcore.disk.ring import Slot
-from outcore.disk.row_reader import RowReader
 from outcore.errors import ReadError, UsageError
 from outcore.sizes import BLOCK
 from outcore_calibrate.disk_rate import Bench, best_setting

@@ -14,11 +14,12 @@ from outcore.checkpoint import identity
 from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.checkpoint import open_checkpoint, read_header
 from outcore.checkpoint.identity import identity_of
-from outcore.checkpoint.pack import pack_model, pack_overlay
+from outcore.checkpoint.pack import pack_overlay
 from outcore.checkpoint.packed_store import open_model, places
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.self_draft import self_draft
 from outcore.modules.layers import find_layers
+from outcore_packs.full_copy import pack_model
 from test_pack import assert_holds, original, reference
 from test_random_state import adapter
 

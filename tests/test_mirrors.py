@@ -21,20 +21,20 @@ from mlx_lm import generate as mlx_generate
 from mlx_lm import load as mlx_load
 
 import outcore
-from outcore.checkpoint import mirror as mirror_files
 from outcore.checkpoint.checkpoint import open_checkpoint
-from outcore.checkpoint.mirror import find_mirror
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.disk.disk_calls import DiskCalls, using
 from outcore.disk.layout import Extent
 from outcore.disk.metrics import Metrics
-from outcore.disk.mirrored_reader import FolderPace, MirroredReader, Replica, Replicas, quickest
 from outcore.disk.open_file import state_of
-from outcore.disk.row_reader import RowReader
+from outcore.disk.reader import RowReader
 from outcore.errors import ReadError, StoreError, UsageError
 from outcore.options import LoadOptions
 from outcore.sizes import BLOCK
+from outcore_mirrors import mirrors as mirror_files
+from outcore_mirrors.mirrored_reader import FolderPace, MirroredReader, Replica, Replicas, quickest
+from outcore_mirrors.mirrors import find_mirror
 from test_reader import make_file, random_extents, target
 
 SIZE = 2_100_001
@@ -483,6 +483,15 @@ def test_what_cannot_be_a_mirror_is_refused_by_the_name_of_the_argument() -> Non
     assert LoadOptions().mirrors == LoadOptions(mirror=()).mirrors == ()
 
 
+def test_without_the_package_a_mirror_is_refused_in_one_line(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outcore.checkpoint.mirrors.modules", lambda _: {})
+    with pytest.raises(UsageError, match="needs the package outcore_mirrors"):
+        prepare(pair[0], memory="1GB", mirror=pair[1])
+    assert prepare(pair[0], memory="1GB").mirrors is None
+
+
 # Answers
 
 
@@ -495,7 +504,7 @@ def answer(folder: Path, *mirrors: Path, before: Callable[[Any, int], object] = 
         for n, r in enumerate(outcore.stream_generate(model, tokenizer, "one two three", max_tokens=8)):
             tokens.append(r.token)
             before(session, n)
-        return tokens, session.notes, session.reading.replicas.all
+        return tokens, session.notes, session.reading.mirrors.all if mirrors else ()
 
 
 @pytest.mark.parametrize("io", ["auto", "cached"])

@@ -21,9 +21,9 @@ from outcore.checkpoint.nested import nested_modules
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative import opened
 from outcore.engine import binding, engine
-from outcore.modules.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from outcore.modules.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore.modules.split_linear import split_rows
+from outcore_packs.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(70)]

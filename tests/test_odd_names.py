@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten
 import outcore
 import zoo
 from outcore.checkpoint.config import LiteralFolder
-from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.loader import load_model
+from outcore_packs.full_copy import pack_model
 from test_pack import assert_holds, original, raw, reference
 from test_random_state import adapter
 

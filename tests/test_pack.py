@@ -25,12 +25,13 @@ from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel
 from outcore.checkpoint.manifest import is_packed
-from outcore.checkpoint.pack import pack_model, pack_overlay
+from outcore.checkpoint.pack import pack_overlay
 from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_file
 from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
 from outcore.machine.cache_use import USERS
 from outcore.modules.layers import find_layers
+from outcore_packs.full_copy import pack_model
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight")
 LARGE = {

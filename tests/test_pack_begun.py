@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from outcore.checkpoint import pack, pack_writer
+from outcore.checkpoint import pack
 from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.identity import identity_of
 from outcore.checkpoint.manifest import DRAFT, is_packed
-from outcore.checkpoint.pack import pack_draft, pack_model, pack_overlay
+from outcore.checkpoint.pack import pack_draft, pack_overlay
 from outcore.checkpoint.packed_bytes import packed_file
 from outcore.checkpoint.packed_store import missing_bytes, open_model, open_packed, places
 from outcore.errors import StoreError
 from outcore.modules.layers import find_layers
+from outcore_packs.full_copy import pack_model
 from quick_transformers import python_path
 from test_pack import assert_holds, original, reference, refusal
 
@@ -29,7 +30,7 @@ EVENTS = ("open", "os.rename", "os.remove", "os.mkdir")
 RUN = """
 import os, sys
 from pathlib import Path
-from outcore.checkpoint.pack import pack_model
+from outcore_packs.full_copy import pack_model
 left = int(sys.argv[3])
 def hook(event, arguments):
     global left
@@ -135,14 +136,14 @@ def test_what_another_process_has_begun_is_waited_for_not_refused(
 ) -> None:
     """The folder is looked at under its lock: before, it was refused when its manifest appeared between two looks."""
     out = tmp_path / "out"
-    claim = pack_writer.PackWriter._claim
+    claim = pack.PackWriter._claim
     looks: list[set[str]] = []
 
-    def look(self: pack_writer.PackWriter) -> None:
+    def look(self: pack.PackWriter) -> None:
         looks.append({p.name for p in out.iterdir()} if out.is_dir() else set())
         claim(self)
 
-    monkeypatch.setattr(pack_writer.PackWriter, "_claim", look)
+    monkeypatch.setattr(pack.PackWriter, "_claim", look)
     pack_model(model, out)
     assert looks == [{".lock"}]
     pack_model(model, out, force=True)

@@ -13,7 +13,6 @@ import pytest
 
 import outcore
 from outcore.calibration.calibration_file import store_calibration
-from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.disk import cold_ranges as unread
@@ -25,6 +24,7 @@ from outcore.plan.planner import resident_budget
 from outcore_calibrate import device_rates as rates
 from outcore_calibrate import disk_rate as disk
 from outcore_calibrate import layer_times as calibrate_layers
+from outcore_packs.full_copy import pack_model
 
 MB = 1_000_000
 MODEL = ModelSize(

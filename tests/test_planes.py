@@ -19,12 +19,12 @@ import zoo
 from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.nested import nested_modules
-from outcore.checkpoint.pack import pack_model
 from outcore.checkpoint.packed_store import open_packed
-from outcore.checkpoint.stored_planes import Planes
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore.modules.code_planes import BITS, high_words, low_plane
+from outcore_packs.code_planes import BITS, high_words, low_plane
+from outcore_packs.full_copy import pack_model
+from outcore_packs.stored_planes import Planes
 from stand_ins import TokensOnly
 from test_nested import IDS, expected, same
 
@@ -55,7 +55,7 @@ def packed(original: Path) -> Path:
 def test_words_come_back(bits: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
     words = mx.array(np.random.default_rng(bits).integers(0, 2**32, (37, 3 * bits), np.uint32))
     shape = tuple(words.shape)
-    monkeypatch.setattr("outcore.checkpoint.stored_planes.CUT_BYTES", 5 * 12 * bits)  # five rows at a time
+    monkeypatch.setattr("outcore_packs.stored_planes.CUT_BYTES", 5 * 12 * bits)  # five rows at a time
     planes = Planes(shape, bits, high)
     stored = b"".join(planes.encoded(np.array(words)))
     assert len(stored) == np.prod(planes.stored_shape) == words.nbytes

@@ -18,13 +18,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import outcore
 import zoo
-from outcore.checkpoint.pack import pack_model
 from outcore.cli.main import main
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import make_sampler
 from outcore.machine.random_state import random_state_kept
 from outcore_calibrate.layer_times import rig
+from outcore_packs.full_copy import pack_model
 from test_pack import original
 
 

@@ -17,8 +17,8 @@ import zoo
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.identity import BLOCK, block_of
 from outcore.checkpoint.manifest import MANIFEST
-from outcore.checkpoint.pack import pack_model
 from outcore.errors import StoreError
+from outcore_packs.full_copy import pack_model
 from rank_processes import RankProcesses
 from test_pack import original
 from test_random_state import adapter

@@ -14,7 +14,7 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.packed_store import open_model
-from outcore.disk.row_reader import RowReader
+from outcore.disk.reader import RowReader
 from outcore.engine import engine
 from outcore.engine.vocabulary import SLICE_STEP, Lookup, Table, slices_of
 from outcore.engine.whole_profile import profile_of

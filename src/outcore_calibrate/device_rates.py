@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outcore.modules.split_exponents import EXPONENTS, SplitDecoder
+from outcore_packs.split_exponents import EXPONENTS, SplitDecoder
 
 PAST_CACHES = 128 << 20
 """Bytes. So much weight lies between two uses of the same one, if the model has as much: more than a processor's last

@@ -7,11 +7,9 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,17 +206,9 @@ def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:
 def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
     if not raw.startswith(b"{"):
         raise HeaderError(f"{path}: byte 8: the header is not a JSON object; this is not a safetensors file")
-
-    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            twin = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise HeaderError(f"{path}: the header has {quoted(twin)} twice; the file cannot be trusted")
-        return entries
-
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_twins)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(raw, twins=False)
+    except ValueError as error:
         raise HeaderError(f"{path}: the header is not JSON ({one_line(error)}); {_AGAIN}") from error
     metadata = header.pop("__metadata__", None)
     if metadata is None:  # mx.save_safetensors writes null where it was given none

@@ -28,15 +28,6 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
         MissingFileError: no such folder, or the Hub did not give the model.
         CheckpointError: a file where a folder is wanted.
     """
-    return local_model(path_or_repo) or download(path_or_repo, revision)
-
-
-def local_model(path_or_repo: str) -> Path | None:
-    """The folder that was named; None: it can be a name of the Hub's only.
-
-    Raises:
-        As ``resolve_model``.
-    """
     if not path_or_repo.strip():
         raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
     try:
@@ -58,7 +49,7 @@ def local_model(path_or_repo: str) -> Path | None:
     looks_local = path_or_repo.startswith((os.sep, ".", "~")) or path_or_repo.count("/") > 1 or path.is_symlink()
     if looks_local or path.suffix in {".gguf", ".safetensors", ".json", ".bin"}:
         raise MissingFileError(f"{quoted(path_or_repo)}: no such folder; check the path, or name a Hub model")
-    return None
+    return download(path_or_repo, revision)
 
 
 def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:

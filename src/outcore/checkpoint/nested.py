@@ -5,34 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import mlx.core as mx
 import mlx.nn as nn
 
-from ..modules.layers import Layer, find_layers
+from outcore_packs.stored_planes import Planes, cut_modules
+
+from ..modules.layers import find_layers
 from ..modules.module_tree import named_modules
 from ..modules.nested_linear import NestedLinear, nest
 from .checkpoint import TensorInfo
 from .lazy_model import LazyModel
-from .stored_planes import Planes
-
-ENOUGH = 0.75
-"""Of a layer's bytes, those whose codes are cut; what else it has stays in memory."""
-
-
-def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
-    """The modules of a layer, by their paths in it, whose codes have more than ``high`` bits to be cut into; none
-    where they are too small a part of it."""
-    found = {id(m): (path, m) for path, m in named_modules(layer.module) if _can_be_cut(m, high)}
-    nbytes = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for _, m in found.values())
-    return list(found.values()) if nbytes >= ENOUGH * layer.nbytes else []
-
-
-def _can_be_cut(module: nn.Module, high: int) -> bool:
-    if type(module) is not nn.QuantizedLinear or module.mode != "affine" or module.bits <= high:
-        return False
-    # Of float16 the draft's scales might have no room for a power of two.
-    whole = module.weight.ndim == 2 and module.weight.dtype == mx.uint32 and module.weight.shape[0] > 1
-    return whole and module.scales.dtype != mx.float16
 
 
 def _to_cut(lazy: LazyModel, high: int) -> list[tuple[str, nn.QuantizedLinear]]:

@@ -6,36 +6,62 @@ at a time, in the thread that calls. A file gets its name only when all its byte
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..errors import StoreError
-from ..machine.cache_use import keep, kept, remove_empty
-from ..modules.layers import Layer, find_layers
-from ..modules.module_tree import named_parameters
-from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from .codings import Coding, as_used, choose, digest_of, with_codings
-from .config import CONFIG, files_beside
-from .lazy_model import LazyModel, open_lazily
-from .manifest import DRAFT, FULL, MANIFEST, OVERLAY, PLAIN, PLANES, Manifest, is_packed
-from .pack_writer import OTHER, PackWriter, Progress, write_small
-from .packed_bytes import PackedFile, Pieces, Plain, Spec, packed_file, same_bytes
-from .packed_store import (
-    NON_LAYER,
-    Overlay,
-    PackedStore,
-    full_copy,
-    open_again,
-    open_full,
-    open_packed,
-    overlay,
-    source_of,
-    whole_files,
-)
+import xxhash
+from filelock import lock_descriptor
 
-__all__ = ["Progress", "pack_model", "pack_overlay"]
+from ..disk import disk_calls
+from ..errors import StoreError, StoreSpaceError
+from ..machine.allocator import clear_cache
+from ..machine.cache_folder import cache_dir, make_cache, require_own
+from ..machine.cache_use import WRITER as _LOCK
+from ..machine.cache_use import keep
+from ..modules.layers import Layer
+from ..modules.module_tree import named_parameters
+from ..sizes import format_size
+from .checkpoint import Checkpoint, open_checkpoint
+from .identity import identity_of
+from .lazy_model import LazyModel
+from .manifest import (
+    DRAFT,
+    FILE_NAME,
+    FORMAT,
+    FULL,
+    MANIFEST,
+    OVERLAY,
+    PARTIAL_MANIFEST,
+    PLAIN,
+    PLAIN_SCHEMA,
+    SCHEMA,
+    Manifest,
+    Record,
+    is_packed,
+    read_manifest,
+)
+from .packed_bytes import PackedFile, Pieces, Plain, file_content
+from .packed_store import Overlay, open_again, overlay, source_of, whole_files
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done, and bytes in all."""
+
+OTHER = "packed from another model, or by other versions of MLX, mlx-lm or Outcore; give another folder, or --force"
+
+_TEMPORARY = ".partial"
+_BEGUN = {_LOCK, PARTIAL_MANIFEST + _TEMPORARY}
+"""All that there can be in a folder before its first manifest is."""
+
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
 
 
 def pack_overlay(
@@ -58,7 +84,7 @@ def pack_overlay(
     wanted = [file for file in files if file.unit in paths]
     if wanted:
         keep(folder, lazy.model)
-        _write(OVERLAY, folder, lazy.checkpoint, files, wanted, lambda: dict(_pieces(open_again(lazy))), progress)
+        _write(OVERLAY, folder, lazy.checkpoint, files, wanted, lambda: dict(plain_pieces(open_again(lazy))), progress)
 
 
 def pack_draft(
@@ -87,158 +113,212 @@ def _write(
         PackWriter(folder, checkpoint, manifest, files, wanted, progress).run(open_pieces)
 
 
-def pack_model(
-    folder: Path,
-    output: Path | None,
-    *,
-    force: bool = False,
-    coding: str = PLAIN,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> PackedStore:
-    """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
-
-    Args:
-        output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
-        force: write again what is there already.
-        coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
-            ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
-
-    Raises:
-        StoreSpaceError: the disk is too full; what is finished is kept.
-        StoreError: the output folder holds other things or a copy that no longer fits, or the model cannot be packed.
-        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
-    """
-    if is_packed(folder):
-        raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
-    checkpoint = open_checkpoint(folder)
-    if output is not None:
-        return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
-    output = full_copy(checkpoint, coding)
-    try:
-        with kept(output):
-            return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
-    except BaseException:
-        remove_empty(output)
-        raise
-
-
-def _packed(
-    checkpoint: Checkpoint,
-    output: Path,
-    force: bool,
-    coding: str,
-    trust_remote_code: bool,
-    progress: Progress | None,
-) -> PackedStore:
-    folder = checkpoint.folder
-    if not force and (whole := _whole_copy(output, checkpoint, coding)) is not None:
-        return whole
-    lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
-    if lazy.config.get("model_file") is not None:
-        raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
-    written = (CONFIG, ".index.json", MANIFEST)
-    copied = [path for path in files_beside(folder) if path.is_file() and not path.name.endswith(written)]
-    codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
-    files = _full_files(lazy, codings)
-    coded = {path: found.coded for path, found in codings.items()}
-    manifest = Manifest(kind=FULL, source=source_of(checkpoint), files={}, coding=coding, codings=coded)
-    extra = sum(path.stat().st_size for path in copied)
-    pack = PackWriter(output, checkpoint, manifest, files, files, progress, force, extra)
-
-    def finish() -> None:
-        for path in copied:
-            write_small(output / path.name, path.read_bytes())
-        write_small(output / CONFIG, json.dumps(lazy.config, indent=4).encode())
-        try:
-            _check_round_trip(pack, trust_remote_code)
-        except StoreError:
-            pack.discard()
-            raise
-
-    if pack.run(lambda: with_codings(_pieces(open_again(lazy)), codings), finish):
-        return open_packed(output)
-    return _whole_copy(output, checkpoint, coding) or open_packed(output)
-
-
-def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
-    """What can be stored in another form, by looking at all of the layers.
-
-    Raises:
-        StoreError: no codes can be cut into planes.
-    """
-    again = open_again(lazy)
-    layers = find_layers(again.model)
-    done = iter(range(len(layers)))
-
-    def told(path: str) -> None:
-        if progress is not None:
-            progress(f"looking at {path}", next(done), len(layers))
-
-    found = choose(layers, coding, _pieces(again), told)
-    if coding.startswith(PLANES) and not found:
-        why = f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
-        if not lazy.config.get("quantization"):
-            why = "since the model is not quantized"
-        what = f"no layer's codes can be cut as --coding {coding} says, {why}"
-        raise StoreError(f"{lazy.checkpoint.folder}: {what}; choose another coding")
-    return found
-
-
-def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
-    if not is_packed(output):
-        return None
-    store = open_packed(output)
-    found = store.manifest
-    if found.kind != FULL or not found.source.same(source_of(checkpoint)):
-        raise StoreError(f"{output}: {OTHER}")
-    if found.coding != coding:
-        raise StoreError(f"{output}: packed with --coding {found.coding}; give another folder, or --force")
-    return store
-
-
-def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
-    """Each layer's parameters of two and more dimensions, then everything else."""
-    rest: dict[str, Spec] = {path: (path, a.dtype, tuple(a.shape)) for path, a in named_parameters(lazy.model)}
-    files = []
-    for i, layer in enumerate(find_layers(lazy.model)):
-        specs: list[Spec] = []
-        for path in [f"{layer.path}.{p.path}" for p in layer.parameters]:
-            plain = rest.pop(path)
-            specs += codings[path].specs if path in codings else [plain]
-        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
-    # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
-    beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})
-    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside.tensors])]
-
-
-def _pieces(lazy: LazyModel) -> dict[str, Plain]:
+def plain_pieces(lazy: LazyModel) -> dict[str, Plain]:
+    """The bytes of all parameters."""
     # Of the arrays only those without a place on disk are kept. The others would stay in memory once an array that
     # was made of them has been evaluated.
     return {path: lazy.origins.get(path, array) for path, array in named_parameters(lazy.model)}
 
 
-def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
-    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself; and
-    one that this device decodes to other bits.
+@dataclass
+class PackWriter:
+    """One packed copy while it is written.
 
-    Raises:
-        StoreError: names the first parameter that would differ.
+    Attributes:
+        manifest: what it will say of itself, without its files.
+        files: what may be in it; ``wanted``: what must be.
+        force: write again what is there; ``extra``: bytes that ``finish`` will write.
     """
-    output, codings = pack.folder, pack.manifest.codings
-    tensors = {info.name: info for file in pack.files for info in file.places(output)}
-    files = tuple(sorted(output / file.name for file in pack.files))
-    store = PackedStore(output, pack.manifest, files, *as_used(output, tensors, codings))
-    again = open_full(store, trust_remote_code=trust_remote_code)
-    pieces = _pieces(again)
-    arrays = {path: a for path, a in named_parameters(again.model) if path in codings}
-    del again
-    for path in list(pieces):
-        piece, info = pieces.pop(path), store.tensors[path]
-        if path in codings and isinstance(piece, TensorInfo):
-            if digest_of(path, arrays.pop(path)) != codings[path].checksum:
-                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")
-            continue
-        if piece == info if isinstance(piece, TensorInfo) else same_bytes(piece, info):
-            continue
-        raise StoreError(f"{output}: mlx-lm changes {path!a} when it loads it again; use the original model unpacked")
+
+    folder: Path
+    checkpoint: Checkpoint
+    manifest: Manifest
+    files: Sequence[PackedFile]
+    wanted: Sequence[PackedFile]
+    progress: Progress | None
+    force: bool = False
+    extra: int = 0
+    done: int = field(default=0, init=False)
+
+    def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
+        """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
+        try:
+            self._make_folder()
+            with self._locked():
+                self._claim()
+                records = {} if self.force else self._kept()
+                todo = [file for file in self.wanted if file.name not in records]
+                if not todo and is_packed(self.folder) and not self.force:
+                    return False
+                self._require_space(todo)
+                self._begin(records)
+                self.done = sum(file.nbytes for file in self.wanted if file.name in records)
+                pieces = open_pieces() if todo else {}
+                gc.collect()  # the second model is gone, but modules may be in cycles
+                for file in todo:
+                    records[file.name] = self._write_file(file, pieces)
+                    self._write_manifest(records)
+                self._require_unchanged()
+                if finish is not None:
+                    finish()
+                fd = os.open(self.folder, os.O_RDONLY)
+                try:
+                    os.fsync(fd)  # the names of finished files are on the disk before the manifest's
+                finally:
+                    os.close(fd)
+                (self.folder / PARTIAL_MANIFEST).rename(self.folder / MANIFEST)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+        return True
+
+    def discard(self) -> None:
+        """Remove the files written so far; the folder stays ours."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        self._begin({})
+
+    @property
+    def _in_cache(self) -> bool:
+        return self.folder.parent == cache_dir()
+
+    def _make_folder(self) -> None:
+        if self.folder.is_symlink() or self.folder.exists():
+            # A lock is left in no folder that is somebody else's. Another process makes the lock before anything else.
+            if not (self.folder / _LOCK).exists():
+                self._claim()
+            return
+        if self._in_cache:
+            make_cache()
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700 if self._in_cache else 0o777, exist_ok=True)
+
+    def _claim(self) -> None:
+        """Refuse a folder that holds anything but what packing, ended at any moment, leaves. What is in the cache, or a
+        draft's, was nobody's choice: whatever is in it is ours."""
+        ours = self._in_cache or self.manifest.kind != FULL
+        if self._in_cache:
+            require_own(self.folder)
+        elif ours and self.folder.is_symlink():
+            raise StoreError(f"{self.folder}: a link; a packed copy that came with it is not to be trusted, pack again")
+        if not self.folder.is_dir():
+            raise StoreError(f"{self.folder}: a file; give a new or empty folder for the packed copy")
+        begun = ours or is_packed(self.folder) or is_packed(self.folder, PARTIAL_MANIFEST)
+        if not begun and {p.name for p in self.folder.iterdir()} - _BEGUN:
+            raise StoreError(f"{self.folder}: holds other files; give a new or empty folder for the packed copy")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Not filelock's own ``FileLock``: it would make missing folders, and where a file system has no locks take a
+        # file's being there for one, which a kill leaves behind for good.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self.folder / _LOCK, flags, 0o666)
+        try:
+            if not lock_descriptor(fd, blocking=False):
+                self._tell("waiting for another process")
+                lock_descriptor(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def _kept(self) -> dict[str, Record]:
+        """Files that need not be written: of an earlier pack that was cut off, or of an overlay for other layers."""
+        records: dict[str, Record] = {}
+        for name in (MANIFEST, PARTIAL_MANIFEST):
+            try:
+                found, mine = read_manifest(self.folder / name), self.manifest
+            except StoreError:
+                continue
+            if found.kind == mine.kind and found.source.same(mine.source):
+                there, wanted = (
+                    {coded.name(path): coded for path, coded in each.codings.items()} for each in (found, mine)
+                )
+                # Planes that were cut elsewhere have the same names and shapes.
+                alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
+                records |= whole_files(self.folder, name, alike, mine.source)
+            elif name == MANIFEST and mine.kind == FULL and not self._in_cache:
+                raise StoreError(f"{self.folder}: {OTHER}")
+        return records
+
+    def _require_space(self, todo: Sequence[PackedFile]) -> None:
+        needed = sum(file.nbytes for file in todo) + self.extra
+        needed += needed // 100 + (1 << 20)  # the file system's own, and the manifest
+        free = shutil.disk_usage(self.folder).free
+        if self.force:  # what is there will go first
+            free += sum(path.stat().st_size for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
+        if needed > free:
+            raise StoreSpaceError(
+                f"{self.folder}: a packed copy needs {format_size(needed)} more, but only {format_size(free)} are free;"
+                f" {_FREE}"
+            )
+
+    def _require_unchanged(self) -> None:
+        folder = self.checkpoint.folder
+        if not is_packed(folder) and identity_of(open_checkpoint(folder)) != identity_of(self.checkpoint):
+            self.discard()
+            raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
+
+    def _begin(self, records: dict[str, Record]) -> None:
+        """Remove what no manifest will vouch for, in an order in which the folder is known as ours at any moment."""
+        if self.force and (self.folder / MANIFEST).exists():
+            (self.folder / MANIFEST).rename(self.folder / PARTIAL_MANIFEST)
+        self._write_manifest(records)
+        for path in self.folder.iterdir():
+            ours = FILE_NAME.fullmatch(path.name) and path.name not in records
+            if ours or path.name.endswith(_TEMPORARY):
+                path.unlink()
+
+    def _write_file(self, file: PackedFile, pieces: Pieces) -> Record:
+        path, what, calls = self.folder / file.name, f"packing {file.unit}", disk_calls.system()
+        temporary = path.with_name(path.name + _TEMPORARY)
+        digest = xxhash.xxh3_128()
+        self._tell(what)
+        try:
+            with temporary.open("wb", buffering=0) as out:
+                calls.around_cache(out.fileno())  # a copy larger than memory would push all else out
+                for data in file_content(file, pieces):
+                    digest.update(data)
+                    self.done += len(data)
+                    while data:
+                        data = data[calls.write(out.fileno(), data) :]
+                    self._tell(what)
+                os.fsync(out.fileno())
+            status = temporary.stat()
+            temporary.rename(path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise _cannot_write(path, error) from error
+            raise
+        clear_cache()
+        return Record(nbytes=status.st_size, mtime_ns=status.st_mtime_ns, checksum=digest.hexdigest())
+
+    def _write_manifest(self, records: dict[str, Record]) -> None:
+        mine = self.manifest.model_copy(update={"files": dict(sorted(records.items()))})
+        # The oldest that tells all of it.
+        schema = PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
+        document = {"format": FORMAT, "schema": schema, **mine.model_dump(by_alias=True, exclude_defaults=True)}
+        write_small(self.folder / PARTIAL_MANIFEST, json.dumps(document, indent=1).encode())
+
+    def _tell(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, self.done, sum(file.nbytes for file in self.wanted))
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with temporary.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> StoreError:
+    if error.errno in _FULL_DISK:
+        free = shutil.disk_usage(path.parent).free
+        return StoreSpaceError(f"{path}: the disk is full ({error.strerror}, {format_size(free)} free); {_FREE}")
+    return StoreError(f"{path}: cannot be written ({error.strerror}); choose a folder that can be")

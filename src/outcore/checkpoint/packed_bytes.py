@@ -120,17 +120,17 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
 def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
     """All bytes of a tensor, in parts."""
     if isinstance(piece, TensorInfo):
-        return file_bytes(piece, CHUNK)
+        return file_bytes(piece)
     return array_bytes(name, piece) if isinstance(piece, mx.array) else piece.encoded()
 
 
-def file_bytes(info: TensorInfo, step: int) -> Iterator[memoryview]:
+def file_bytes(info: TensorInfo) -> Iterator[memoryview]:
     try:
         with info.file.open("rb", buffering=0) as file:
             file.seek(info.offset)
             left = info.nbytes
             while left:
-                data = file.read(min(step, left))
+                data = file.read(min(CHUNK, left))
                 if not data:
                     raise StoreError(f"{info.file}: {info.name!a}: {left} bytes short; it changed while it was packed")
                 left -= len(data)
@@ -146,23 +146,10 @@ def array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
     try:
         mx.eval(array)
         rows = array if array.ndim else array.reshape(1)
-        count = _rows(rows)
+        count = max(1, CHUNK * rows.shape[0] // rows.nbytes)
         for i in range(0, rows.shape[0], count):
             part = mx.contiguous(rows[i : i + count]).reshape(-1).view(mx.uint8)
             mx.eval(part)
             yield np.array(part, copy=False).data
     except RuntimeError as error:  # MLX's own: a file that has become shorter, no memory
         raise StoreError(f"{name!a}: MLX could not compute it: {' '.join(str(error).split())[:200]}") from error
-
-
-def _rows(array: mx.array) -> int:
-    """Rows of the first axis that are written at a time."""
-    return max(1, CHUNK * array.shape[0] // array.nbytes) if array.ndim else 1
-
-
-def same_bytes(array: mx.array, info: TensorInfo) -> bool:
-    """Whether an array has the dtype, shape and bytes of a tensor on disk."""
-    if DTYPES[info.dtype] != array.dtype or tuple(array.shape) != info.shape:
-        return False
-    step = _rows(array) * (array.nbytes // array.shape[0]) if array.ndim and array.size else CHUNK
-    return all(a == b for a, b in zip(array_bytes(info.name, array), file_bytes(info, step), strict=True))

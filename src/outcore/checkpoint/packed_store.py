@@ -14,7 +14,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import mlx_lm
 import xxhash
 
 from ..errors import CheckpointError, StoreError, UnsupportedModelError
-from ..machine.cache_folder import cache_dir as cache_dir
-from ..machine.cache_folder import require_own
+from ..machine.cache_folder import cache_dir, require_own
 from ..machine.cache_use import keep, kept
 from ..machine.hardware import version
 from ..modules.layers import Layer, find_layers
@@ -74,7 +72,7 @@ def open_packed(folder: Path) -> PackedStore:
                 raise StoreError(f"{folder / name}: {tensor[:120]!a} is also in {tensors[tensor].file.name}; {AGAIN}")
             tensors[tensor] = info
     files = tuple(folder / name for name in sorted(manifest.files))
-    return PackedStore(folder, manifest, files, *as_used(folder, tensors, manifest.codings))
+    return PackedStore(folder, manifest, files, *as_used(folder, tensors, manifest))
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
@@ -105,24 +103,18 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def open_model(
-    folder: Path,
-    *,
-    model_config: dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    adapter_path: str | None = None,
-) -> LazyModel:
+def open_model(folder: Path, **arguments: Any) -> LazyModel:
     """Open a model lazily from the folder itself, packed or not, or from a full packed copy of it in the cache.
 
     A copy in the cache that is damaged is passed over with a warning, for the original is there.
+
+    Args:
+        arguments: of ``open_lazily``.
 
     Raises:
         StoreError: the folder is a packed copy that is damaged, or not a whole model.
         CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
     """
-    arguments: dict[str, Any] = {
-        "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
-    }  # fmt: skip
     if is_packed(folder):
         return _open_kept(folder, arguments)
     return open_copy(folder, PLAIN, **arguments) or open_lazily(open_checkpoint(folder), **arguments)
@@ -179,11 +171,9 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     except CheckpointError as error:
         raise StoreError(f"{error}; {AGAIN}") from error
     coding = manifest.coding if store.decoders else PLAIN
-    return replace(lazy, decoders=store.decoders, coding=coding, again=partial(_open_again, folder, arguments))
-
-
-def _open_again(folder: Path, arguments: Mapping[str, Any]) -> LazyModel:
-    return open_full(open_packed(folder), **arguments)
+    return replace(
+        lazy, decoders=store.decoders, coding=coding, again=lambda: open_full(open_packed(folder), **arguments)
+    )
 
 
 def open_again(lazy: LazyModel) -> LazyModel:

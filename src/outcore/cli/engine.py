@@ -130,9 +130,9 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
 
 def engine_record(session: Session) -> dict[str, Any]:
     """What the engine did and holds, under the names of the design's JSON."""
-    m, plan, forecast, replicas = session.metrics, session.plan, session.transport.forecast, session.reading.replicas
+    m, plan, forecast, mirrors = session.metrics, session.plan, session.transport.forecast, session.reading.mirrors
     # What was read from the model's folder and each of its mirrors; nothing where there are none.
-    mirrors = replicas.all if replicas is not None and replicas.mirrors else ()
+    folders = () if mirrors is None else mirrors.all
     return {
         "sweeps": m.sweeps,
         "bytes_read": m.bytes_read,
@@ -155,7 +155,7 @@ def engine_record(session: Session) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss(),
         "budget_bytes": plan.budget_bytes,
         "io": session.io,
-        "mirrors": [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in mirrors],
+        "mirrors": [{"folder": str(r.folder), "bytes_read": r.nbytes, "lost": r.lost} for r in folders],
         "cpu_streams": session.cpu_streams,
         "notes": list(session.notes),
     } | ({} if forecast is None else {"shared": forecast.record() | {"waited_s": round(m.ranks_s, 4)}})

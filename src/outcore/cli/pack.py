@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 
+from ..checkpoint.codings import codings
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
-from ..checkpoint.pack import pack_model
 from ..decode.preparation import prepare
 from ..decode.speculative.drafting import parse_draft
 from ..decode.speculative.self_draft import BITS, make_self_draft, self_draft
@@ -40,8 +40,10 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
+    if (packs := codings()) is None:
+        raise UsageError("pack: needs the package outcore_packs, which is not there; install outcore whole")
     with progress_bar() as bar:
-        store = pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
+        store = packs.pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
         if isinstance(bits, int):
             found = prepare(store.folder, draft=f"{SELF}:{bits}", **trust).profile
             make_self_draft(found, self_draft(found, bits), bar)

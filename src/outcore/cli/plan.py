@@ -147,7 +147,7 @@ def show(
         "context": plan.context,
         "prompt": prepared.profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
-        "mirrors": [str(mirror.folder) for mirror in prepared.mirrors],
+        "mirrors": [] if prepared.mirrors is None else [str(mirror.folder) for mirror in prepared.mirrors.all[1:]],
         "read_gbps": calibration.read_gbps,
         "drafts": _drafts(prepared.choices, prepared.choice),
         "items": _items(plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -14,12 +15,10 @@ import mlx.nn as nn
 from ..calibration.first_use import check_machine
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.mirror import compare_whole
 from ..checkpoint.nested import nested_modules, share_high_bits
 from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
-from ..disk.mirrored_reader import Replicas
 from ..engine.binding import Progress
 from ..engine.droppable_draft import DroppableDraft, file_stamps
 from ..engine.session import Folders, Session
@@ -141,16 +140,14 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         o = o.ranks.options(o)
     prepared = prepare(model_path, o)
     profile, calibration = prepared.profile, prepared.calibration
-    replicas = Replicas(profile.lazy.checkpoint.folder, prepared.mirrors)
-    reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, replicas)
+    reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, prepared.mirrors)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
     _tell_first(prepared, report)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
-    for mirror in prepared.mirrors:
-        check_machine(tuple((mirror.copies or {}).values()), reading.io)
-        compare_whole(mirror, profile.lazy.checkpoint, report)
+    if prepared.mirrors is not None:
+        prepared.mirrors.compare(partial(check_machine, io=reading.io), report)
     head = _head(prepared)
     drafting = None if head is not None else _other_model(prepared.draft, o, report)
     with contextlib.ExitStack() as unless:

@@ -11,13 +11,11 @@ from typing import Any, Protocol, Unpack, cast
 import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
-from ..calibration.mirrored import about_mirrors
+from ..checkpoint.codings import codings
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.mirror import find_mirror
+from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
-from ..disk.mirrored_reader import Replica
 from ..disk.scratch import try_folder
-from ..engine.compact_copy import about_codings, or_compact
 from ..engine.model_profile import ModelProfile
 from ..errors import BudgetError, UsageError
 from ..machine.device import on_cpu
@@ -52,7 +50,7 @@ class Preparation:
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
         choice: what drafts, and is expected to give; None: not foreseen.
         refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
-        mirrors: folders with copies of the model's files, which were compared.
+        mirrors: folders with copies of the model's files, and its own; None: there are none.
         calibration: of the machine and the disk that the model is on.
     """
 
@@ -67,7 +65,7 @@ class Preparation:
     refused: str | None = None
     choices: tuple[Choice, ...] = ()
     choice: Choice | None = None
-    mirrors: tuple[Replica, ...] = ()
+    mirrors: Mirrors | None = None
 
 
 class SharedOut(Protocol):
@@ -143,7 +141,9 @@ def prepare(
         alone = False
         prepared = _planned_for_one(opened, folder, o, known, budget, least)
     profile, plan = prepared.profile, prepared.plan
-    notes = profile.notes + _advice(profile, o) + about_codings(profile, plan) + _undrafted(plan, kind, o)
+    notes = profile.notes + _advice(profile, o) + _undrafted(plan, kind, o)
+    if profile.lazy.decoders and (packs := codings()) is not None:
+        notes += packs.about(profile, plan)
     notes += _about_kv(profile, plan, o) + opened.notes
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
@@ -161,17 +161,18 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Cal
     )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known = load_calibration(folder, streams)
-    mirrors = tuple(find_mirror(m, lazy.checkpoint) for m in o.mirrors)
+    mirrors = find_mirrors(o.mirrors, lazy.checkpoint)
     kind, which = draft_kind(o)
     profile = measured(lazy, o, known)
     _check_experts(profile, o)
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
-    elif not mirrors:
+    elif mirrors is None and (packs := codings()) is not None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        profile = or_compact(folder, profile, known, lambda copy: measured(copy, o, known), budget, ring_options(o))
-    told = about_mirrors(mirrors, profile)
+        measure = partial(measured, o=o, calibration=known)
+        profile = packs.or_compact(folder, profile, known, measure, budget, ring_options(o))
+    told = () if mirrors is None else mirrors.about(profile.units)
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(profile, kind, which, folder, o, known)

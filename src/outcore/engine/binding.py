@@ -11,8 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..disk.metrics import Metrics
-from ..disk.reader import THREADS, FileReader
-from ..disk.row_reader import RowReader
+from ..disk.reader import THREADS, FileReader, Reader, RowReader
 from ..machine.allocator import clear_cache, limits
 from ..modules.hooks import put, settle, swap, unswap
 from ..modules.layers import Layer, Parameter
@@ -47,7 +46,7 @@ class ReadSettings:
         """Whether the model's own files are those that are read."""
         return True
 
-    def reader(self, files: Sequence[Path], metrics: Metrics) -> FileReader:
+    def reader(self, files: Sequence[Path], metrics: Metrics) -> Reader:
         """Reads units of these files."""
         return FileReader(files, metrics=metrics, **self.options)
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import mlx.nn as nn
 
+from ..checkpoint.mirrors import Mirrors
 from ..checkpoint.pack import pack_overlay
 from ..checkpoint.positions import longest_context, position_limit
 from ..disk.metrics import Metrics
-from ..disk.mirrored_reader import MirroredReader, Replicas
-from ..disk.reader import FileReader
-from ..disk.row_reader import RowReader
+from ..disk.reader import Reader, RowReader
 from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..machine.exclusive import Exclusive
@@ -72,25 +70,23 @@ class Folders(ReadSettings):
 
     Attributes:
         kv_dir: where keys and values may lie; None: the cache folder.
-        replicas: the model's own folder, and mirrors of it; None: files are read where they were opened.
+        mirrors: of the model's folder, and it; None: files are read where they were opened.
     """
 
     kv_dir: str | Path | None = None
-    replicas: Replicas | None = None
+    mirrors: Mirrors | None = None
 
     @property
     def readable(self) -> bool:
-        return self.replicas is None or self.replicas.all[0].lost is None
+        return self.mirrors is None or self.mirrors.all[0].lost is None
 
-    def reader(self, files: Any, metrics: Metrics) -> FileReader:
-        if self.replicas is None or not self.replicas.mirrors:
+    def reader(self, files: Any, metrics: Metrics) -> Reader:
+        if self.mirrors is None:
             return super().reader(files, metrics)
-        return cast(FileReader, MirroredReader(self.replicas, files, metrics=metrics, **self.options))
+        return self.mirrors.reader(files, metrics=metrics, **self.options)
 
     def rows(self, files: Any, metrics: Metrics) -> RowReader:
-        if self.replicas is None or not self.replicas.mirrors:
-            return super().rows(files, metrics)
-        return RowReader(files, metrics, partial(MirroredReader, self.replicas))
+        return super().rows(files, metrics) if self.mirrors is None else RowReader(files, metrics, self.mirrors.reader)
 
 
 class Session(Engine):
@@ -148,7 +144,7 @@ class Session(Engine):
         self.closing, self._notes = Observers(), notes
         self.drafting: Drafter | None = None
         self.watch: Watch | None = None
-        self._tell_of_lost_folders(reading.replicas)
+        self._tell_of_lost_folders(reading.mirrors)
         if on_cpu():
             split_rows(profile.lazy.model, cpu_streams)
         smaller = come_down(profile.size, plan, room(memory_limits()), calibration) if govern else plan
@@ -272,9 +268,9 @@ class Session(Engine):
         experts = experts_for(streaming, self.profile, plan)
         streaming.join(experts, kv_for(streaming, self, plan))
 
-    def _tell_of_lost_folders(self, replicas: Replicas | None) -> None:
+    def _tell_of_lost_folders(self, mirrors: Mirrors | None) -> None:
         """Tell at once, and at the end, when one of the folders that are read from is lost."""
-        if replicas is None:
+        if mirrors is None:
             return
         there = weakref.ref(self)
 
@@ -283,4 +279,4 @@ class Session(Engine):
             if (session := there()) is not None:
                 session.note(line)
 
-        replicas.note = note
+        mirrors.note = note

@@ -17,7 +17,7 @@ import numpy as np
 from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import DTYPES
 from ..disk.layout import Source, Unit, place_unit
-from ..disk.row_reader import RowReader
+from ..disk.reader import RowReader
 from ..modules.hooks import Call, put
 from ..modules.layers import Layer
 from ..sizes import BLOCK, round_up

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .code_planes import high_plane, joined, low_plane, middle
+from outcore_packs.code_planes import high_plane, joined, low_plane, middle
 
 LOW = "low"
 """The parameter that is read from disk."""

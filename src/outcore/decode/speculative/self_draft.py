@@ -18,6 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from outcore_packs.code_planes import high_plane
+
 from ...checkpoint.checkpoint import TensorInfo
 from ...checkpoint.identity import identity_of_adapter
 from ...checkpoint.lazy_model import LazyModel
@@ -31,7 +33,6 @@ from ...errors import StoreError, UsageError
 from ...machine.cache_use import keep
 from ...machine.device import on_cpu
 from ...machine.random_state import random_state_kept
-from ...modules.code_planes import high_plane
 from ...modules.layers import find_layers
 from ...modules.module_tree import copied, named_modules, named_parameters
 from ...modules.nested_linear import coarsen

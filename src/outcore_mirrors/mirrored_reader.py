@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..disk.layout import Extent, SlotCopy
-from ..errors import ReadError
-from ..sizes import BLOCK
-from . import disk_calls
-from .chunk import Move
-from .disk_calls import DiskCalls
-from .metrics import Metrics
-from .open_file import OpenFile, open_file, state_of
-from .reader import CHUNK, THREADS, FileReader, Read, pieces
+from outcore.disk import disk_calls
+from outcore.disk.chunk import Move
+from outcore.disk.disk_calls import DiskCalls
+from outcore.disk.layout import Extent, SlotCopy
+from outcore.disk.metrics import Metrics
+from outcore.disk.open_file import OpenFile, open_file, state_of
+from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, pieces
+from outcore.errors import ReadError
+from outcore.sizes import BLOCK
 
 LEAST_CHUNK, PARTS = 256 << 10, 16
 """Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""

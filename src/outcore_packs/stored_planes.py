@@ -6,13 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from ..modules.code_planes import BITS, high_words, joined, low_plane
-from .checkpoint import TensorInfo
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.manifest import Coded
+from outcore.modules.layers import Layer
+from outcore.modules.module_tree import named_modules
+
+from .code_planes import BITS, high_words, joined, low_plane
+
+ENOUGH = 0.75
+"""Of a layer's bytes, those whose codes are cut; what else it has stays in memory."""
 
 CUT_BYTES = 4 << 20
 """Bytes of words that are cut at a time."""
@@ -22,6 +30,22 @@ def could_be_cut(shape: tuple[int, ...], bits: int, high: int) -> bool:
     """Whether words of this shape are rows of whole blocks of 32 codes, of so many bits, that can be cut so."""
     known = bits in BITS and 0 < high < bits
     return known and len(shape) == 2 and min(shape) > 0 and shape[1] % bits == 0 and shape[0] * shape[1] < 1 << 30
+
+
+def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
+    """The modules of a layer, by their paths in it, whose codes have more than ``high`` bits to be cut into; none
+    where they are too small a part of it."""
+    found = {id(m): (path, m) for path, m in named_modules(layer.module) if _can_be_cut(m, high)}
+    nbytes = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for _, m in found.values())
+    return list(found.values()) if nbytes >= ENOUGH * layer.nbytes else []
+
+
+def _can_be_cut(module: nn.Module, high: int) -> bool:
+    if type(module) is not nn.QuantizedLinear or module.mode != "affine" or module.bits <= high:
+        return False
+    # Of float16 the draft's scales might have no room for a power of two.
+    whole = module.weight.ndim == 2 and module.weight.dtype == mx.uint32 and module.weight.shape[0] > 1
+    return whole and module.scales.dtype != mx.float16
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,19 @@ class Planes:
     bits: int
     high: int
     nbytes: int = 0
+
+    dtype: ClassVar[str] = "U32"
+    words: ClassVar[str] = "<u4"
+    stored: ClassVar[None] = None
+
+    @classmethod
+    def found(cls, stored: tuple[int, ...], coded: Coded, _: Any) -> Planes:
+        """What is stored so in a packed copy, as ``forms.FORMS`` takes it."""
+        rows, columns = stored
+        shape = rows, columns // 4
+        if not could_be_cut(shape, coded.bits, coded.high):
+            raise ValueError("of another form")
+        return cls(shape, coded.bits, coded.high)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from ..disk.layout import Extent
-from ..disk.mirrored_reader import Replica
-from ..disk.open_file import state_of
-from ..disk.reader import FileReader
-from ..errors import StoreError
-from ..machine.cache_folder import cache_dir, keep_mark
-from ..text import counted
-from .checkpoint import Checkpoint
-from .identity import identity_of
+from outcore.checkpoint.checkpoint import Checkpoint
+from outcore.checkpoint.identity import identity_of
+from outcore.disk.layout import Extent, Unit
+from outcore.disk.open_file import state_of
+from outcore.disk.reader import FileReader
+from outcore.errors import StoreError
+from outcore.machine.cache_folder import cache_dir, keep_mark
+from outcore.sizes import format_size
+from outcore.text import counted
+
+from .mirrored_reader import MirroredReader, Replica, Replicas
 
 COPY = "copy the folder again (cp -rL)"
 
@@ -33,7 +36,48 @@ PIECE = 32 << 20
 FOLDER, VERSION = "mirrors", 1
 """Of the cache folder: marks of mirrors that were compared."""
 
+MOSTLY = 0.95
+"""Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""
+
 Progress = Callable[[str, int, int], None]
+
+
+class FoundMirrors(Replicas):
+    """A model's folder and the copies of it that were found: ``outcore.checkpoint.mirrors.Mirrors``."""
+
+    def __init__(self, checkpoint: Checkpoint, mirrors: Sequence[Replica]) -> None:
+        super().__init__(checkpoint.folder, mirrors)
+        self._checkpoint = checkpoint
+
+    def reader(self, files: Sequence[Path], **options: Any) -> MirroredReader:
+        """Reads files from every folder that has them."""
+        return MirroredReader(self, files, **options)
+
+    def compare(self, check: Callable[[Sequence[Path]], None], progress: Progress) -> None:
+        """See that every byte of each copy is the model's; ``check`` looks at the disk of a copy's files first."""
+        for mirror in self.mirrors:
+            check(tuple((mirror.copies or {}).values()))
+            compare_whole(mirror, self._checkpoint, progress)
+
+    def about(self, units: Iterable[Unit | None]) -> tuple[str, ...]:
+        """What a user should know, where these units are streamed."""
+        notes = [line for mirror in self.mirrors for line in _about(mirror, self._checkpoint)]
+        copies = {file for mirror in self.mirrors for file in mirror.copies or ()}
+        extents = [e for unit in units if unit is not None for e in unit.extents]
+        total = sum(e.nbytes for e in extents)
+        there = sum(e.nbytes for e in extents if e.file in copies)
+        if there < total * MOSTLY:
+            notes.append(
+                f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one "
+                "disk: what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has "
+                "all)"
+            )
+        return tuple(notes)
+
+
+def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> FoundMirrors:
+    """The copies of a model in these folders; raises as ``find_mirror``."""
+    return FoundMirrors(checkpoint, [find_mirror(folder, checkpoint) for folder in named])
 
 
 def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
@@ -127,11 +171,10 @@ def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
         return None
 
 
-def about(mirror: Replica, checkpoint: Checkpoint) -> tuple[str, ...]:
+def _about(mirror: Replica, checkpoint: Checkpoint) -> Iterable[str]:
     """What a user should know of a mirror."""
-    notes, own = [], checkpoint.folder
+    own = checkpoint.folder
     if missing := len(checkpoint.files) - len(mirror.copies or {}):
-        notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own} alone")
+        yield f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own} alone"
     if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in (mirror.copies or {}).items()):
-        notes.append(f"{mirror.folder}: on the same disk as {own}, so nothing is read faster")
-    return tuple(notes)
+        yield f"{mirror.folder}: on the same disk as {own}, so nothing is read faster"

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..machine.device import on_cpu
+from outcore.checkpoint.manifest import Coded
+from outcore.machine.device import on_cpu
+
 from .code_planes import gpu_kernel
 
 EXPONENTS = 16
@@ -91,6 +94,18 @@ class SplitDecoder:
     table: mx.array
     beside: mx.array
     at: mx.array
+
+    dtype: ClassVar[str] = "BF16"
+    words: ClassVar[str] = "<u2"
+
+    @classmethod
+    def found(cls, stored: tuple[int, ...], _: Coded, beside: Beside | None) -> SplitDecoder:
+        """What is stored so in a packed copy, as ``forms.FORMS`` takes it."""
+        rows, columns = stored
+        shape = rows, columns // 3 * 2
+        if beside is None or not could_be_split(shape):
+            raise ValueError("of another form")
+        return cls.of(shape, beside)
 
     @classmethod
     def of(cls, shape: tuple[int, ...], beside: Beside) -> SplitDecoder:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.manifest import COMPACT, PLANES
-from ..checkpoint.packed_store import open_copy
-from ..engine.model_profile import ModelProfile
-from ..errors import BudgetError
-from ..machine.device import on_cpu
-from ..plan.machine_profile import Calibration
-from ..plan.model_size import ModelSize
-from ..plan.plan import Plan
-from ..plan.planner import ASSUMED, make_plan
-from ..sizes import format_size
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.manifest import COMPACT, PLANES
+from outcore.checkpoint.packed_store import open_copy
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import BudgetError
+from outcore.machine.device import on_cpu
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.plan.planner import ASSUMED, make_plan
+from outcore.sizes import format_size
 
 PAYS = 0.97
 """Of the predicted time with the original, what a copy takes at most: predictions are not better than that."""
@@ -57,7 +57,7 @@ def _seconds(size: ModelSize, budget: int, calibration: Calibration, fixed: Mapp
         return float("inf")
 
 
-def about_codings(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
+def about(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
     """That weights are decoded on their way, where they are."""
     layers = [profile.size.layers[i] for i in plan.streamed]
     if not any(layer.decoded for layer in layers):

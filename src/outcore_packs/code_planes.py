@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..machine.device import on_cpu
+from outcore.machine.device import on_cpu
 
 BITS = (2, 3, 4, 5, 6, 8)
 """That MLX packs codes of."""

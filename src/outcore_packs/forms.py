@@ -1,0 +1,180 @@
+"""Which parameters of a model's layers a packed copy stores in another form, the bytes that it stores of them, and what
+puts them together.
+
+A coding gives back every bit. What takes fewer bytes is chosen for each tensor by looking at all of its values: fewer
+blocks on disk than the tensor itself. What can be cut into planes is seen by its form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.lazy_model import Decoder
+from outcore.checkpoint.manifest import AGAIN, COMPACT, PLANES, SPLIT, Coded
+from outcore.checkpoint.packed_bytes import Encoding, Pieces, Plain, Spec, piece_bytes
+from outcore.errors import StoreError
+from outcore.modules.layers import Layer
+from outcore.sizes import BLOCK, round_up
+
+from .split_exponents import SplitDecoder, beside_rows, could_be_split
+from .stored_planes import Planes, could_be_cut, cut_modules
+
+
+class Form(Decoder, Protocol):
+    """A form in which a packed copy stores a matrix, and its decoder.
+
+    Attributes:
+        dtype: of the matrix, by its name in safetensors; ``words``: the unsigned integers that its elements are.
+    """
+
+    dtype: ClassVar[str]
+    words: ClassVar[str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the bytes that are read in each pass."""
+
+    @property
+    def stored(self) -> mx.array | None:
+        """What is stored elsewhere, and stays in memory."""
+
+    def encoded(self, words: Any) -> Iterator[memoryview]:
+        """The bytes that these elements are stored as."""
+
+
+FORMS: dict[str, Callable[[tuple[int, ...], Coded, Any], Form]] = {SPLIT: SplitDecoder.found, PLANES: Planes.found}
+"""By their names in manifests: each form by the shape of the bytes that are stored, what the manifest says, and what is
+stored elsewhere. A ``ValueError``: no matrix is stored so."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How one tensor is stored, by what the manifest says of it and what encodes and decodes it."""
+
+    path: str
+    coded: Coded
+    form: Form
+
+    @property
+    def specs(self) -> list[Spec]:
+        """What is stored in the place of the tensor, and is read in each pass."""
+        return [(self.coded.name(self.path), mx.uint8, self.form.stored_shape)]
+
+    @property
+    def beside(self) -> dict[str, mx.array]:
+        """What is stored elsewhere, by its name."""
+        stored = self.form.stored
+        return {} if stored is None else {self.coded.beside(self.path): stored}
+
+    def encoded(self, plain: Plain) -> Iterator[memoryview]:
+        """What is stored of the tensor."""
+        return self.form.encoded(_elements(self.path, plain, self.form.shape, self.form.words))
+
+
+def choose(
+    layers: Sequence[Layer], coding: str, pieces: dict[str, Plain], told: Callable[[str], None] = lambda _: None
+) -> dict[str, Coding]:
+    """The codings of these layers' tensors, by their paths. Reads them, one after the other.
+
+    Args:
+        coding: of the copy: ``compact``, or ``planes:BITS``, for the layers that can draft with so many high bits.
+        pieces: their bytes; what was looked at is taken out.
+        told: called with each layer's path.
+    """
+    found = {}
+    for layer in layers:
+        told(layer.path)
+        high = 0 if coding == COMPACT else int(coding.removeprefix(f"{PLANES}:"))
+        bits = {f"{at}.weight": module.bits for at, module in cut_modules(layer, high)} if high else {}
+        for p in layer.parameters:
+            path, shape = f"{layer.path}.{p.path}", tuple(p.array.shape)
+            plain = pieces.pop(path)
+            if could_be_cut(shape, bits.get(p.path, 0), high):
+                words, form = _elements(path, plain, shape, Planes.words), Planes(shape, bits[p.path], high)
+                coded = Coded(coding=PLANES, checksum=_checksum(words), bits=form.bits, high=high)
+                found[path] = Coding(path, coded, form)
+            elif coding == COMPACT and could_be_split(shape) and p.array.dtype == mx.bfloat16 and p.key == "weight":
+                words = _elements(path, plain, shape, SplitDecoder.words)
+                if (split := _fewer_blocks(words)) is not None:
+                    found[path] = Coding(path, Coded(coding=SPLIT, checksum=_checksum(words)), split)
+    return found
+
+
+def _fewer_blocks(words: Any) -> SplitDecoder | None:
+    """A matrix's form that takes fewer blocks of a disk; None: it would not."""
+    beside = beside_rows(words)
+    if beside is None:
+        return None
+    form = SplitDecoder.of(words.shape, beside)
+    less = round_up(prod(form.stored_shape), BLOCK) + beside.nbytes < round_up(words.nbytes, BLOCK)
+    return form if less else None
+
+
+def _checksum(words: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(words.data)
+
+
+def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> Pieces:
+    """What is written where tensors have codings; ``pieces`` as they are used."""
+    made: Pieces = dict(pieces)
+    for path, coding in codings.items():
+        made[coding.coded.name(path)] = Encoding(coding.form.stored_shape, partial(coding.encoded, pieces[path]))
+        del made[path]
+        made.update(coding.beside)
+    return made
+
+
+def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
+    """All of a tensor's elements, in memory."""
+    parts = [np.frombuffer(data, np.uint8).copy() for data in piece_bytes(path, plain)]
+    if sum(part.size for part in parts) < prod(shape) * np.dtype(dtype).itemsize:
+        raise StoreError(f"{path!a} is not as it was; the model changed while it was packed")
+    return np.concatenate(parts).view(dtype).reshape(tuple(shape))
+
+
+def as_used(
+    folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
+) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
+    """A copy's tensors as they are used, and what decodes those that have a coding, both by their names: of the tensors
+    that its files have, believing nothing. What decoders hold is read.
+
+    Raises:
+        StoreError: a coding's tensor is not there or not of its form.
+    """
+    used, decoders = dict(tensors), dict[str, Decoder]()
+    for path, coded in codings.items():
+        stored = used.pop(coded.name(path), None)
+        if stored is None or path in used or stored.dtype != "U8" or not path.endswith(".weight"):
+            raise StoreError(f"{folder}: {path[:120]!a} is not stored as the manifest says; {AGAIN}")
+        try:
+            form = FORMS[coded.coding](stored.shape, coded, _beside(used.pop(coded.beside(path), None)))
+            if form.stored_shape != stored.shape:
+                raise ValueError("of another form")
+        except (KeyError, ValueError) as error:
+            raise StoreError(f"{stored.file}: {path[:120]!a} cannot be decoded; {AGAIN}") from error
+        decoders[path] = form
+        used[path] = replace(stored, name=path, dtype=form.dtype, shape=form.shape, stored=(stored.dtype, stored.shape))
+    return used, decoders
+
+
+def _beside(info: TensorInfo | None) -> Any:
+    if info is None or info.dtype != "U32" or len(info.shape) != 1:
+        return None
+    try:
+        return np.fromfile(info.file, "<u4", info.shape[0], offset=info.offset)
+    except OSError as error:
+        raise StoreError(f"{info.file}: cannot be read ({error.strerror}); {AGAIN}") from error

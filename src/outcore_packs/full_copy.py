@@ -1,0 +1,190 @@
+"""Packing a whole model into a folder of its own, which is opened as the model or found in the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+
+from outcore.checkpoint.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from outcore.checkpoint.config import CONFIG, files_beside
+from outcore.checkpoint.lazy_model import DTYPES, LazyModel, open_lazily
+from outcore.checkpoint.manifest import FULL, MANIFEST, PLAIN, PLANES, Manifest, is_packed
+from outcore.checkpoint.pack import OTHER, PackWriter, Progress, plain_pieces, write_small
+from outcore.checkpoint.packed_bytes import PackedFile, Plain, Spec, packed_file, piece_bytes
+from outcore.checkpoint.packed_store import (
+    NON_LAYER,
+    PackedStore,
+    full_copy,
+    open_again,
+    open_full,
+    open_packed,
+    source_of,
+)
+from outcore.errors import StoreError
+from outcore.machine.cache_use import kept, remove_empty
+from outcore.modules.layers import find_layers
+from outcore.modules.module_tree import named_parameters
+
+from .forms import Coding, as_used, choose, with_codings
+
+
+def pack_model(
+    folder: Path,
+    output: Path | None,
+    *,
+    force: bool = False,
+    coding: str = PLAIN,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> PackedStore:
+    """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
+
+    Args:
+        output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
+        force: write again what is there already.
+        coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
+            ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
+
+    Raises:
+        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreError: the output folder holds other things or a copy that no longer fits, or the model cannot be packed.
+        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
+    """
+    if is_packed(folder):
+        raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
+    checkpoint = open_checkpoint(folder)
+    if output is not None:
+        return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    output = full_copy(checkpoint, coding)
+    try:
+        with kept(output):
+            return _packed(checkpoint, output, force, coding, trust_remote_code, progress)
+    except BaseException:
+        remove_empty(output)
+        raise
+
+
+def _packed(
+    checkpoint: Checkpoint, output: Path, force: bool, coding: str, trust_remote_code: bool, progress: Progress | None
+) -> PackedStore:
+    folder = checkpoint.folder
+    if not force and (whole := _whole_copy(output, checkpoint, coding)) is not None:
+        return whole
+    lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
+    if lazy.config.get("model_file") is not None:
+        raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
+    written = (CONFIG, ".index.json", MANIFEST)
+    copied = [path for path in files_beside(folder) if path.is_file() and not path.name.endswith(written)]
+    codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
+    files = _full_files(lazy, codings)
+    coded = {path: found.coded for path, found in codings.items()}
+    manifest = Manifest(kind=FULL, source=source_of(checkpoint), files={}, coding=coding, codings=coded)
+    extra = sum(path.stat().st_size for path in copied)
+    pack = PackWriter(output, checkpoint, manifest, files, files, progress, force, extra)
+
+    def finish() -> None:
+        for path in copied:
+            write_small(output / path.name, path.read_bytes())
+        write_small(output / CONFIG, json.dumps(lazy.config, indent=4).encode())
+        try:
+            _check_round_trip(pack, trust_remote_code)
+        except StoreError:
+            pack.discard()
+            raise
+
+    if pack.run(lambda: with_codings(plain_pieces(open_again(lazy)), codings), finish):
+        return open_packed(output)
+    return _whole_copy(output, checkpoint, coding) or open_packed(output)
+
+
+def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
+    """What can be stored in another form, by looking at all of the layers.
+
+    Raises:
+        StoreError: no codes can be cut into planes.
+    """
+    again = open_again(lazy)
+    layers = find_layers(again.model)
+    done = iter(range(len(layers)))
+
+    def told(path: str) -> None:
+        if progress is not None:
+            progress(f"looking at {path}", next(done), len(layers))
+
+    found = choose(layers, coding, plain_pieces(again), told)
+    if coding.startswith(PLANES) and not found:
+        why = f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
+        if not lazy.config.get("quantization"):
+            why = "since the model is not quantized"
+        what = f"no layer's codes can be cut as --coding {coding} says, {why}"
+        raise StoreError(f"{lazy.checkpoint.folder}: {what}; choose another coding")
+    return found
+
+
+def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStore | None:
+    if not is_packed(output):
+        return None
+    store = open_packed(output)
+    found = store.manifest
+    if found.kind != FULL or not found.source.same(source_of(checkpoint)):
+        raise StoreError(f"{output}: {OTHER}")
+    if found.coding != coding:
+        raise StoreError(f"{output}: packed with --coding {found.coding}; give another folder, or --force")
+    return store
+
+
+def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
+    """Each layer's parameters of two and more dimensions, then everything else."""
+    rest: dict[str, Spec] = {path: (path, a.dtype, tuple(a.shape)) for path, a in named_parameters(lazy.model)}
+    files = []
+    for i, layer in enumerate(find_layers(lazy.model)):
+        specs: list[Spec] = []
+        for path in [f"{layer.path}.{p.path}" for p in layer.parameters]:
+            plain = rest.pop(path)
+            specs += codings[path].specs if path in codings else [plain]
+        files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
+    # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
+    beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})
+    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside.tensors])]
+
+
+def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
+    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself; and
+    one that this device decodes to other bits.
+
+    Raises:
+        StoreError: names the first parameter that would differ.
+    """
+    output, codings = pack.folder, pack.manifest.codings
+    tensors = {info.name: info for file in pack.files for info in file.places(output)}
+    files = tuple(sorted(output / file.name for file in pack.files))
+    store = PackedStore(output, pack.manifest, files, *as_used(output, tensors, codings))
+    again = open_full(store, trust_remote_code=trust_remote_code)
+    pieces = plain_pieces(again)
+    arrays = {path: a for path, a in named_parameters(again.model) if path in codings}
+    del again
+    for path in list(pieces):
+        piece, info = pieces.pop(path), store.tensors[path]
+        if path in codings and isinstance(piece, TensorInfo):
+            if _digest(path, arrays.pop(path)) != codings[path].checksum:
+                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")
+            continue
+        if isinstance(piece, TensorInfo):
+            same = piece == info
+        else:
+            alike = DTYPES[info.dtype] == piece.dtype and tuple(piece.shape) == info.shape
+            same = alike and _digest(path, piece) == _digest(path, info)
+        if not same:
+            what = "use the original model unpacked"
+            raise StoreError(f"{output}: mlx-lm changes {path!a} when it loads it again; {what}")
+
+
+def _digest(path: str, piece: Plain) -> str:
+    """The xxh3_128 of a tensor's bytes."""
+    digest = xxhash.xxh3_128()
+    for data in piece_bytes(path, piece):
+        digest.update(data)
+    return digest.hexdigest()
