@@ -194,7 +194,7 @@ def test_after_its_end_there_is_nothing_but_an_end(grammars: Grammars, tokenizer
 
 def test_a_processor_is_called_with_fewer_tokens(grammars: Grammars, tokenizer: TokenizerWrapper) -> None:
     grammar = of_schema(grammars, {"type": "object", "properties": {"a": {"type": "integer"}}})
-    process, logits = grammar.processor(), mx.zeros((1, WIDTH))
+    process, logits = grammar.processor(1), mx.zeros((1, WIDTH))
     text = tokenizer.encode('{"a": 12}')
     found = [np.array(process(mx.array([9, *text[:n]]), logits)) for n in range(len(text) + 1)]
     process(mx.array([9, *text, 0, 0]), logits)

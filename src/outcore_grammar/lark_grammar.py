@@ -91,11 +91,11 @@ class Grammar:
     vocabulary: int
     ends: frozenset[int]
 
-    def processor(self, prompt: int | None = None) -> GrammarProcessor:
+    def processor(self, prompt: int) -> GrammarProcessor:
         """A logits processor for one choice; it may move to another thread between two calls.
 
         Args:
-            prompt: tokens before the answer in those that it will be called with; None: as many as in the first call.
+            prompt: tokens before the answer in those that it will be called with.
         """
         return GrammarProcessor(self, prompt)
 
@@ -219,7 +219,7 @@ class GrammarProcessor:
     did not stay.
     """
 
-    def __init__(self, grammar: Grammar, prompt: int | None) -> None:
+    def __init__(self, grammar: Grammar, prompt: int) -> None:
         self._grammar, self._prompt = grammar, prompt
         self._matcher = grammar.matcher.deep_copy()
         self._tokens: list[int] = []
@@ -234,8 +234,6 @@ class GrammarProcessor:
         Raises:
             RequestError: the grammar is too much for llguidance here.
         """
-        if self._prompt is None:
-            self._prompt = tokens.size
         answer = tokens[self._prompt :]
         self._follow(cast(list[int], answer.tolist()) if answer.size else [])
         width = logits.shape[-1]

@@ -116,13 +116,13 @@ class EngineThread:
         do()
         return future
 
-    def close(self, wait_s: float | None = None) -> None:
+    def close(self) -> None:
         """End: what is under way fails, and the model is closed. Safe to call twice."""
         with self._lock:
             self._closing = True
         self._inbox.put(int)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            join(self._thread, wait_s)
+            join(self._thread)
 
     # On the engine's thread
 

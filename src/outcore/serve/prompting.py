@@ -30,12 +30,9 @@ CHARACTERS = 16
 class Grammar(Protocol):
     """What an answer has to be."""
 
-    def processor(self, prompt: int | None = None) -> Processor:
-        """A logits processor for one choice, to be the last of them.
-
-        Args:
-            prompt: tokens before the answer in those that it will be called with; None: as many as in the first call.
-        """
+    def processor(self, prompt: int) -> Processor:
+        """A logits processor for one choice, to be the last of them; of so many tokens before the answer in those that
+        it will be called with."""
 
 
 class Grammars(Protocol):

@@ -192,11 +192,11 @@ class ModelService:
         loaded = self.engine.slot.loaded
         return loaded.session.transport.forecast if loaded is not None else None
 
-    def close(self, wait_s: float | None = None) -> None:
+    def close(self) -> None:
         """End what is under way, and close the model."""
         self._closing = True
-        self.engine.close(wait_s)
-        self._reader.shutdown(wait=wait_s is None, cancel_futures=True)
+        self.engine.close()
+        self._reader.shutdown(cancel_futures=True)
 
     def _room(self, model: Offered) -> int | None:
         """Tokens of a prompt and its answer together at most; None: any number."""
