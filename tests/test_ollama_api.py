@@ -268,7 +268,8 @@ def test_logprobs_of_tokens() -> None:
 def test_what_keeps_a_stream_alive_is_a_record_and_a_failure_ends_it() -> None:
     answer = OllamaWriter(True, chat=False, model="demo")
     assert untimed(json.loads(answer.keepalive())) == {"model": "demo", "response": "", "done": False}
-    assert answer.sent(answer.failure(error := RequestError("No."), API.error_body(error))) == b'{"error":"No."}\n'
+    told = API.error_body(RequestError("No."))
+    assert answer.sent(answer.failure(RequestError("No."), told)) == b'{"error":"No."}\n'
 
 
 def loaded(body: dict[str, Any], endpoint: Any, service: Scripted) -> dict[str, Any]:
