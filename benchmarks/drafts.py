@@ -31,8 +31,8 @@ import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative import opened
 from outcore.plan.planner import resident_budget
+from outcore_drafts import self_draft
 from result_file import write_result
 from slow_disk import slow_disk
 
@@ -76,7 +76,7 @@ def run(model: Path, draft: str, memory: int, resident: int | None, args: argpar
     options = options_of(args) | {"resident": resident}
     kind, _, bits = draft.partition(":")
     if kind == "copy":
-        vars(opened)["nested"] = lambda profile, *_: profile
+        vars(self_draft)["nested"] = lambda profile, *_: profile
         draft = f"self:{bits}"
     planned = prepare(model, memory=memory, draft=draft, **options)
     predicted = 1 / planned.choice.token_s if planned.choice is not None else None

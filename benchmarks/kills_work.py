@@ -21,8 +21,8 @@ from outcore.cli.main import main
 from outcore.disk import cold_ranges as unread
 
 # All that the commands import, before anything is forked.
-for _name in ("pack", "generate", "batch", "calibrate"):
-    importlib.import_module(f"outcore.cli.{_name}")
+for _name in ("outcore_tools.pack", "outcore.cli.generate", "outcore.cli.batch", "outcore_tools.calibrate"):
+    importlib.import_module(_name)
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "_norm.weight")
 REQUESTS = 12

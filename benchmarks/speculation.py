@@ -24,8 +24,7 @@ from outcore.decode import one_text
 from outcore.decode.passes import HiddenKeeper
 from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.decode.speculative.draft_model import State
-from outcore.decode.speculative.drafting import Drafting
+from outcore.decode.speculative.drafting import Drafting, TextState
 from outcore.decode.speculative.proposers import Proposer
 from outcore.plan.draft_cost import MOST
 from result_file import write_result
@@ -73,11 +72,13 @@ def alone(
     control: DraftLengthPolicy,
     how: DrawForecast | MlxLmSampler | None,
     vocabulary: int,
-    state: State,
+    state: TextState,
     hidden: HiddenKeeper | None = None,
 ) -> Proposer:
     """The model's guesses without the text's repetitions."""
-    return self.by_model(how, vocabulary, state, hidden)
+    found = self.proposer(how, vocabulary, state, hidden)
+    assert found is not None
+    return found
 
 
 def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namespace) -> list[Result]:

@@ -36,7 +36,7 @@ def page() -> str:
     parts = [HEAD, "- ", "\n- ".join(f"[`outcore {name}`](#outcore-{name})" for name in sorted(commands())), "\n\n"]
     parts.append(f"```text\n{_help([])}```\n")
     for name in sorted(commands()):
-        parts.append(f"\n## outcore {name}\n\n```text\n{_tidy(parser_of(name).format_help(everything=True))}```\n")
+        parts.append(f"\n## outcore {name}\n\n```text\n{_tidy(parser_of(name, everything=True).format_help())}```\n")
     return "".join(parts)
 
 

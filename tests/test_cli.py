@@ -108,7 +108,7 @@ def test_demo_without_its_model_says_what_to_install(
 
 
 def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from outcore.cli import demo
+    from outcore_tools import demo
 
     monkeypatch.setattr(demo, "_run", _differing(demo._run))
     status, out, err = run(capsys, "demo", "-m", "4", "--repeats", "1")

@@ -36,17 +36,15 @@ APIS = (Api("paint", lambda error: {"no": str(error)}, (Route("/paint", paint, "
 COMMANDS = """
 from outcore.cli.commands import Command
 COMMANDS = {
-    "paint": Command("paint what a model says", "outcore_paint.work:flags", "outcore_paint.work:run", "paint"),
-    "sculpt": Command("the same in stone", "outcore_paint.work:flags", "outcore_paint.stone:run", "paint"),
-    "generate": Command("another one", "outcore_paint.work:flags", "outcore_paint.work:run"),
+    "paint": Command("Paint what a model says.", "outcore_paint.work:run", "outcore_paint.work:FLAGS", kind="art"),
+    "sculpt": Command("The same in stone.", "outcore_paint.stone:run", "outcore_paint.work:FLAGS", extra="paint"),
+    "generate": Command("Another one.", "outcore_paint.work:run", "outcore_paint.work:FLAGS"),
 }
 FLAGS = {"pack": "outcore_paint.work:add"}
 """
 
 WORK = """
-from outcore.cli.parser import ArgumentParser
-def flags():
-    return ArgumentParser(prog="outcore paint")
+FLAGS = []
 def run(args):
     print("painted", getattr(args, "colour", ""))
     return 1
@@ -86,7 +84,7 @@ def test_a_package_brings_commands_and_none_in_place_of_the_cores(
     paint: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["paint"]) == 1 and capsys.readouterr().out == "painted \n"
-    assert main(["--help"]) == 0 and "\n  paint " in capsys.readouterr().out
+    assert main(["--help"]) == 0 and "\n\nart:\n  paint         paint what a model says\n" in capsys.readouterr().out
     assert "outcore_paint" not in commands()["generate"].run
 
 

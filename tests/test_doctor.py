@@ -22,14 +22,14 @@ from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
 from outcore.calibration import first_use
 from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.checkpoint.random_checkpoint import save_random_checkpoint
-from outcore.cli import doctor
-from outcore.cli.doctor import CHECKS, Finding, Patient, examine
 from outcore.cli.main import main
 from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
 from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.plan.machine_profile import Calibration
+from outcore_tools import doctor
+from outcore_tools.doctor import CHECKS, Finding, examine
 
 MIB = 1 << 20
 
@@ -44,9 +44,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def patient(file: Path) -> Patient:
-    return Patient(file)
+def looked(check: str, file: Path, model: Path | None = None) -> Finding:
+    return Finding(check, *CHECKS[check](file, model))
 
 
 @pytest.fixture(autouse=True)
@@ -126,30 +125,30 @@ class Broken:
     ],
 )
 def test_a_check_fails_when_what_it_checks_is_broken(
-    how: str, check: str, says: str, patient: Patient, monkeypatch: pytest.MonkeyPatch
+    how: str, check: str, says: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Others may have used the processors and the disk meanwhile; a machine that is well passes in one of three looks.
     wells = []
     for _ in range(3):
-        wells.append(CHECKS[check](Patient(patient.file)))
+        wells.append(looked(check, file))
         if wells[-1].ok:
             break
     assert any(w.ok for w in wells) and not any(w.advice for w in wells if w.ok), wells
     getattr(Broken(monkeypatch), how)()
-    ill = CHECKS[check](Patient(patient.file))
+    ill = looked(check, file)
     assert ill.ok is False and says in ill.found and ill.advice, ill
 
 
 def test_limits_below_the_plan(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CHECKS["limits"](Patient(file, model)).ok is True
+    assert looked("limits", file, model).ok is True
     facts = doctor.device_facts()
     monkeypatch.setattr(doctor, "device_facts", lambda: replace(facts, working_set=1000, wired_limit=900, buffer=800))
-    ill = CHECKS["limits"](Patient(file, model))
+    ill = looked("limits", file, model)
     assert ill.ok is False and "--memory" in ill.advice and "wired limit 900 B" in ill.found
 
 
 def test_a_check_that_fails_itself_is_a_finding(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Patient) -> Finding:
+    def fails(*_: Any) -> Any:
         raise ZeroDivisionError("with\nlines")
 
     monkeypatch.setitem(CHECKS, "slots", fails)
@@ -216,13 +215,12 @@ def test_a_mac_that_is_not_there(file: Path) -> None:
     fake = FakeDarwinDisk()
     names = ("offsets", "direct reads", "limits")
     with FakeDarwinMemory().here(), disk_calls.using(fake):
-        patient = Patient(file)
-        found = {name: CHECKS[name](patient) for name in names}
+        found = {name: looked(name, file) for name in names}
     assert found["offsets"].ok and found["limits"].ok, found
     assert fake.direct > 0, "it was read around the cache that is not there"
     assert "recommended working set" in found["limits"].found
     with disk_calls.using(FakeDarwinDisk(takes_nocache=False)):
-        assert CHECKS["direct reads"](Patient(file)).ok is None
+        assert looked("direct reads", file).ok is None
 
 
 # The first load

@@ -22,13 +22,14 @@ from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy
 from outcore.disk.disk_calls import DiskCalls
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
-from outcore.plan.draft_choice import CHANCES, REPEATED, Choice, SeenDrafts, expected, fastest
-from outcore.plan.draft_cost import MOST, NGRAM, SELF, Draft
+from outcore.plan.draft_choice import REPEATED, Choice, expected, fastest
+from outcore.plan.draft_cost import MOST, NGRAM, Draft
 from outcore.plan.joint_plan import Planned, Planning
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.sizes import format_size
+from outcore_drafts.self_draft import CHANCES, SELF
 from stand_ins import TokensOnly
 
 SLOW = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)
@@ -56,7 +57,8 @@ def planned(draft: Draft | None, joined: int = 0, resident: int = 0, layers: int
 
 
 def test_tokens_of_a_sweep_are_those_of_a_chain() -> None:
-    found = expected(planned(Draft(SELF, "self:2", bits=2)), SLOW, "self:2", True, SeenDrafts(chance=0.5, guess_s=0.0))
+    at_once = replace(SLOW, sync_s=0.0)
+    found = expected(planned(Draft("self", "self:2", chance=0.5)), at_once, "self:2", True)
     # Where the disk is the limit every guess is worth it: 1 / (1 - p).
     assert found.drafted == MOST and found.tokens == pytest.approx(2, rel=1e-6)
     assert found.token_s == pytest.approx(4.0, rel=0.01)
@@ -65,22 +67,17 @@ def test_tokens_of_a_sweep_are_those_of_a_chain() -> None:
 
 
 def test_a_guess_that_takes_its_time_makes_drafts_shorter_or_none() -> None:
-    draft = planned(Draft(SELF, "self:2", bits=2))
-    lengths = [
-        expected(draft, SLOW, "self:2", True, SeenDrafts(chance=0.8, guess_s=seconds)).drafted
-        for seconds in (0.0, 1.0, 10.0)
-    ]
+    quick, *slower = (planned(Draft("model", "m", weights=int(s * 1e12), chance=0.8)) for s in (0.0, 1.0, 10.0))
+    lengths = [expected(draft, SLOW, "m", True).drafted for draft in (quick, *slower)]
     assert lengths[0] == MOST and 1 < lengths[1] < 12 and lengths[2] == 0
     # One pass a guess: computing grows with them, and reading does not.
     slow = replace(SLOW, weight_gbps=0.002)
-    blocks, passes = (expected(draft, slow, "", b, SeenDrafts(chance=0.8, guess_s=0.0)).drafted for b in (True, False))
+    blocks, passes = (expected(quick, slow, "", b).drafted for b in (True, False))
     assert blocks > passes
 
 
-def test_repetitions_give_what_they_gave() -> None:
-    ngram = planned(Draft(NGRAM, NGRAM))
-    assert expected(ngram, SLOW, NGRAM, True).tokens == REPEATED
-    assert expected(ngram, SLOW, NGRAM, True, SeenDrafts(tokens=2.5)).tokens == 2.5
+def test_repetitions_give_a_little_more_than_a_token() -> None:
+    assert expected(planned(Draft(NGRAM, NGRAM)), SLOW, NGRAM, True).tokens == REPEATED
 
 
 def test_the_fastest_is_taken_unless_something_simpler_is_about_as_fast() -> None:
@@ -247,7 +244,7 @@ def test_what_is_written_once_is_told_before_the_first_answer(folder: Path, slow
 def test_memory_that_is_left_reads_ahead_while_a_model_drafts() -> None:
     size = planned(None, layers=12).size
     size = replace(size, logits=max(size.logits, 1))
-    copy, told = Draft(SELF, "self:3", bits=3, weights=1000), Draft(NGRAM, "self:3")
+    copy, told = Draft(SELF, "self:3", weights=1000), Draft(NGRAM, "self:3")
 
     def plan(draft: Draft | None, budget: int, **options: Any) -> Any:
         kind = SELF if draft is not None else "none"

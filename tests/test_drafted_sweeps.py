@@ -23,7 +23,7 @@ from outcore.decode.drafted_sweeps import SpeculativeDecoder
 from outcore.decode.one_text import Computed
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.plan.draft_choice import SeenDrafts, pays_for_several
+from outcore.plan.draft_choice import pays_for_several
 from outcore.plan.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
 
@@ -375,14 +375,13 @@ def test_drafts_pay_for_several_where_reading_takes_the_time(quick_models: Calla
         size, plan = session.size, session.plan
         slow = Calibration(read_gbps=0.01, weight_gbps=10.0)
         fast = Calibration(read_gbps=10.0, weight_gbps=1.0)
-        how = SeenDrafts(chance=0.9)
         for blocks in (True, False):
-            assert pays_for_several(size, plan, slow, 2, how, blocks)
-            assert not pays_for_several(size, plan, slow, 2, SeenDrafts(chance=0.01), blocks)
-        assert not pays_for_several(size, plan, fast, 2, how, blocks=False)
-        assert not pays_for_several(size, plan, slow, size.drafted + 1, how, blocks=True), "none has a guess"
-        assert pays_for_several(size, plan, slow, 2, SeenDrafts(tokens=1.5), blocks=False)
-        assert not pays_for_several(size, plan, slow, 2, SeenDrafts(tokens=1.0), blocks=False)
+            assert pays_for_several(size, plan, slow, 2, blocks, chance=0.9)
+            assert not pays_for_several(size, plan, slow, 2, blocks, chance=0.01)
+        assert not pays_for_several(size, plan, fast, 2, False, chance=0.9)
+        assert not pays_for_several(size, plan, slow, size.drafted + 1, True, chance=0.9), "none has a guess"
+        assert pays_for_several(size, plan, slow, 2, False, tokens=1.5)
+        assert not pays_for_several(size, plan, slow, 2, False, tokens=1.0)
 
 
 class Late:

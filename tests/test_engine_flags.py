@@ -20,8 +20,6 @@ from outcore.options import LoadOptions
 from outcore_bench import modes
 from outcore_bench.commands.bench import settings
 from outcore_bench.commands.matrix import each_run
-from outcore_bench.flags import bench as bench_parser
-from outcore_bench.flags import matrix as matrix_parser
 from outcore_bench.jobs import BenchJob, make_jobs
 from outcore_bench.matrix import Grid, jobs_of
 
@@ -103,7 +101,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     for command in NEEDED:
         pkgutil.resolve_name(parser_of(command).run)
     for name, module in sys.modules.items():
-        if name.startswith("outcore.") and getattr(module, "prepare", None) is real:
+        if name.startswith("outcore") and getattr(module, "prepare", None) is real:
             monkeypatch.setattr(module, "prepare", prepare)
     return calls
 
@@ -153,7 +151,7 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(modes, "load_model", load_model)
     asked_for = [({"resident": "5"}, "resident", 5), ({"memory": "123MB"}, "memory", "123MB")]
     for more, name, value in asked_for:
-        args = bench_parser().parse_args(["m", "--modes", "outcore", *_flags(**RUN_FLAGS, **more)])
+        args = parser_of("bench").parse_args(["m", "--modes", "outcore", *_flags(**RUN_FLAGS, **more)])
         (job,) = [
             j
             for j in make_jobs(settings(args), "m", 16, fits=False)
@@ -163,7 +161,7 @@ def test_the_flags_of_a_measured_run_reach_its_model(monkeypatch: pytest.MonkeyP
             modes._open_outcore(job)
         assert {n: calls[-1][n] for n in (*RUN_FLAGS, name)} == RUN_FLAGS | {name: value}
     each = {name: RUN_FLAGS[name] for name in ("dtype", "cpu_streams")}
-    run = each_run(matrix_parser().parse_args(["m", *_flags(**each)]))
+    run = each_run(parser_of("matrix").parse_args(["m", *_flags(**each)]))
     size = prepare(demo_model, context=64).profile.size
     grid = Grid((7_000_000,), ("cached",), slots=(2,), threads=(3,))
     ((job, _),) = jobs_of(grid, {"cached": size}, BenchJob("outcore", "m", "", run, 64, 128))

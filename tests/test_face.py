@@ -18,9 +18,8 @@ import pytest
 
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.commands import commands, parser_of
-from outcore.cli.console import spinner
 from outcore.cli.main import main
-from outcore.cli.output import Result
+from outcore.cli.output import Result, spinner
 from outcore.errors import UsageError
 from outcore.machine.cache_folder import cache_dir
 from outcore.machine.settings import setting
@@ -89,7 +88,7 @@ def test_info_imports_no_transformers(demo_model: Path, capsys: pytest.CaptureFi
 
 def test_a_tokenizer_that_was_left_out_is_not_taken_for_one() -> None:
     code = """if True:
-        from outcore.cli.no_tokenizers import leave_out
+        from outcore_tools.no_tokenizers import leave_out
         leave_out()
         from mlx_lm.tokenizer_utils import AutoTokenizer
         AutoTokenizer.from_pretrained("x")
@@ -100,12 +99,12 @@ def test_a_tokenizer_that_was_left_out_is_not_taken_for_one() -> None:
 
 @pytest.mark.parametrize("command", commands())
 def test_help_names_every_default_and_an_example_that_can_be_run(command: str) -> None:
-    parser = parser_of(command)
+    parser = parser_of(command, everything=True)
     for action in parser._actions:
         if action.option_strings and action.nargs != 0 and not action.required:
             assert "Default" in (action.help or ""), action.option_strings
-    assert f"outcore {command}" in parser.format_help(everything=True)
-    assert parser.example is not None and parser.format_help().endswith(f"example:\n  {parser.example}\n")
+    assert f"outcore {command}" in parser.format_help()
+    assert parser_of(command).format_help().endswith(f"example:\n  {parser.example}\n")
     program, name, *words = shlex.split(parser.example.partition(" > ")[0])
     assert (program, name) == ("outcore", command) and parser.parse_args(words)
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outcore_mtp.hidden_states import HiddenStates, HiddenTap
+from outcore_drafts.mtp.hidden_states import HiddenStates, HiddenTap
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from outcore.checkpoint.identity import identity_of
 from outcore.checkpoint.pack import pack_overlay
 from outcore.checkpoint.packed_store import open_model, places
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative.self_draft import self_draft
 from outcore.modules.layers import find_layers
+from outcore_drafts.low_bit_copy import low_bit_copy
 from outcore_packs.full_copy import pack_model
 from test_pack import assert_holds, original, reference
 from test_random_state import adapter
@@ -105,7 +105,7 @@ def test_a_draft_is_of_the_adapter_that_it_was_made_with(tmp_path: Path) -> None
     there = adapter(folder, tmp_path / "adapter")
 
     def draft() -> Path:
-        return self_draft(prepare(folder, memory="1GB", adapter_path=str(there)).profile, 4).folder
+        return low_bit_copy(prepare(folder, memory="1GB", adapter_path=str(there)).profile, 4).folder
 
     first = draft()
     moved = there.rename(tmp_path / "moved")

@@ -17,12 +17,11 @@ import pytest
 from rich.console import Console
 
 from interrupts import heard
-from outcore.cli import monitor
 from outcore.cli.main import main
-from outcore.cli.monitor import look
-from outcore.cli.monitor_view import STATES, view
 from outcore.monitoring import files
 from outcore.monitoring.publisher import staying
+from outcore_tools import monitor, snapshots
+from outcore_tools.monitor import STATES, look, view
 from watching import made_up, own_folder, until
 
 
@@ -83,7 +82,7 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
     looks = iter(range(100))
 
     def few() -> list[dict[str, Any]]:
-        return files.read_all() if next(looks) < 4 else []
+        return snapshots.read_all() if next(looks) < 4 else []
 
     monkeypatch.setattr(monitor, "read_all", few)
     assert main(["monitor", "--json"]) == 0
@@ -119,7 +118,7 @@ def test_what_cannot_be_shown_is_told_in_one_line(capsys: pytest.CaptureFixture[
         assert "no Outcore process of yours runs" in capsys.readouterr().err
         assert main(["monitor"]) == 2
         assert "outcore monitor: standard output is no terminal" in capsys.readouterr().err
-        assert "No Outcore process of yours runs" in drawn(look())
+        assert "no Outcore process of yours runs" in drawn(look())
         folder.mkdir(mode=0o755)
         assert main(["monitor", "--once"]) == 1
         assert "chmod 700" in capsys.readouterr().err

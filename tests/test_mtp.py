@@ -25,10 +25,10 @@ from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
 from outcore.errors import BudgetError, CheckpointError, UnsupportedModelError, UsageError
 from outcore.plan.machine_profile import Calibration
-from outcore_mtp.head import SharedParts, open_mtp
-from outcore_mtp.hidden_states import WINDOW
-from outcore_mtp.layouts import find_mtp
-from outcore_mtp.source import MtpSource
+from outcore_drafts.mtp.head import SharedParts, open_mtp
+from outcore_drafts.mtp.hidden_states import WINDOW
+from outcore_drafts.mtp.layouts import find_mtp
+from outcore_drafts.mtp.proposer import MtpProposer
 from stand_ins import TokensOnly
 
 PROMPT = [3 + i % 40 for i in range(21)]
@@ -131,9 +131,9 @@ def test_guesses_are_the_head_s_own_after_each_text(
     """Its hidden states are those of the text's tokens, whatever was rejected, and in whatever chunks they came."""
     always_draft(monkeypatch, 3)
     guessed: list[tuple[list[int], list[int], int]] = []
-    original = MtpSource.guess
+    original = MtpProposer.guess
 
-    def guess(self: MtpSource, drafted: Sequence[int]) -> Guess | None:
+    def guess(self: MtpProposer, drafted: Sequence[int]) -> Guess | None:
         found = original(self, drafted)
         assert found is not None
         guessed.append((list(self._text), list(drafted), found.token))
@@ -141,7 +141,7 @@ def test_guesses_are_the_head_s_own_after_each_text(
         wrong = len(guessed) % 2
         return Guess((found.token + wrong) % 90, found.key)
 
-    monkeypatch.setattr(MtpSource, "guess", guess)
+    monkeypatch.setattr(MtpProposer, "guess", guess)
     folder, draft = folders(model_type, tmp_path)
     model, _ = outcore.load_model(
         folder, resident=resident, context=400, prompt=prompt, draft=draft, govern=False, prefill_step_size=step

@@ -21,7 +21,7 @@ import zoo
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
 from outcore.errors import UnsupportedModelError
-from outcore_mtp.head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
+from outcore_drafts.mtp.head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
 from test_mtp import folders
 
 Tensors = mtp_originals.Tensors

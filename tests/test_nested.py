@@ -17,12 +17,12 @@ from mlx_lm.generate import generate_step
 import outcore
 import zoo
 from adapters import DORA, LORA, save_adapter
-from outcore.checkpoint.nested import nested_modules
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative import opened
 from outcore.engine import binding, engine
-from outcore.modules.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore.modules.split_linear import split_rows
+from outcore_drafts import nested_layers
+from outcore_drafts.nested_layers import nested_modules
+from outcore_drafts.nested_linear import LOW, NestedLinear, coarsen, nest
 from outcore_packs.code_planes import BITS, high_plane, joined, joining_source, low_plane
 from stand_ins import TokensOnly
 
@@ -222,7 +222,7 @@ def test_a_failure_in_the_middle_changes_nothing(folder: Path) -> None:
 def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No affine codes with more bits than the draft's: 4 of 4, mxfp4, none at all; and experts; and float16, where
     scales that are cast and then divided may be others than those that are cast. No model is opened anew to see it."""
-    monkeypatch.delattr(opened, "open_again")
+    monkeypatch.delattr(nested_layers, "open_again")
     cases: list[tuple[str, dict[str, Any] | None, int, str | None]] = [
         ("qwen3", {"bits": 4, "group_size": 32}, 4, None),
         ("qwen3", {"bits": 4, "group_size": 32, "mode": "mxfp4"}, 2, None),
@@ -233,7 +233,7 @@ def test_what_cannot_be_cut_is_drafted_for_by_a_copy(tmp_path: Path, monkeypatch
     for n, (model_type, quantize, bits, dtype) in enumerate(cases):
         folder = zoo.save_checkpoint(model_type, tmp_path / str(n), quantize=quantize)
         prepared = prepare(folder, memory="1GB", resident=0, context=320, draft=f"self:{bits}", dtype=dtype)
-        assert not any(nested_modules(prepared.profile.lazy.model)) and prepared.profile.lazy.high == 0
+        assert not any(nested_modules(prepared.profile.lazy.model)) and prepared.profile.lazy.reshape is None
 
 
 @pytest.mark.parametrize("kind", [LORA, DORA])

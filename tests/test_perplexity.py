@@ -18,11 +18,11 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 from outcore import BudgetError, UsageError
+from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore.decode import budget
 from outcore.machine import memory
 from outcore_bench import perplexity
-from outcore_bench.flags import perplexity as setup_arg_parser
 from outcore_bench.perplexity import cut, default_text, load_for_batches, read_data
 
 MLX_LM_FLAGS = {
@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str], demo_model: Path, *args: str) -> tup
 
 
 def test_flags_and_defaults_are_mlx_lms() -> None:
-    args = setup_arg_parser().parse_args(["--model", "m"])
+    args = parser_of("perplexity").parse_args(["--model", "m"])
     for flag, default in MLX_LM_FLAGS.items():
         if default is not None:
             assert getattr(args, flag[2:].replace("-", "_")) == default

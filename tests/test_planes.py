@@ -18,10 +18,10 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.manifest import MANIFEST
-from outcore.checkpoint.nested import nested_modules
 from outcore.checkpoint.packed_store import open_packed
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
+from outcore_drafts.nested_layers import nested_modules
 from outcore_packs.code_planes import BITS, high_words, low_plane
 from outcore_packs.full_copy import pack_model
 from outcore_packs.stored_planes import Planes

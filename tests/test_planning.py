@@ -17,8 +17,8 @@ import zoo
 from outcore.checks import parse_size
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative.drafting import AUTO, MODEL, NGRAM, SELF, Draft
 from outcore.errors import BudgetError, PromptError, UsageError
+from outcore.plan.draft_cost import AUTO, NGRAM, Draft
 from outcore.plan.joint_plan import Planning
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
@@ -131,7 +131,7 @@ def sized(head: int = 8 * MB, logits: int = 600_000) -> ModelSize:
 
 
 @pytest.mark.parametrize("logits", [600_000, 60_000_000])
-@pytest.mark.parametrize("kind", [AUTO, NGRAM, SELF, MODEL])
+@pytest.mark.parametrize("kind", [AUTO, NGRAM, "self", "model"])
 def test_every_budget_from_the_smallest_on_works_whatever_it_is_worth_drafting(kind: str, logits: int) -> None:
     """A larger budget is worth more drafted tokens, which take more; they are no reason to refuse it."""
     weights = 0 if kind in (AUTO, NGRAM) else 12 * MB
@@ -147,13 +147,13 @@ def test_every_budget_from_the_smallest_on_works_whatever_it_is_worth_drafting(k
 
 
 def test_a_copys_own_head_is_counted_where_the_models_is_streamed() -> None:
-    size, draft = sized(head=40 * MB), Draft(SELF, "self:4", weights=10 * MB, head=12 * MB)
-    planning = Planning(size, SELF, draft)
+    size, draft = sized(head=40 * MB), Draft("self", "self:4", weights=10 * MB, head=12 * MB)
+    planning = Planning(size, "self", draft)
     planned = planning.at(planning.smallest)
     assert planned.plan.head_streamed
     assert planned.size.non_layer == size.non_layer + 22 * MB
     # With a head smaller than its copy it had better stay.
-    small = Planning(sized(head=4 * MB), SELF, Draft(SELF, "self:4", weights=10 * MB, head=12 * MB))
+    small = Planning(sized(head=4 * MB), "self", Draft("self", "self:4", weights=10 * MB, head=12 * MB))
     assert not small.at(small.smallest).plan.head_streamed
 
 

@@ -18,8 +18,8 @@ from link_ranks import in_threads, linked
 from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.drafted_sweeps import Waits
+from outcore.decode.opening import Opening
 from outcore.decode.sampling import Sampler
-from outcore.decode.speculative.opened import measured
 from outcore.disk.metrics import Metrics
 from outcore.engine.transport import Solo
 from outcore.errors import LinkError
@@ -216,12 +216,13 @@ class Alike:
 def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked, "share_layers", share_layers)
     monkeypatch.setattr(ranked, "link_times", lambda _: LinkTimes.same(2, 0.0005))
-    profile = measured(open_model(demo_model), LoadOptions(context=64, prompt=16), None)
+    profile = Opening(demo_model, LoadOptions(context=64, prompt=16), None).measured(open_model(demo_model))
 
     def layers(draft: str, which: int | None, megabytes: int) -> int:
         link: Any = Alike()
-        o = LoadOptions(draft=draft if which is None else f"{draft}:{which}")
-        found = ranked.shared_out(profile, RankGroup(link), o, demo_model, ASSUMED, megabytes * 10**6)
+        group = RankGroup(link)
+        o = LoadOptions(draft=draft if which is None else f"{draft}:{which}", ranks=group)
+        found = ranked.shared_out(profile, group, o, demo_model, ASSUMED, megabytes * 10**6)
         return found.profile.share.owners.count(0)
 
     assert layers("none", None, 34) == 8 and layers("self", 3, 34) < layers("self", 2, 34) < 8

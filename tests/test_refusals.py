@@ -23,7 +23,7 @@ import outcore
 import zoo
 from outcore import OutcoreError, PromptError, UsageError
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.cli import calibrate, demo, doctor, serve
+from outcore.cli import serve
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
 from outcore.decode.budget import given_budget
@@ -31,6 +31,7 @@ from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
 from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
+from outcore_tools import calibrate, demo, doctor
 from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]
@@ -221,7 +222,7 @@ def test_whatever_else_is_raised_is_one_line_and_a_traceback_if_wanted(
     def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("with\nlines")
 
-    monkeypatch.setattr("outcore.cli.info.prepare", fails)
+    monkeypatch.setattr("outcore_tools.info.prepare", fails)
     status, out, err = run(capsys, "info", str(model))
     assert (status, out) == (1, "") and err.count("\n") == 1 and "OUTCORE_DEBUG=1" in err
     assert err.startswith("outcore info: ZeroDivisionError: with lines; this was not foreseen")

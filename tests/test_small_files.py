@@ -23,7 +23,6 @@ from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.cli.main import main
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative.drafting import check_tokenizers
 from outcore.errors import (
     BudgetError,
     CheckpointError,
@@ -36,6 +35,7 @@ from outcore.errors import (
 from outcore.machine.small_files import parse_json, read_small
 from outcore.modules.cache_check import check_cache
 from outcore.modules.cache_form import forms_of
+from outcore_drafts.draft_model import check_tokenizers
 from test_pack import refusal
 from test_random_state import adapter
 

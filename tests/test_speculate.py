@@ -23,9 +23,10 @@ from outcore.cli.main import main
 from outcore.decode import one_text
 from outcore.decode.sampling import MlxLmSampler, Sampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.decode.speculative.draft_model import CopySource, State
+from outcore.decode.speculative.drafting import TextState
 from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
 from outcore.errors import BudgetError, UsageError
+from outcore_drafts.self_draft import CopyProposer
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
@@ -83,9 +84,9 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
         copies: list[Proposer] = []
 
         def source(
-            _: Any, control: DraftLengthPolicy, sampler: Any, vocabulary: int, state: State, *__: Any
+            _: Any, control: DraftLengthPolicy, sampler: Any, vocabulary: int, state: TextState, *__: Any
         ) -> Proposer:
-            copies.append(CopySource(twin, "self", None, vocabulary, state))
+            copies.append(CopyProposer(twin, None, vocabulary, state))
             return copies[-1]
 
         monkeypatch.setattr(outcore.decode.speculative.drafting.Drafting, "source", source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outcore.cli.flags import FLAGS, command_parser
+from outcore.cli.flags import FLAGS
 from outcore.cli.parser import ArgumentParser, Flag, flag, grouped
 from outcore.options import IO_MODES
 
@@ -30,9 +30,9 @@ def runs(tokens: int, *more: Flag) -> list[Flag]:
     )
 
 
-def bench() -> ArgumentParser:
-    """Of ``outcore bench``."""
-    rows = grouped(
+BENCH: list[str | Flag] = [
+    "model-flags",
+    *grouped(
         "rows (lists are separated by commas)",
         flag("--memory", f"A row for each budget, such as 2GB,50%; {AUTO}: what is free.", ""),
         flag(
@@ -45,95 +45,72 @@ def bench() -> ArgumentParser:
         flag("--modes", f"Ways to run. Default: {','.join(WAYS)}.", "", metavar="LIST"),
         flag("--io", f"Ways to read: {', '.join(IO_MODES)}.", AUTO, metavar="LIST"),
         flag("--batch --batch-size -b", "Sequences decoded together.", "1", metavar="LIST"),
-    )
-    more = [
+    ),
+    *runs(
+        16,
         *(FLAGS[name] for name in ("prefill-step-size", "quantize-activations", "slots")),
         flag("--threads", "Reads in flight at once. Default: 4, or 8.", type=int, metavar="N"),
-    ]
-    ways = "; ".join(f"{name}, {what}" for name, what in WAYS.items())
-    return command_parser(
-        "outcore bench",
-        f"Measure a model's speed and memory, each row in a process of its own: {ways}.",
-        "outcore bench mlx-community/Qwen3-8B-4bit --memory 2GB,50% --output results.json",
-        "model-flags",
-        *rows,
-        *runs(16, *more),
-        FLAGS["output"].but(help="Write the JSON document there. Default: nowhere."),
-    )
+    ),
+    FLAGS["output"].but(help="Write the JSON document there. Default: nowhere."),
+    "output-flags",
+]
 
+_BUDGETS = f"Budgets, such as 2GB,4GB. Default: {BUDGETS}, from the smallest that works to everything resident."
 
-def matrix() -> ArgumentParser:
-    """Of ``outcore matrix``."""
-    budgets = f"Budgets, such as 2GB,4GB. Default: {BUDGETS}, from the smallest that works to everything resident."
-    ways = f"Ways to read. Default: {','.join(IO)}, or what the file system allows."
-    axes = grouped(
+MATRIX: list[str | Flag] = [
+    "model_named model revision",
+    *grouped(
         "axes (lists are separated by commas)",
-        flag("--memory", budgets, metavar="SIZES"),
-        flag("--io", ways, metavar="LIST"),
+        flag("--memory", _BUDGETS, "", metavar="SIZES"),
+        flag("--io", f"Ways to read. Default: {','.join(IO)}, or what the file system allows.", metavar="LIST"),
         flag("--slots", "Layers in the ring.", "2,3,4", metavar="LIST"),
         flag("--threads", "Reads in flight.", "1,4,8", metavar="LIST"),
-    )
-    return command_parser(
-        "outcore matrix",
-        "Measure a model at every combination of budget, way of reading, slots and threads, each in a process of its "
-        "own, and say which is best. Cut off, it goes on where it stopped.",
-        "outcore matrix mlx-community/Qwen3-8B-4bit --memory 2GB,4GB --slots 2,3",
-        "model revision",
-        *axes,
-        *runs(8),
-        FLAGS["output"].but(
-            help="JSON document, written after each run; runs that it holds are not measured again. "
-            "Default: ./MODEL-matrix.json.",
-        ),
-        FLAGS["force"].but(help="Measure all again, whatever is there."),
-    )
+    ),
+    *runs(8),
+    FLAGS["output"].but(
+        help="JSON document, written after each run; runs that it holds are not measured again. "
+        "Default: ./MODEL-matrix.json.",
+    ),
+    FLAGS["force"].but(help="Measure all again, whatever is there."),
+    "output-flags",
+]
 
+PERPLEXITY: list[str | Flag] = [
+    "model-flags",
+    flag("--batch-size", "Sequences that share a sweep.", 8),
+    flag("--sequence-length", "Tokens of a sequence.", 512),
+    flag("--num-samples", "Sequences at most; -1 for all.", 256),
+    flag(
+        "--data-path",
+        "A text file in UTF-8, or a data set of the Hugging Face Hub that mlx-lm can read (needs the datasets package; "
+        "mlx_lm.perplexity takes allenai/tulu-3-sft-mixture). Default: a text that comes with Python, which differs "
+        "between versions of Python.",
+    ),
+    FLAGS["seed"].but(
+        group="", help="Seed of the order of a data set; a text keeps its own. Default: 123.", default=123
+    ),
+    "engine-flags output-flags",
+]
 
-def perplexity() -> ArgumentParser:
-    """Of ``outcore perplexity``."""
-    return command_parser(
-        "outcore perplexity",
-        "Evaluate a model's perplexity on a text or a data set.",
-        "outcore perplexity mlx-community/Qwen3-8B-4bit --memory 4GB --data-path text.txt",
-        "model-flags",
-        flag("--batch-size", "Sequences that share a sweep.", 8),
-        flag("--sequence-length", "Tokens of a sequence.", 512),
-        flag("--num-samples", "Sequences at most; -1 for all.", 256),
-        flag(
-            "--data-path",
-            "A text file in UTF-8, or a data set of the Hugging Face Hub that mlx-lm can read (needs the datasets "
-            "package; mlx_lm.perplexity takes allenai/tulu-3-sft-mixture). Default: a text that comes with Python, "
-            "which differs between versions of Python.",
-        ),
-        FLAGS["seed"].but(
-            group="", help="Seed of the order of a data set; a text keeps its own. Default: 123.", default=123
-        ),
-        "engine-flags",
-    )
-
-
-def report() -> ArgumentParser:
-    """Of ``outcore report``."""
-    results = "Files that outcore bench wrote, a matrix's matrix.json, or what outcore perplexity --json printed."
-    return command_parser(
-        "outcore report",
-        "One HTML page, and Markdown, from result files of outcore bench, matrix and perplexity. What was not measured "
-        "is left out.",
-        "outcore report results.json --output page",
-        flag("results", results, nargs="+", type=Path, metavar="RESULT.json"),
-        FLAGS["output"].but(
-            required=True,
-            metavar="DIR-or-FILE.html",
-            help="The page; in a folder it is report.html, with report.md beside it.",
-        ),
-    )
+REPORT: list[str | Flag] = [
+    flag(
+        "results",
+        "Files that outcore bench wrote, a matrix's matrix.json, or what outcore perplexity --json printed.",
+        nargs="+",
+        type=Path,
+        metavar="RESULT.json",
+    ),
+    FLAGS["output"].but(
+        required=True,
+        metavar="DIR-or-FILE.html",
+        help="The page; in a folder it is report.html, with report.md beside it.",
+    ),
+    "output-flags",
+]
 
 
 def plan(parser: ArgumentParser) -> None:
     """Add ``--device``."""
-    flag(
-        "--device",
-        "Predict for a published device instead of this machine; without a model, what theirs does there.",
-        metavar="NAME",
-    ).add(parser)
+    about = "Predict for a published device instead of this machine; without a model, what theirs does there."
+    parser.add(flag("--device", about, metavar="NAME"))
     parser.run = "outcore_bench.commands.plan:run"

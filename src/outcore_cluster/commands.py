@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from outcore.cli.commands import Command
+from outcore.cli.commands import HUB, Command
 
 COMMANDS = {
     "launch": Command(
-        "run a command on several machines, each with a share of the model's layers",
-        "outcore_cluster.launch.flags:setup_arg_parser",
+        "Run a command on several machines, each with a share of the model's layers. Looks first whether they can be "
+        "reached and have the same versions; ranks compare the model when they meet. Ends with 0 if all of them did, "
+        "with 1 if one failed, and 130 after Ctrl-C; whatever happens, nothing keeps running.",
         "outcore_cluster.launch.launch:run",
+        "outcore_cluster.launch.flags:LAUNCH",
+        f"--hosts local,mini.local -- generate {HUB} --memory 16GB",
+        "several machines",
         launcher=True,
     )
 }

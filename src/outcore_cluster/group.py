@@ -9,11 +9,11 @@ from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode.preparation import Preparation, draft_kind
-from outcore.decode.speculative.drafting import parse_draft
+from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import AUTO, MTP, NONE
+from outcore.plan.draft_cost import AUTO, NONE
 from outcore.plan.joint_plan import Planning
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
@@ -52,7 +52,8 @@ class RankGroup:
         Raises:
             UsageError: it was asked for.
         """
-        if parse_draft(o.draft)[0] == MTP:
+        kind, _ = parse_draft(o.draft)
+        if kind not in OWN and not draft_source(kind).over_ranks:
             raise UsageError(
                 f"{o.name('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts"
             )

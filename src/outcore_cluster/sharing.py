@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outcore.decode.opening import Opening
 from outcore.decode.preparation import draft_kind
-from outcore.decode.speculative.drafting import draft_of_itself
-from outcore.decode.speculative.opened import draft_named
+from outcore.decode.speculative.sources import with_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import AUTO, NGRAM, SELF, Draft
+from outcore.plan.draft_cost import NGRAM, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
@@ -83,7 +83,7 @@ def shared_out(
         draft = None if found["draft"] is None else Draft(NGRAM, found["draft"])
     else:
         try:
-            draft = _draft(profile, o, folder)
+            _, draft = with_draft(*draft_kind(o), profile, Opening(folder, o, known))
             mine = owners(draft)
             name = None if draft is None else draft.name
             there = dict(zip(cuts.order, mine, strict=True))
@@ -104,16 +104,7 @@ def shared_out(
 
 def is_filled(draft: Draft | None) -> bool:
     """Whether the first rank's caches of others' layers are filled for what drafts."""
-    return draft is not None and draft.kind == SELF
-
-
-def _draft(profile: ModelProfile, o: LoadOptions, folder: Path) -> Draft | None:
-    kind, which = draft_kind(o)
-    if kind == AUTO:
-        return Draft(NGRAM, NGRAM)
-    if isinstance(which, int):
-        return draft_of_itself(profile, which)
-    return draft_named(kind, which, profile, folder, o.dtype)
+    return draft is not None and draft.copies_model
 
 
 def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 
 import mtp_originals
 import zoo
-from outcore_mtp.head import MtpHead, text_model
-from outcore_mtp.layouts import DEEPSEEK, OWN, QWEN, HeadLayer
+from outcore_drafts.mtp.head import MtpHead, text_model
+from outcore_drafts.mtp.layouts import DEEPSEEK, OWN, QWEN, HeadLayer
 
 TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 

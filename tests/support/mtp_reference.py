@@ -1,6 +1,6 @@
 """What heads put out, computed plainly from their originals' tensors: in numpy, in doubles, all tokens at once, with no
 cache and nothing of Outcore's or mlx-lm's. After the files of vLLM and sglang that
-``outcore_mtp.layouts`` names.
+``outcore_drafts.mtp.layouts`` names.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class LazyModel:
         arguments: of ``open_lazily``. ``again``: opens the same model once more, with layers as they are on disk.
         coding: how its tensors are stored (``manifest``).
         decoders: of tensors that are stored in another form than they are used in, by their names.
-        high: bits of its layers' codes that a draft has in memory (``nested``); 0: of none.
-        planes: where on disk these bits lie by themselves, keyed by weight path.
+        reshape: changes a model that was opened anew as what drafts for this one changed its layers; None: nothing did.
         random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
             their first weights.
     """
@@ -70,8 +69,7 @@ class LazyModel:
     again: Callable[[], LazyModel] = field(repr=False)
     coding: str = "plain"
     decoders: Mapping[str, Decoder] = field(default_factory=dict, repr=False)
-    high: int = 0
-    planes: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
+    reshape: Callable[[LazyModel], LazyModel] | None = field(default=None, repr=False)
     random_after: int = field(default=0, repr=False)
 
 

@@ -31,7 +31,6 @@ from .codings import as_used
 from .identity import identity_of
 from .lazy_model import Decoder, LazyModel, open_lazily
 from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PLAIN, Manifest, PackedFrom, Record, is_packed, read_manifest
-from .nested import with_nested_layers
 from .packed_bytes import CHUNK, PAD, PackedFile, packed_file
 
 NON_LAYER = "non_layer"
@@ -179,7 +178,7 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
 def open_again(lazy: LazyModel) -> LazyModel:
     """The same model with lazy arrays of its own, so that evaluating them leaves those of ``lazy`` unread."""
     plain = lazy.again()
-    return (with_nested_layers(plain, lazy.high) or plain) if lazy.high else plain
+    return plain if lazy.reshape is None else lazy.reshape(plain)
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:

@@ -20,19 +20,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.positions import config_of
 from ..checkpoint.tokenizer import load_tokenizer
-from ..checks import whole
 from ..decode.sampling import SAMPLING, check_sampling, make_sampler
 from ..decode.speculative.drafting import check_draft_length
 from ..engine.session import Session
 from ..errors import UsageError
 from ..serve.parsing import Stopper
 from ..text import one_line
-from .arguments import text_of
+from .arguments import cache_options, text_of
 from .engine import model_folder
 from .output import say
-
-QUANTIZED = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
-"""What MLX quantizes to."""
 
 
 def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool) -> tuple[Path, TokenizerWrapper]:
@@ -49,8 +45,7 @@ def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
     text = config.get("text_config")
     known = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
     sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
-    options = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
-    check_sampling(**options, vocabulary=sizes[0])
+    check_sampling(**{name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}, vocabulary=sizes[0])
     args.preset.prepare(tokenizer, **preset)
     return folder, tokenizer
 
@@ -74,25 +69,8 @@ def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) ->
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         coupled=args.seed is not None,
     )
-    limits = {name: getattr(args, name) for name in ("max_tokens", "max_kv_size")}
-    return {"sampler": sampler, **args.preset.options(), **limits, **cache_options(args), **draft_tokens(args)}
-
-
-def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """How a prompt is computed, and in how many bits its cache is kept."""
-    names = ("kv_bits", "kv_group_size", "quantized_kv_start", "prefill_step_size")
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
-
-
-def check_cache_flags(args: argparse.Namespace) -> None:
-    """The flags of ``cache_options``, and ``--max-kv-size``."""
-    least = {"quantized_kv_start": 0, "max_kv_size": 1, "prefill_step_size": 1}
-    for name in (*QUANTIZED, *least):
-        flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
-        if number is not None and number not in QUANTIZED.get(name, [number]):
-            raise UsageError(f"{flag} {number}: choose from {', '.join(map(str, QUANTIZED[name]))}")
-        if number is not None and name in least:
-            whole(flag, number, least[name])
+    own = {"sampler": sampler, "max_tokens": args.max_tokens}
+    return own | args.preset.options() | cache_options(args) | draft_tokens(args)
 
 
 def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) -> None:
@@ -182,7 +160,7 @@ class AnswerOutput:
             "prompt_tps": round(last.prompt_tps, 4),
             "generation_tps": round(last.generation_tps, 4),
             "ttft_s": round(self.ttft, 4),
-            "finish_reason": last.finish_reason,
+            "finish_reason": self.finish,
             "tokens": self.tokens,
         }
 

@@ -22,12 +22,18 @@ from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..sizes import format_size
 from .answering import AnswerOutput, interruptible
+from .commands import TYPED_ELSEWHERE
 from .engine import ProgressBar, sweep_progress
 from .kept_chat import WARN, KeptChat
-from .parsers import CHAT_FILES, CHAT_KEYS, CHAT_LINES, CHAT_TYPED, TYPED_ELSEWHERE
 
 COMMAND = re.compile(r"/[a-z]+")
 
+CHAT_KEYS = "q quit, r reset the conversation, h this help; Ctrl-C stops an answer, Ctrl-D quits"
+CHAT_FILES = "/save FILE and /load FILE keep the conversation"
+CHAT_LINES = "/help is h, /bye is q; each line is a message"
+CHAT_TYPED = (
+    "/help is h, /bye is q; Esc Enter, or \\ at the end, begins another line, and what is pasted is one message"
+)
 RESET = "r resets the conversation"
 
 
@@ -45,7 +51,6 @@ class Chat:
 
     Attributes:
         turns: records of the answers.
-        tokens: ids of all answers.
         kept: the conversation in a file.
     """
 
@@ -59,13 +64,12 @@ class Chat:
         stop: Sequence[str] = (),
     ) -> None:
         self.turns: list[dict[str, Any]] = []
-        self.tokens: list[int] = []
         self._name, self._stop, self._model, self._options, self._bar = name, stop, model, options, bar
-        self._room = 0  # tokens that a conversation was found to have memory for at most
+        self._room = 0  # tokens that the conversation had when an answer ended for want of memory
         self._session: Session = model.outcore
         self._agreement = self._session.transport
         self._tokenizer = template.tokenizer
-        window = options["max_kv_size"]
+        window = options.get("max_kv_size")
         if window is not None:
             note_bounds(model, self._session)
         self._conversation = Conversation(template, lambda: make_prompt_cache(model, window))
@@ -97,8 +101,7 @@ class Chat:
             self._answer(line)
 
     def _help(self) -> None:
-        self._say(CHAT_KEYS)
-        self._say(self._more())
+        self._say(f"{CHAT_KEYS}\n{self._more()}")
 
     def _more(self) -> str:
         """Further keys, but for those that say nothing here."""
@@ -107,27 +110,27 @@ class Chat:
         return f"{CHAT_FILES}, {CHAT_TYPED}" if self._agreement.alone else CHAT_TYPED
 
     def _command(self, word: str, rest: str) -> None:
+        keep = {"/save": self.kept.save, "/load": self.kept.load}.get(word)
         if word == "/help":
             self._help()
-        elif word not in ("/save", "/load"):
+        elif keep is None:
             self._say(f"{word}: no such command; a space before it makes it a message. {self._more()}", WARN)
-        elif not rest:
-            self._say(f"{word}: give a file", WARN)
-        elif not self._agreement.alone:
-            self._say(f"{word}: not over several machines", WARN)
+        elif not rest or not self._agreement.alone:
+            self._say(f"{word}: {'not over several machines' if rest else 'give a file'}", WARN)
         else:
             try:
-                (self.kept.save if word == "/save" else self.kept.load)(Path(rest))
+                keep(Path(rest))
             except UsageError as e:
                 self._say(f"{word} {e}", WARN)
 
     def record(self) -> dict[str, Any]:
         """All turns, for JSON."""
+        tokens = [token for turn in self.turns for token in turn["tokens"]]
         return {
             "turns": self.turns,
-            "tokens": self.tokens,
-            "prompt_tokens": sum(t["prompt_tokens"] for t in self.turns),
-            "generation_tokens": len(self.tokens),
+            "tokens": tokens,
+            "prompt_tokens": sum(turn["prompt_tokens"] for turn in self.turns),
+            "generation_tokens": len(tokens),
             "context_tokens": len(self._conversation.text),
         }
 
@@ -138,22 +141,27 @@ class Chat:
         except PromptError as e:  # its template's own words
             self._say(f"{e}; {RESET}", WARN)
             return
-        sweeps = session.metrics.sweeps
+        sweeps, answer = session.metrics.sweeps, AnswerOutput()
         self.kept.unsure = True
-        answer = AnswerOutput()
         failed = self._generate(prompt, answer)
         self.kept.unsure = bool(answer.tokens)
-        if answer.tokens:
-            print(flush=True)
-            conversation.add(prompt, answer.tokens, session.in_cache)
-            if answer.cut:
-                conversation.end_answer(answer.text)
-            self.kept.unsure = False
-            self.kept.added(SavedTurn(message=message, answer=answer.text))
-        if failed is not None:
-            self._say(*self._why(failed, len(prompt), answer))
-        if answer.last is not None:
-            self._tell(message, len(prompt), answer, session.metrics.sweeps - sweeps)
+        if not answer.tokens:
+            self._tell_refusal(failed, len(prompt))
+            return
+        print(flush=True)
+        conversation.add(prompt, answer.tokens, session.in_cache)
+        if answer.cut:
+            conversation.end_answer(answer.text)
+        self.kept.unsure = False
+        self.kept.added(SavedTurn(message=message, answer=answer.text))
+        found = {"message": message, "cached_tokens": session.found}
+        self.turns.append(found | answer.record() | {"sweeps": session.metrics.sweeps - sweeps})
+        self._tell(self.turns[-1], len(prompt))
+        if isinstance(failed, StoreError):
+            self._say(f"{failed}; what was said is kept", WARN)
+        elif failed is not None or (answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]):
+            self._room = len(conversation.text)
+            self._say(f"the answer ends here, at {self._limit(self._room, self._room)}; {RESET}", WARN)
 
     def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
         """Answer a prompt; returns why there is no answer or no more of it: the caches are as they were then."""
@@ -166,7 +174,7 @@ class Chat:
 
             begun = sweep_progress(self._bar, self._session, check)
             try:
-                most = self._agreed_most(len(prompt))
+                most = self._most(len(prompt))
                 agreed = True
                 given: dict[str, Any] = {
                     "prompt_cache": conversation.cache,
@@ -192,20 +200,28 @@ class Chat:
                 begun()
         return None
 
-    def _tell(self, message: str, prompt: int, answer: AnswerOutput, sweeps: int) -> None:
-        """Note an answer to a prompt of so many tokens, and say how long it took."""
-        found, last = self._session.found, answer.last
-        assert last is not None
-        self.tokens += answer.tokens
-        ended = {"finish_reason": answer.finish, "sweeps": sweeps}
-        self.turns.append({"message": message, "cached_tokens": found} | answer.record() | ended)
+    def _tell(self, turn: dict[str, Any], prompt: int) -> None:
+        """Say how long an answer to a prompt of so many tokens took."""
+        found = f", {n} of them found on disk," if (n := turn["cached_tokens"]) else ""
+        stopped = ", stopped" if turn["finish_reason"] == "interrupted" else ""
         self._say(
-            f"{prompt} tokens{f', {found} of them found on disk,' if found else ''} computed in {answer.ttft:.2f} s; "
-            f"answer of {len(answer.tokens)}{', stopped' if answer.finish == 'interrupted' else ''}, "
-            f"{last.generation_tps:.2f} a second; {len(self._conversation.text)} in the conversation"
+            f"{prompt} tokens{found} computed in {turn['ttft_s']:.2f} s; answer of {len(turn['tokens'])}{stopped}, "
+            f"{turn['generation_tps']:.2f} a second; {len(self._conversation.text)} in the conversation"
         )
-        if answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]:
-            self._say(self._full, WARN)
+
+    def _tell_refusal(self, failed: Exception | None, prompt: int) -> None:
+        """Say why a prompt of so many tokens has no answer."""
+        if isinstance(failed, _Stopped):
+            self._say("stopped before the answer began: the message is not part of the conversation")
+            return
+        tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
+        hint = RESET if self._conversation.text else "send a shorter one"
+        said = f"no room for this message: {tokens} tokens and an answer pass {self._limit(tokens, room)}; {hint}"
+        if isinstance(failed, StoreError):
+            said = f"{failed}; the message is not part of the conversation"
+        elif tokens < room:
+            said = f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}"
+        self._say(said, WARN)
 
     def _limit(self, tokens: int, room: int) -> str:
         """What a conversation of so many tokens has come to; ``room``: tokens that there is memory for."""
@@ -213,12 +229,6 @@ class Chat:
         if longest is not None and tokens > longest:  # the last token has no position
             return f"the {longest} that the model has positions for"
         return f"the {room} that there is memory for"
-
-    @property
-    def _full(self) -> str:
-        """Why an answer ends that the model did not end."""
-        said = len(self._conversation.text)
-        return f"the answer ends here, at {self._limit(said, said)}; {RESET}"
 
     def _processors(self) -> dict[str, Any]:
         """Those of the options, which see what was said before too."""
@@ -230,40 +240,19 @@ class Chat:
         found = self._options.get("logits_processors")
         return {"logits_processors": [whole(process) for process in found]} if found else {}
 
-    def _agreed_most(self, prompt: int) -> int:
-        """``_most``, of the rank that has the least room; whatever it raises, all raise."""
+    def _most(self, prompt: int) -> int:
+        """Tokens that an answer to a prompt of so many may have, by the rank that has the least room: as many as were
+        asked for, or as there is room for. Whatever it raises, all ranks raise."""
         why, most = PromptError("another machine has no room for it"), 0
+        asked, bounded = self._options["max_tokens"], self._options.get("max_kv_size") is None
         try:
-            most = self._most(prompt)
+            most = most_tokens(prompt, asked, self._session, self._conversation.held, bounded)
         except PromptError as e:
             why = e
         (agreed,) = self._agreement.leasts([most])
         if agreed == 0:
             raise why
         return agreed
-
-    def _most(self, prompt: int) -> int:
-        """Tokens that an answer to a prompt of so many may have: what was asked for, or what there is room for."""
-        asked, held = self._options["max_tokens"], self._conversation.held
-        most = most_tokens(prompt, asked, self._session, held, self._options["max_kv_size"] is None)
-        if most < asked:
-            self._room = held + prompt + most
-        return most
-
-    def _why(self, failed: Exception, prompt: int, answer: AnswerOutput) -> tuple[str, str]:
-        """What to tell of an answer that did not come, or not to its end; and how."""
-        if isinstance(failed, _Stopped):
-            return "stopped before the answer began: the message is not part of the conversation", "dim"
-        if isinstance(failed, StoreError):
-            kept = "what was said is kept" if answer.tokens else "the message is not part of the conversation"
-            return f"{failed}; {kept}", WARN
-        if answer.tokens:
-            return self._full, WARN
-        tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
-        if tokens < room:
-            return f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}", WARN
-        hint = RESET if self._conversation.text else "send a shorter one"
-        return f"no room for this message: {tokens} tokens and an answer pass {self._limit(tokens, room)}; {hint}", WARN
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -12,34 +12,42 @@ from typing import Any
 
 from ..checks import whole
 from ..errors import UsageError
+from ..options import AUTO
 from ..text import half_character, one_line
-from .flags import GROUPS
+from .flags import OPTIONS
 
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's flags as fields of ``LoadOptions``."""
-    names = [name.replace("-", "_") for name in (*GROUPS["engine-flags"], "priority", "ranks")]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return given | {"flags": True}
+QUANTIZED = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
+"""What MLX quantizes keys and values to."""
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The same with ``--prefill-step-size``, ``--trust-remote-code`` and ``--adapter-path``."""
-    more = ("prefill_step_size", "trust_remote_code", "adapter_path")
-    return engine_options(args) | {name: getattr(args, name) for name in more}
+    """What a command's flags say of how a model is loaded, as fields of ``LoadOptions``."""
+    given = {name: getattr(args, name) for name in (*OPTIONS, "trust_remote_code", "ranks") if hasattr(args, name)}
+    if "draft" in given:
+        given["draft"] = args.draft or AUTO
+    if hasattr(args, "prompt_tokens"):
+        given["prompt"] = args.prompt_tokens
+    return given | {"flags": True}
 
 
-def check_max_tokens(tokens: int) -> None:
-    """``--max-tokens``."""
-    if tokens == 0 or tokens < -1:
+def check_numbers(args: argparse.Namespace) -> None:
+    """``--max-tokens``, and the numbers that the key-value cache goes by, where a command has them."""
+    if (tokens := getattr(args, "max_tokens", 1)) == 0 or tokens < -1:
         raise UsageError(f"--max-tokens {tokens}: ask for at least one token, or -1 for no limit")
     whole("--max-tokens", tokens, -1)
+    for name, known in QUANTIZED.items():
+        number = getattr(args, name, None)
+        if number is not None and number not in known:
+            raise UsageError(f"--{name.replace('_', '-')} {number}: choose from {', '.join(map(str, known))}")
+    for name, least in (("quantized_kv_start", 0), ("max_kv_size", 1), ("prefill_step_size", 1)):
+        if (number := getattr(args, name, None)) is not None:
+            whole(f"--{name.replace('_', '-')}", number, least)
 
 
-def check_window(args: argparse.Namespace) -> None:
-    """``--max-kv-size``."""
-    if args.max_kv_size is not None:
-        whole("--max-kv-size", args.max_kv_size)
+def cache_options(args: argparse.Namespace) -> dict[str, Any]:
+    """How a prompt is computed and its cache kept, as arguments of ``stream_generate``."""
+    names = ("max_kv_size", *QUANTIZED, "quantized_kv_start", "prefill_step_size")
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def text_of(flag: str, text: str) -> str:

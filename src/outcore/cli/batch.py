@@ -35,7 +35,7 @@ from ..serve.prompting import Prompter
 from ..sizes import format_size
 from ..text import counted, printable
 from .arguments import loading_options
-from .engine import ProgressBar, engine_record, model_folder, print_summary, progress_bar, watched
+from .engine import ProgressBar, engine_record, model_folder, print_summary, watched
 from .output import tell
 
 Refused = list[tuple[int, Exception]]
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
     if agreement.chooses:
         made = Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.force)
-    with made as output, progress_bar() as bar:
+    with made as output, ProgressBar() as bar:
         output.require({line.id for line in lines})
         output.done = json.loads(agreement.text(lambda: json.dumps(output.done)))
         resumed, todo = len(output.done), [line for line in lines if line.id not in output.done]

@@ -16,14 +16,14 @@ from ..decode.loader import load_model
 from ..errors import UsageError
 from ..sizes import format_size
 from ..text import counted
-from .answering import cache_options, check_cache_flags, note_unquantized, prompt_text, rendered
-from .arguments import loading_options
-from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
+from .answering import note_unquantized, prompt_text, rendered
+from .arguments import cache_options, check_numbers, loading_options
+from .engine import ProgressBar, engine_record, print_summary, sweep_progress, watched
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    check_cache_flags(args)
+    check_numbers(args)
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")
     folder = resolve_model(args.model, args.revision)
@@ -39,15 +39,15 @@ def run(args: argparse.Namespace) -> None:
     if not prompt:
         raise UsageError("--prompt: it is empty; give at least one token")
     sizes: dict[str, Any] = {"context": len(prompt) + 1, "prompt": len(prompt), "kv_disk": "off"}
-    with PromptCacheFile(args.prompt_cache_file) as file, progress_bar() as bar:
+    with PromptCacheFile(args.prompt_cache_file) as file, ProgressBar() as bar:
         options = loading_options(args) | sizes
         model, _ = load_model(folder, **options, draft="none", resumable=True, progress=bar)
         with watched(model, args) as session:
             cache = make_prompt_cache(model, args.max_kv_size)
             first_token, began = sweep_progress(bar, session), time.perf_counter()
             # The token after the prompt is chosen, which is no work, and stays out of the caches.
-            given = {"prompt_cache": cache, "max_kv_size": args.max_kv_size, **cache_options(args)}
-            for _ in stream_generate(model, tokenizer, prompt, max_tokens=1, leave_last=True, **given):
+            given = {"prompt_cache": cache, "max_tokens": 1, "leave_last": True, **cache_options(args)}
+            for _ in stream_generate(model, tokenizer, prompt, **given):
                 first_token()
             seconds = time.perf_counter() - began
             note_unquantized(args, session, len(prompt) + 1)

@@ -23,14 +23,13 @@ from ..engine.transport import Agreement
 from ..errors import BudgetError, UsageError
 from ..machine.cache_contents import SESSIONS
 from ..machine.cache_folder import make_cache, require_own
-from ..options import AUTO
 from ..text import counted, shortened
 from .answering import draft_tokens, generation_options, opened
 from .answers import Chat
-from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
-from .engine import ProgressBar, engine_record, print_summary, progress_bar, watched
+from .arguments import check_numbers, loading_options, template_options, text_of
+from .commands import TYPED_ELSEWHERE
+from .engine import ProgressBar, engine_record, print_summary, watched
 from .output import tell
-from .parsers import TYPED_ELSEWHERE
 
 CONTEXTS = None, 512, 256
 """Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
@@ -43,17 +42,14 @@ MESSAGE = 512
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    check_max_tokens(args.max_tokens)
+    check_numbers(args)
     draft_tokens(args)
-    check_window(args)
-    if args.context is not None:
-        whole("--context", args.context)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
     options = template_options(args.chat_template_config)
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
     folder, tokenizer = opened(args, {})
     template = ChatTemplate(tokenizer, system, options, args.preset.messages)
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         model = _load(folder, args, bar)
         bar.clear()
         with watched(model, args) as session:
@@ -71,9 +67,10 @@ def run(args: argparse.Namespace) -> None:
                             chat.hear(line)
                 finally:
                     chat.kept.leave()
-            answers, tokens = counted(len(chat.turns), "answer"), counted(len(chat.tokens), "token")
+            record = chat.record()
+            answers, tokens = counted(len(chat.turns), "answer"), counted(record["generation_tokens"], "token")
             print_summary([f"Conversation: {answers}, {tokens}"], session)
-            args.result.record = chat.record() | engine_record(session)
+            args.result.record = record | engine_record(session)
 
 
 def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module:
@@ -82,10 +79,10 @@ def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module
     if args.ranks is not None:
         # Whether there is room would be found by each rank for itself.
         contexts = contexts[-1:]
-    options = {**loading_options(args), "draft": args.draft or AUTO, "prefix_cache": args.prefix_cache}
+    options = loading_options(args) | {"prompt": MESSAGE, "resumable": True}
     for context in contexts:
         try:
-            return load_model(folder, **options, context=context, prompt=MESSAGE, resumable=True, progress=bar)[0]
+            return load_model(folder, **(options | {"context": context}), progress=bar)[0]
         except BudgetError:  # before anything is read
             if context == contexts[-1]:
                 raise

@@ -22,71 +22,143 @@ from typing import Any
 from ..packages import modules
 from .parser import ArgumentParser
 
+RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
+"""Variables that ``outcore launch`` and ``mlx.launch`` set where a command is one rank of several."""
+
+TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
+"""Set where standard input is lines that somebody types at a launcher elsewhere."""
+
+RUN, LOOK, CARE = "run a model", "look at models and processes", "take care of this machine"
+KINDS = (RUN, LOOK, CARE, "measure", "several machines")
+"""Headings of ``outcore --help``, in their order; those of packages may be others."""
+
 
 @dataclass(frozen=True)
 class Command:
-    """A command; nothing of it is imported before it is asked for.
+    """A command; nothing that it runs is imported before it is asked for.
 
     Attributes:
-        help: what it is for, in a line.
-        flags: ``"module:function"`` that returns its parser; imports no MLX.
+        about: what it does. ``outcore --help`` shows the first sentence.
         run: ``"module:function"`` that does it, given the parsed flags; returns the exit status, or None for 0.
+        flags: ``"module:NAME"`` of a list: flags in the order of the help, and names of shared ones with spaces between
+            them (``cli/flags.py``). It imports no MLX.
+        example: what a whole command line gives it.
+        kind: under which heading ``outcore --help`` lists it.
+        common: names of the flags that ``--help`` shows; ``--help-all`` shows the others, too. Empty: all.
+        needs_model: where none is given, it takes the model that is settled (``machine.settings``).
+        alone: ``"module:function"`` that is called before anything is imported, in a process that does nothing else.
         extra: the extra that it needs beyond the core's dependencies.
-        launcher: it works in processes that it starts, which choose their own GPU and are quiet by themselves.
+        launcher: it runs commands in processes that it starts, which choose their own GPU and are quiet by themselves.
     """
 
-    help: str
-    flags: str
+    about: str
     run: str
+    flags: str
+    example: str = ""
+    kind: str = RUN
+    common: str = ""
+    needs_model: bool = True
+    alone: str | None = None
     extra: str | None = None
     launcher: bool = False
 
+    @property
+    def help(self) -> str:
+        """What it does, in a line."""
+        first = self.about.partition(". ")[0].removesuffix(".")
+        return first[0].lower() + first[1:]
 
-_PARSERS = f"{__package__}.parsers:core_parser"
 
-_HELP = {
-    "generate": "answer a prompt",
-    "chat": "converse with a model; earlier turns are kept, not computed again",
-    "serve": "answer clients of OpenAI's, Anthropic's and Ollama's APIs",
-    "batch": "answer a file of requests, many in each sweep over the weights",
-    "plan": "what to keep in memory at a budget, how fast that will be, and speed against memory",
-    "info": "layers, sizes, and what would be resident at a given --memory; loads nothing",
-    "list": "models in the Hub's cache, and what each would need here",
-    "demo": "run the demo model under a budget smaller than its weights, and check it against the resident one",
-    "doctor": "check in 20 seconds whether what Outcore relies on holds on this machine",
-    "monitor": "what your running Outcore processes do, as they do it",
-    "pack": "copy a model into the aligned layout that reads fastest",
-    "cache": "what packed copies, drafts and calibrations take: ls, rm, clear",
-    "cache-prompt": "compute a prompt once, into a file that generate goes on from; mlx_lm.cache_prompt, streamed",
-    "calibrate": "measure this machine: its disk, and how long a model's layers take",
-    "completion": "what lets a shell complete commands and flags",
-}
+HUB = "mlx-community/Qwen3-8B-4bit"
+"""The model of examples."""
 
-CORE = {name: Command(help, _PARSERS, f"{__package__}.{name.replace('-', '_')}:run") for name, help in _HELP.items()}
-"""The core's own commands, in the order of use."""
+_COMMON = "model max-tokens system-prompt temp top-p seed memory draft"
+
+
+def _core(name: str, about: str, example: str = "", **more: Any) -> tuple[str, Command]:
+    module = name.replace("-", "_")
+    run, flags = f"{__package__}.{module}:run", f"{__package__}.core_flags:{module.upper()}"
+    return name, Command(about, run, flags, f"{HUB} --memory 4GB{example}", **more)
+
+
+CORE = dict([
+    _core(
+        "generate",
+        "Answer a prompt.",
+        " --prompt 'Why is the sky blue?'",
+        common=f"{_COMMON} prompt prefix-cache max-kv-size kv-bits adapter-path json quiet",
+    ),
+    _core(
+        "chat",
+        "Converse with a model; earlier turns are kept, not computed again. h shows what can be typed. What is piped "
+        "in is a message a line.",
+        common=f"{_COMMON} session context prefix-cache max-kv-size adapter-path json quiet",
+    ),
+    _core(
+        "serve",
+        "Answer clients of OpenAI's, Anthropic's and Ollama's APIs. Requests share each sweep over the weights; one "
+        "alone has drafts, several where these pay. Flags are those of mlx_lm.server where it has them.",
+        common="model host port api-key-file max-tokens temp top-p decode-concurrency context prefix-cache memory "
+        "draft adapter-path json quiet",
+        needs_model=False,  # it takes several, and looks for itself
+    ),
+    _core(
+        "batch",
+        "Answer a file of requests in OpenAI's batch format. As many as there is memory for share each sweep over the "
+        "weights, and new ones join as others finish. A run that was killed goes on with --resume.",
+        " --input requests.jsonl --output answers.jsonl",
+    ),
+    _core(
+        "cache-prompt",
+        "Compute a prompt once, into a file that generate goes on from. So does mlx_lm.generate, with "
+        "--prompt-cache-file.",
+        " -p 'A text' --prompt-cache-file text.safetensors",
+    ),
+    _core(
+        "plan",
+        "What a budget keeps in memory, how fast that is, and speed against memory. What it takes is told item by "
+        "item, and the speed from the smallest budget to everything resident. Loads nothing. The first time, this "
+        "machine is measured, which takes up to a minute.",
+        kind=LOOK,
+    ),
+])  # fmt: skip
+"""The core's own commands."""
 
 
 def commands() -> dict[str, Command]:
-    """All commands: the core's, then those of packages."""
+    """All commands in the order of use: by kind, and the core's first in each."""
     found = dict(CORE)
     for package in modules("commands").values():
         found |= {name: command for name, command in package.COMMANDS.items() if name not in CORE}
-    return found
+    kinds = [*KINDS, *(command.kind for command in found.values())]
+    return dict(sorted(found.items(), key=lambda item: kinds.index(item[1].kind)))
 
 
-def parser_of(name: str) -> ArgumentParser:
+def parser_of(name: str, *, everything: bool = False) -> ArgumentParser:
     """The parser of a command's flags, those of packages with them; made without importing what the command runs.
+
+    Args:
+        everything: its help shows the flags that few use, too.
 
     Raises:
         KeyError: there is no such command.
     """
+    from .flags import named
+
     command = commands()[name]
-    make = pkgutil.resolve_name(command.flags)
-    parser: ArgumentParser = make(name) if name in CORE else make()
+    parser = ArgumentParser(f"outcore {name}", command.about, command.example)
     parser.run = command.run
+    if command.common:
+        parser.add_argument("--help-all", action="help", help="show all flags and exit")
+    for each in named(pkgutil.resolve_name(command.flags)):
+        parser.add(each)
+    if command.launcher:
+        parser.hint = "; the command's own flags come behind its name"
     for package in modules("commands").values():
         if (add := getattr(package, "FLAGS", {}).get(name)) is not None:
             pkgutil.resolve_name(add)(parser)
+    if command.common and not everything:
+        parser.show_only(f"help help-all {command.common}".split())
     return parser
 
 

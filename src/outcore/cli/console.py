@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
@@ -45,7 +44,13 @@ def listing(rows: Iterable[tuple[str, str]], justify: Literal["left", "right"] =
     return table
 
 
-def spinner(what: str) -> AbstractContextManager[object]:
-    """Shows on standard error that something is being done, until the block ends; silent where that is no terminal."""
-    err = PlainConsole(stderr=True)
-    return err.status(what) if err.is_terminal and not err.is_dumb_terminal else nullcontext()
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """Columns, each as wide as what is in it; heads that begin with ``>`` are of numbers, and with ``~`` of texts that
+    may be broken over lines."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for head in heads:
+        broken, numbers = head.startswith("~"), head.startswith(">")
+        made.add_column(head.lstrip("~>"), justify="right" if numbers else "left", no_wrap=not broken, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made

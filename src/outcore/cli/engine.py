@@ -4,10 +4,9 @@ end."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -27,19 +26,14 @@ ONCE = ", once"
 
 
 def model_folder(args: argparse.Namespace) -> Path:
-    """As ``resolve_model``; several ranks wait for one another.
-
-    Raises:
-        As ``resolve_model``.
-    """
-    if args.ranks is None:
-        return resolve_model(args.model, args.revision)
-    found: Path = args.ranks.model_folder(args.model, args.revision)
-    return found
+    """As ``resolve_model``; several ranks wait for one another."""
+    find: Callable[..., Path] = resolve_model if args.ranks is None else args.ranks.model_folder
+    return find(args.model, args.revision)
 
 
 class ProgressBar(Progress):
-    """A progress bar on standard error; gone when what it shows is done. Silent where that is no terminal."""
+    """A progress bar on standard error, silent where that is no terminal. It is gone when what it shows is done, and
+    when its ``with`` block ends."""
 
     def __init__(self) -> None:
         said, amount = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[amount]}"))
@@ -47,6 +41,12 @@ class ProgressBar(Progress):
         columns = (SpinnerColumn(), said, BarColumn(), amount, TimeElapsedColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._told = False
+
+    def __enter__(self) -> Self:
+        return self  # it starts with what it shows
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
@@ -77,16 +77,6 @@ class ProgressBar(Progress):
         if self.tasks:
             self.remove_task(self.task_ids[0])
             self.stop()
-
-
-@contextmanager
-def progress_bar() -> Iterator[ProgressBar]:
-    """A bar that is taken away however the block ends."""
-    bar = ProgressBar()
-    try:
-        yield bar
-    finally:
-        bar.clear()
 
 
 def sweep_progress(bar: ProgressBar, session: Session, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
@@ -164,16 +154,18 @@ def engine_record(session: Session) -> dict[str, Any]:
 def print_summary(lines: list[str], session: Session) -> None:
     """Print what was measured, then how the engine was used, to standard error."""
     plan, m, forecast = session.plan, session.metrics, session.transport.forecast
-    layers = len(plan.resident) + len(plan.streamed)
     read = f"{counted(m.sweeps, 'sweep')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
-    line = f"Streaming: nothing, {'the one layer is' if layers == 1 else f'all {layers} layers are'} resident"
+    used = f"Streaming: nothing, {plan.held} are resident"
     if plan.pools:
-        line = f"Experts: {_experts(session)}; {format_size(m.bytes_read)} read, {read}"
+        # What was foreseen was read for its use, and not found.
+        there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)
+        found = f", {100 * max(0, there) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
+        used = f"Experts: {plan.held} in memory{found}; {format_size(m.bytes_read)} read, {read}"
     elif plan.streams:
-        head = " and the head" if plan.head_streamed else ""
+        of, head = len(plan.resident) + len(plan.streamed), " and the head" if plan.head_streamed else ""
         each = format_size(plan.bytes_per_token)
-        line = f"Streaming: {len(plan.streamed)} of {layers} layers{head}, {each} a sweep, {read}"
-    lines = [*lines, line]
+        used = f"Streaming: {len(plan.streamed)} of {of} layers{head}, {each} a sweep, {read}"
+    lines = [*lines, used]
     if forecast is not None:
         lines.append(f"{len(forecast.record()['ranks'])} machines: {m.ranks_s:.2f} s waited for the others")
     if session.drafting is not None and m.drafted:
@@ -186,13 +178,3 @@ def print_summary(lines: list[str], session: Session) -> None:
     console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
     for line in [*lines, *(f"Note: {note}" for note in session.notes)]:
         console.print(line)
-
-
-def _experts(session: Session) -> str:
-    """What became of experts that were read one by one."""
-    m, counts = session.metrics, dict(session.plan.pools)
-    of = sum(e.count for i, layer in enumerate(session.size.layers) if i in counts and (e := layer.experts) is not None)
-    # What was foreseen was read for its use, and not found.
-    there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)
-    found = f", {100 * max(0, there) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
-    return f"{sum(counts.values())} of {of} in memory{found}"

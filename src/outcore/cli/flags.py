@@ -5,13 +5,12 @@ What says how a model is held in memory is declared by ``LoadOptions``; here sta
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..options import LoadOptions, said_of
-from .parser import LOG_LEVELS, ArgumentParser, Flag, flag, grouped, switch
+from .parser import LOG_LEVELS, Flag, flag, grouped, switch
 
 SETTLED = " Default: OUTCORE_MODEL, or the configuration file's."
 MODEL = "A local folder, or a model of the Hugging Face Hub."
@@ -40,6 +39,7 @@ _OUTPUT = grouped(
 )
 
 _FLAGS = [
+    flag("model_named", "The same as --model MODEL.", nargs="?", metavar="MODEL"),
     flag("--model", MODEL + SETTLED, metavar="MODEL"),
     flag("--revision", "A branch, tag or commit on the Hub. Default: its newest."),
     switch("--trust-remote-code", "Run code that comes with the model or its tokenizer."),
@@ -97,54 +97,27 @@ _FLAGS = [
     *_OUTPUT,
 ]
 
-FLAGS = {each.names[0].removeprefix("--"): each for each in _FLAGS}
+FLAGS = {each.name: each for each in _FLAGS}
 """By the first of their names."""
 
+OPTIONS = [name for name in LoadOptions.__dataclass_fields__ if name.replace("_", "-") in FLAGS and name != "prompt"]
+"""Fields of ``LoadOptions`` that are flags, by the fields' names; ``--prompt`` is another thing."""
+
 GROUPS = {
-    "engine-flags": [each.names[0].removeprefix("--") for each in _ENGINE],
-    "output-flags": [each.names[0].removeprefix("--") for each in _OUTPUT],
-    "model-flags": ["model", "revision", "trust-remote-code"],
+    "engine-flags": [each.name for each in _ENGINE],
+    "output-flags": [each.name for each in _OUTPUT],
+    "model-flags": ["model_named", "model", "revision", "trust-remote-code"],
 }
 """Those that commands take together."""
 
 
-def command_parser(
-    prog: str,
-    description: str,
-    example: str,
-    *flags: str | Flag,
-    common: str = "",
-    needs_model: bool = True,
-    output: str = "output-flags",
-) -> ArgumentParser:
-    """A command's parser.
+def named(listed: Iterable[str | Flag]) -> Iterator[Flag]:
+    """Flags in the order of the help.
 
     Args:
-        prog: ``outcore COMMAND``.
-        example: a whole command line, shown below the flags.
-        flags: in the order of the help: names in ``FLAGS`` or ``GROUPS`` with spaces between them, and flags of the
-            command's own.
-        common: names of the flags that ``--help`` shows; ``--help-all`` shows the others, too. Empty: all.
-        needs_model: of a command that takes ``model``: whether it takes the one that is settled where none is given.
-        output: the last flags.
+        listed: names in ``FLAGS`` or ``GROUPS`` with spaces between them, and flags of a command's own.
     """
-    parser = ArgumentParser(prog=prog, description=description, example=example)
-    groups: dict[str, argparse._ActionsContainer] = {"": parser}
-    for each in _named(*flags, output):
-        if each.names[0] == "--model" and "action" not in each.settings:
-            # It may be given without the flag.
-            parser.add_argument("model_named", nargs="?", metavar="MODEL", help="The same as --model MODEL.")
-            parser.needs_model = needs_model
-        if each.group not in groups:
-            groups[each.group] = parser.add_argument_group(each.group)
-        each.add(groups[each.group])
-    parser.runs_model = "engine" in groups
-    parser.show_only(common.split())
-    return parser
-
-
-def _named(*flags: str | Flag) -> Iterator[Flag]:
-    for each in flags:
+    for each in listed:
         if isinstance(each, Flag):
             yield each
         else:

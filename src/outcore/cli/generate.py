@@ -17,11 +17,9 @@ from ..decode.prompt import cached_tokens
 from ..errors import UsageError
 from ..machine.settings import setting
 from ..modules.cache_check import check_cache
-from ..options import AUTO
 from ..text import counted
 from .answering import (
     AnswerOutput,
-    check_cache_flags,
     draft_tokens,
     generation_options,
     note_unquantized,
@@ -29,18 +27,16 @@ from .answering import (
     prompt_text,
     rendered,
 )
-from .arguments import check_max_tokens, check_window, loading_options, template_options, text_of
-from .engine import engine_record, print_summary, progress_bar, sweep_progress, watched
+from .arguments import check_numbers, loading_options, template_options, text_of
+from .engine import ProgressBar, engine_record, print_summary, sweep_progress, watched
 
 HINT = "; try it without --system-prompt and --chat-template-config, or with --ignore-chat-template"
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    check_max_tokens(args.max_tokens)
+    check_numbers(args)
     draft_tokens(args)
-    check_cache_flags(args)
-    check_window(args)
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, settings = prompt_cache(args)
@@ -50,15 +46,13 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("--prompt: it is empty; give at least one token")
     held = _cached_tokens(cache)
     args.max_tokens = args.preset.answer_tokens(len(prompt) + held, args.max_tokens)
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         model, _ = load_model(
             folder,
             **loading_options(args),
-            draft=args.draft or AUTO,
             context=None if args.max_tokens < 0 else len(prompt) + args.max_tokens + held,
             prompt=len(prompt),
             resumable=cache is not None,
-            prefix_cache=args.prefix_cache,
             model_config={"quantize_activations": True} if args.quantize_activations else None,
             progress=bar,
         )
@@ -70,9 +64,14 @@ def run(args: argparse.Namespace) -> None:
                 pass
             print(flush=True)
             note_unquantized(args, session, held + len(prompt) + len(answer.tokens))
+            r = answer.record()
             if args.verbose:
-                print_summary(_speeds(answer), session)
-            args.result.record = answer.record() | engine_record(session)
+                lines = [
+                    f"Prompt: {counted(r['prompt_tokens'], 'token')}, {r['ttft_s']:.2f} s to the first token",
+                    f"Generation: {counted(len(r['tokens']), 'token')}, {r['generation_tps']:.3f} tokens per second",
+                ]
+                print_summary(lines, session)
+            args.result.record = r | engine_record(session)
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -116,12 +115,3 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
         messages[-1]["content"] = "<query>"
         prompt = prompt[max(0, rendered(tokenizer, messages, HINT, **extra).find("<query>")) :]
     return list(tokenizer.encode(prompt, add_special_tokens=False))
-
-
-def _speeds(answer: AnswerOutput) -> list[str]:
-    last = answer.last
-    assert last is not None
-    return [
-        f"Prompt: {counted(last.prompt_tokens, 'token')}, {answer.ttft:.2f} s to the first token",
-        f"Generation: {counted(last.generation_tokens, 'token')}, {last.generation_tps:.3f} tokens per second",
-    ]

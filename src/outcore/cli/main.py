@@ -16,23 +16,17 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import groupby
 
 from ..errors import BudgetError, OutcoreError, UsageError
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from ..version import __version__
-from .commands import Command, commands, parser_of, rank_module
-from .no_tokenizers import leave_out
-from .output import Result, failed, log_from, open_streams, streams, tell, told
+from .commands import RANKS, Command, commands, parser_of, rank_module
+from .output import Result, failed, log_from, open_streams, spinner, streams, tell, told
 from .parser import ArgumentParser
-
-RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
-"""Set by ``outcore launch`` and ``mlx.launch`` where a command is one rank of several."""
-
-ALONE: set[str] = set()
-"""Commands that load no tokenizer, in a process that does nothing else."""
 
 WIDEST = 110
 """Characters of a line of help at most."""
@@ -46,22 +40,25 @@ FOR_ALL = (
 
 def usage() -> str:
     """The text of ``outcore --help``."""
-    all_commands = commands()
-    width = max(map(len, all_commands))
-    columns = min(WIDEST, shutil.get_terminal_size().columns)
+    width, columns = max(map(len, commands())), min(WIDEST, shutil.get_terminal_size().columns)
     below = " " * (width + 4)
-    lines = [
-        textwrap.fill(command.help, columns, initial_indent=f"  {name:{width}}  ", subsequent_indent=below)
-        for name, command in all_commands.items()
-    ]
-    head = ["usage: outcore COMMAND [OPTIONS]", "", "Run language models larger than memory, on MLX.", ""]
-    tail = ["", "outcore help COMMAND shows the options of one.", "", textwrap.fill(FOR_ALL, columns)]
-    return "\n".join([*head, *lines, *tail])
+    lines = ["usage: outcore COMMAND [OPTIONS]", "", "Run language models larger than memory, on MLX."]
+    for kind, those in groupby(commands().items(), lambda item: item[1].kind):
+        lines += ["", f"{kind}:"]
+        for name, command in those:
+            head = f"  {name:{width}}  "
+            lines.append(textwrap.fill(command.help, columns, initial_indent=head, subsequent_indent=below))
+    lines += ["", "outcore help COMMAND shows the options of one.", "", textwrap.fill(FOR_ALL, columns)]
+    return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
     """Run one command; returns the exit status. Nothing that a user can give ends in a traceback, unless
-    ``OUTCORE_DEBUG`` is set."""
+    ``OUTCORE_DEBUG`` is set.
+
+    Args:
+        alone: the process does nothing else.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     open_streams()
     if args[:1] == ["help"]:
@@ -71,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Flags may be shortened; no other begins so.
     result = Result(sys.stdout, any(len(word) > 2 and "--json".startswith(word) for word in args))
     try:
-        status = _run(args[0], args[1:], result) if name != "outcore" else _without_command(args)
+        status = _run(args[0], args[1:], result, alone) if name != "outcore" else _without_command(args)
         result.write()
         sys.stdout.flush()
         return status
@@ -107,8 +104,8 @@ def _without_command(args: list[str]) -> int:
     raise UsageError(f"no {kind} {shortened(args[0])!r}{meant(args[0], known)}; outcore --help lists what there is")
 
 
-def _run(name: str, words: list[str], result: Result) -> int:
-    command, parser = commands()[name], parser_of(name)
+def _run(name: str, words: list[str], result: Result, alone: bool) -> int:
+    command, parser = commands()[name], parser_of(name, everything="--help-all" in words)
     args = parser.parse_args(words)
     # What tells of no JSON prints nothing but its answer.
     as_json, quiet = getattr(args, "json", False), getattr(args, "quiet", False)
@@ -119,14 +116,14 @@ def _run(name: str, words: list[str], result: Result) -> int:
     ranks = rank_module() if any(name in os.environ for name in RANKS) else None
     log_from(getattr(args, "log_level", None))
     filled = parser.fill(parser, args) if parser.fill is not None else {}
-    filled |= _settle(parser, args)
+    filled |= _settle(command, parser, args)
     rank = ranks.as_rank(parser, args, result) if ranks is not None else nullcontext(True)
     # What ranks say of what went wrong passes through their launcher.
     with rank as speaks, streams(as_json, (quiet and not command.launcher) or not speaks, sys.stderr):
         # MLX takes a second to import or, for the first time, many. Threads that begin meanwhile leave Ctrl-C alone.
-        with uninterrupted(), _spinner() if speaks and not quiet else nullcontext():
-            if parser.prog in ALONE:
-                leave_out()
+        with uninterrupted(), spinner("starting") if speaks and not quiet else nullcontext():
+            if alone and command.alone is not None:
+                pkgutil.resolve_name(command.alone)()
             run = _work(command, parser.run)
         # What came meanwhile is heard here: one that waits would be forgotten by `system()`.
         if "mlx.core" in sys.modules:
@@ -169,7 +166,7 @@ def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | No
         raise UsageError(f"this command needs {e.name}: pip install 'outcore[{command.extra}]'") from e
 
 
-def _settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
+def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
     """Fill in what was not given and is settled for every command; the budget, if it is settled. Refused where it
     cannot be used, or there is no model."""
     setting("monitor")
@@ -177,12 +174,12 @@ def _settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setti
     if getattr(args, "device", None) is not None:
         return {}  # its memory is not this machine's, nor is its published speed that of a model of ours
     log, found = logging.getLogger("outcore"), {}
-    if parser.runs_model and args.memory is None and (memory := setting("memory")) is not None:
+    if getattr(args, "memory", "") is None and (memory := setting("memory")) is not None:
         found["memory"], args.memory = memory, memory.value
         log.info("memory %s, from %s", memory.value, memory.source)
     # What goes on from a prompt cache says of which model it is.
-    named = parser.prog == "outcore generate" and args.prompt_cache_file is not None
-    if parser.needs_model and not named and args.model is None:
+    named = args.command == "generate" and args.prompt_cache_file is not None
+    if command.needs_model and not named and getattr(args, "model", "") is None:
         if (model := setting("model")) is None:
             parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
         args.model = model.value
@@ -204,14 +201,6 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _spinner() -> AbstractContextManager[object]:
-    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return nullcontext()
-    from .console import spinner
-
-    return spinner("starting")
-
-
 def _look_for_compiler() -> None:
     """Have MLX look for a C++ compiler, which it does once. It calls ``system()``, which ignores Ctrl-C for the whole
     process meanwhile; one that every thread blocks is kept (Linux: kernel/signal.c, sig_ignored)."""
@@ -222,8 +211,7 @@ def _look_for_compiler() -> None:
 
 def entry() -> None:
     """The console script."""
-    ALONE.update(("outcore info", "outcore list"))
-    status = main()
+    status = main(alone=True)
     if sys.argv[1:2] == ["serve"] and status in (0, 130):
         # All is closed; Python would look at every object once more, for seconds on a busy machine.
         atexit._run_exitfuncs()

@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,6 +76,15 @@ def tell(line: str) -> None:
         print(printable(line), file=sys.stderr, flush=True)
     except OSError:
         _lead_nowhere(sys.stderr)
+
+
+def spinner(what: str) -> AbstractContextManager[object]:
+    """Shows on standard error that something is being done, until the block ends; silent where that is no terminal."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return nullcontext()
+    from .console import PlainConsole
+
+    return PlainConsole(stderr=True).status(what)
 
 
 def failed(name: str, error: BaseException, result: Result) -> int:
@@ -153,7 +162,7 @@ def open_streams() -> None:
 def streams(as_json: bool, quiet: bool, stderr: TextIO) -> Iterator[None]:
     """What is printed meanwhile goes where it belongs; what mlx-lm and others print, too."""
     told: Any = Nowhere() if quiet else stderr
-    with redirect_stderr(told), redirect_stdout(told) if as_json else contextlib.nullcontext():
+    with redirect_stderr(told), redirect_stdout(told) if as_json else nullcontext():
         yield
 
 

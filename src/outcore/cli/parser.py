@@ -35,19 +35,24 @@ class Flag:
     group: str
     settings: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        """The first of them, without dashes."""
+        return self.names[0].lstrip("-")
+
     def but(self, *names: str, group: str | None = None, **changes: Any) -> Flag:
         """The same with other settings, as one command has it; names are further ones."""
         group = self.group if group is None else group
         return replace(self, names=self.names + names, group=group, settings=self.settings | changes)
 
-    def add(self, to: argparse._ActionsContainer) -> None:
-        """Put it into a parser or a group."""
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``add_argument``."""
         settings = {key: value for key, value in self.settings.items() if value is not None}
         text, default = settings.pop("help", ""), settings.get("default")
         if self.names[0].startswith("-") and settings.get("action") != "store_true" and not settings.get("required"):
             shown = "none" if default in (None, "", ()) else default
             text += f" Default: {shown}." if "Default" not in text else ""
-        to.add_argument(*self.names, help=text.strip().replace("%", "%%"), **settings)
+        return settings | {"help": text.strip().replace("%", "%%")}
 
 
 def flag(names: str, help: str, default: Any = None, type: Any = None, **settings: Any) -> Flag:
@@ -67,45 +72,39 @@ def grouped(group: str, *flags: Flag) -> list[Flag]:
     return [each.but(group=group) for each in flags]
 
 
-class _HelpAll(argparse._HelpAction):
-    """``--help-all``."""
-
-    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
-        print(parser.format_help(everything=True), end="")
-        parser.exit()
-
-
 class ArgumentParser(argparse.ArgumentParser):
     """``argparse.ArgumentParser`` whose errors are Outcore's own.
 
     Args:
-        example: a whole command line, shown below the flags.
+        example: a whole command line behind the program's name, shown below the flags.
 
     Attributes:
         hint: what is said of a flag that is none.
-        needs_model: whether the command works on a model, so that without one it takes the one that is settled
-            (``machine.settings``).
-        runs_model: whether it has the engine's flags, so that it takes the budget that is settled.
         run: ``"module:function"`` that the command runs with its flags.
         fill: fills in what no flag says, by a flag that a package brought; returns what, by its name in the parsed
             flags, and where it was said.
     """
 
-    def __init__(self, *, example: str | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.example = example
+    def __init__(self, prog: str, description: str, example: str) -> None:
+        super().__init__(prog=prog, description=description)
+        self.example = f"{prog} {example}"
         self.hint, self.run = "", ""
-        self.needs_model = self.runs_model = False
         self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
-        self._shown: set[str] = set()
+        self._groups: dict[str, argparse._ActionsContainer] = {"": self}
         # ``--memory -5MB`` is a value, which says for itself what is wrong with it; argparse would take it for a flag.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
-    def show_only(self, common: Collection[str]) -> None:
-        """Have ``--help`` show these flags alone, and ``--help-all`` all of them; of no names: all."""
-        if common:
-            self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
-            self._shown = {f"--{name}" for name in common} | {"--help", "--help-all"}
+    def add(self, flag: Flag) -> None:
+        """Put a flag into its group."""
+        if flag.group not in self._groups:
+            self._groups[flag.group] = self.add_argument_group(flag.group)
+        self._groups[flag.group].add_argument(*flag.names, **flag.arguments())
+
+    def show_only(self, names: Collection[str]) -> None:
+        """Have the help show these flags alone."""
+        for action in self._actions:
+            if action.option_strings and not {f"--{name}" for name in names} & set(action.option_strings):
+                action.help = argparse.SUPPRESS
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -123,35 +122,13 @@ class ArgumentParser(argparse.ArgumentParser):
             parsed.model = named
         return parsed
 
-    def given(self, words: Sequence[str]) -> set[str]:
-        """The names of what is given in a command line that ``parse_args`` has taken, and does not have its default."""
-        defaults = [(action, action.default) for action in self._actions]
-        try:
-            for action, _ in defaults:
-                action.default = argparse.SUPPRESS
-            found = vars(self.parse_known_args(list(words))[0])
-        finally:
-            for action, default in defaults:
-                action.default = default
-        return {"model" if name == "model_named" else name for name in found}
-
     def error(self, message: str) -> NoReturn:
         """Refuse."""
         raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
 
-    def format_help(self, *, everything: bool = False) -> str:
-        """The help of the common flags, or of all, with the example below it."""
-        hidden = self._shown and not everything
-        rare = [a for a in self._actions if hidden and a.option_strings and not self._shown & set(a.option_strings)]
-        helps = [action.help for action in rare]
-        try:
-            for action in rare:
-                action.help = argparse.SUPPRESS
-            text = super().format_help()
-        finally:
-            for action, help in zip(rare, helps, strict=True):
-                action.help = help
-        return text + (f"\nexample:\n  {self.example}\n" if self.example else "")
+    def format_help(self) -> str:
+        """The help, with the example below it."""
+        return f"{super().format_help()}\nexample:\n  {self.example}\n"
 
     def print_help(self, file: Any = None) -> None:
         """Write the help; argparse's own swallows errors."""

@@ -15,7 +15,6 @@ from ..checkpoint.find_model import name_of, resolve_model
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
 from ..machine.memory import last_resort
-from ..options import AUTO
 from ..plan.draft_choice import Choice, expected
 from ..plan.draft_cost import NONE
 from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
@@ -23,9 +22,9 @@ from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
-from .arguments import engine_options
-from .console import console, listing
-from .engine import progress_bar
+from .arguments import loading_options
+from .console import console, listing, table
+from .engine import ProgressBar
 from .output import tell
 
 FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
@@ -54,15 +53,9 @@ def run(args: argparse.Namespace) -> None:
     args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes=notes)
 
 
-def plan_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as arguments of ``prepare``."""
-    wanted = {"context": args.context, "prompt": args.prompt_tokens, "draft": args.draft or AUTO}
-    return engine_options(args) | wanted | {"trust_remote_code": args.trust_remote_code}
-
-
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
     """The model, opened and planned for; and notes."""
-    folder, options = resolve_model(args.model, args.revision), plan_options(args)
+    folder, options = resolve_model(args.model, args.revision), loading_options(args)
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -73,7 +66,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
         opened = prepare(folder, **options, least=True)
         if opened.refused is not None:  # before anything is measured, which takes a while
             raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
-        with progress_bar() as bar:
+        with ProgressBar() as bar:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     try:
         prepared = prepare(folder, **options)
@@ -115,13 +108,10 @@ def show(
     """
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
-    best = knee(plans, available)
-    rows = [_row(p, device is not None) for p in plans]
-    row = _row(plan, device is not None)
-    computing = computing_from(plans)
-    name = name_of(Path(prepared.given))
+    best, computing = knee(plans, available), computing_from(plans)
+    row, name = _row(plan, device is not None), name_of(Path(prepared.given))
     low, high = token_range_s(plan) if plan.foretold and device is None else (None, None)
-    record = {
+    record = facts(plan) | {
         "model": name,
         "title": f"{name} on {device}" if device else name,
         "device": device,
@@ -130,20 +120,13 @@ def show(
         "predicted_tps_high": 1 / low if low else None,
         "predicted_ttft_s": row["ttft_s"],
         "predicted_peak_bytes": plan.peak_bytes,
-        "calibrated": plan.calibrated,
-        "smallest_budget_bytes": plan.smallest_budget_bytes,
-        "budget_bytes": plan.budget_bytes,
-        "resident_units": len(plan.resident),
+        "resident_units": row["resident_units"],
         "streamed_units": len(plan.streamed),
+        "expert_slots": row["expert_slots"],
         "kept_pieces": sum(len(pieces) for _, pieces in plan.kept),
         "units_per_sweep": len(plan.parts),
-        "head_streamed": plan.head_streamed,
-        "slots": plan.slots,
-        "expert_slots": row["expert_slots"],
         "experts": plan.experts,
         "slot_bytes": plan.slot_bytes,
-        "bytes_per_token": plan.bytes_per_token,
-        "prefill_step": plan.prefill_step,
         "context": plan.context,
         "prompt": prepared.profile.size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
@@ -151,13 +134,28 @@ def show(
         "read_gbps": calibration.read_gbps,
         "drafts": _drafts(prepared.choices, prepared.choice),
         "items": _items(plan),
-        "curve": rows,
+        "curve": [_row(p, device is not None) for p in plans],
         "recommended_budget_bytes": best.budget_bytes if best is not None else None,
         "computing_limits_from_bytes": computing.budget_bytes if computing else None,
         "notes": list(notes),
     }
-    _print(record, plans, plan, best)
+    out = console()
+    out.print(_headline(record, plan))
+    items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
+    out.print(listing([*items, ("together", format_size(plan.peak_bytes))], "right"))
+    if len(plans) > 1:
+        # Rows that are all about as fast say nothing.
+        few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
+        out.print(_curve_table(few if computing is plans[0] else plans, plan, best, device is not None))
+    for line in _sentences(record, plans, best, computing):
+        out.print(line)
     return record
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """What programs are told of a plan as it is, under the names that it has there."""
+    sizes = "budget_bytes", "smallest_budget_bytes", "bytes_per_token"
+    return {name: getattr(plan, name) for name in (*sizes, "slots", "head_streamed", "prefill_step", "calibrated")}
 
 
 def _row(p: Plan, device: bool) -> dict[str, Any]:
@@ -217,6 +215,49 @@ def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, A
     return found
 
 
+def _headline(record: dict[str, Any], plan: Plan) -> str:
+    """What is held and streamed at the budget, and how fast that is."""
+    speed, tps, low = (
+        "Its speed is not known, as nothing was measured",
+        record["predicted_tps"],
+        record["predicted_tps_low"],
+    )
+    if tps is not None:
+        between = "" if low is None else f" ({low:.2f} to {record['predicted_tps_high']:.2f})"
+        speed = (
+            f"Predicted{', not measured' if record['device'] else ''}: {tps:.2f} tokens a second{between}, "
+            f"{plan.ttft_s:.1f} s to the first (behind a prompt of {record['prompt']} tokens)"
+        )
+    budget, peak = format_size(plan.budget_bytes), format_size(plan.peak_bytes)
+    return f"{record['title']} with {budget}: {held(plan)}. {speed}; {peak} at most."
+
+
+def _sentences(
+    record: dict[str, Any], plans: Sequence[Plan], best: Plan | None, computing: Plan | None
+) -> Iterator[str]:
+    """What stands below the table of budgets."""
+    if folders := len(record["mirrors"]):
+        yield f"Read from {folders + 1} folders at once, and predicted by the first one's disk alone."
+    if computing is not None and all(row["tps"] is not None for row in record["curve"]):
+        there = format_size(computing.budget_bytes, round_up=True)
+        where = "At every budget" if computing is plans[0] else f"From {there} on"
+        yield (
+            f"{where} computing is the limit, not the disk: with everything in memory it is "
+            f"{1 / plans[-1].token_s:.2f} tokens a second, and with {there} {1 / computing.token_s:.2f}."
+        )
+    if best is None:
+        yield "None of these budgets fits into what is free now."
+    else:
+        memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
+        why = "(everything fits into it)"
+        if record["device"] or best.foretold:
+            why = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
+        yield f"Recommended: --memory {memory} {why}."
+    if record["device"] is None:
+        yield from _draft_lines(record["drafts"])
+    yield from (f"Note: {note}" for note in record["notes"])
+
+
 def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
     """A line for each way to draft, and why others cannot be; what is the first time only, last."""
     if rows:
@@ -236,49 +277,6 @@ def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
             yield f"  Before its first answer {format_size(row['first_bytes'])} are written to the cache, once."
 
 
-def _print(record: dict[str, Any], plans: list[Plan], plan: Plan, best: Plan | None) -> None:
-    out, device, rows = console(), record["device"] is not None, record["curve"]
-    speed = "Its speed is not known, as nothing was measured"
-    if (tps := record["predicted_tps"]) is not None:
-        low, high = record["predicted_tps_low"], record["predicted_tps_high"]
-        between = "" if low is None else f" ({low:.2f} to {high:.2f})"
-        speed = (
-            f"Predicted{', not measured' if device else ''}: {tps:.2f} tokens a second{between}, {plan.ttft_s:.1f} s "
-            f"to the first (behind a prompt of {record['prompt']} tokens)"
-        )
-    budget, peak = format_size(plan.budget_bytes), format_size(plan.peak_bytes)
-    out.print(f"{record['title']} with {budget}: {held(plan)}. {speed}; {peak} at most.")
-    if record["mirrors"]:
-        folders = 1 + len(record["mirrors"])
-        out.print(f"Read from {folders} folders at once, and predicted by the first one's disk alone.")
-    items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
-    out.print(listing([*items, ("together", peak)], "right"))
-    limited = computing_from(plans) if all(row["tps"] is not None for row in rows) else None
-    if len(plans) > 1:
-        # Rows that are all about as fast say nothing.
-        few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
-        out.print(_curve_table(few if limited is plans[0] else plans, plan, best, device))
-    if limited is not None:
-        there = format_size(limited.budget_bytes, round_up=True)
-        out.print(
-            f"{'At every budget' if limited is plans[0] else f'From {there} on'} computing is the limit, not the disk: "
-            f"with everything in memory it is {1 / plans[-1].token_s:.2f} tokens a second, and with {there} "
-            f"{1 / limited.token_s:.2f}."
-        )
-    if best is None:
-        out.print("None of these budgets fits into what is free now.")
-    else:
-        memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
-        why = "(everything fits into it)"
-        if device or best.foretold:
-            why = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
-        out.print(f"Recommended: --memory {memory} {why}.")
-    for line in _draft_lines([] if device else record["drafts"]):
-        out.print(line)
-    for note in record["notes"]:
-        out.print(f"Note: {note}")
-
-
 def held(plan: Plan) -> str:
     """What a plan keeps in memory and what it streams, in words."""
     if not plan.streams:
@@ -295,19 +293,17 @@ def held(plan: Plan) -> str:
 
 def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold: bool) -> Table:
     """A row for each budget; ``foretold``: of every plan it is known how fast it is."""
-    table = Table(box=None, pad_edge=False)
-    for head in ("memory", "resident", "read\na token", "first\ntoken", "tokens/s", ""):
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    rows = []
     for p in plans:
-        known = foretold or p.foretold
         marks = ["← this plan"] * (p.budget_bytes == plan.budget_bytes)
         marks += ["← recommended"] * (best is not None and p.budget_bytes == best.budget_bytes)
-        table.add_row(
+        known = foretold or p.foretold
+        rows.append([
             format_size(p.budget_bytes, round_up=True),
             f"{sum(n for _, n in p.pools)} of {p.experts} experts" if p.pools else p.held,
             format_size(p.bytes_per_token) if p.streams else "-",
             f"{p.ttft_s:.1f} s" if known else "-",
             f"{1 / p.token_s:.2f}" if known else "-",
             " ".join(marks),
-        )
-    return table
+        ])  # fmt: skip
+    return table([">memory", ">resident", ">read\na token", ">first\ntoken", ">tokens/s", ""], rows)

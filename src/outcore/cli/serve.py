@@ -23,7 +23,7 @@ from ..errors import RequestError, UsageError
 from ..machine.memory import share_one_heap
 from ..machine.settings import setting
 from ..monitoring.publisher import staying
-from ..options import AUTO, LoadOptions
+from ..options import LoadOptions
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import all_apis
@@ -32,7 +32,7 @@ from ..serve.events import Sampling
 from ..serve.server import Deadline, Server, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
-from .arguments import check_max_tokens, loading_options, template_options, text_of
+from .arguments import check_numbers, loading_options, template_options, text_of
 from .output import tell
 from .preset import Preset
 
@@ -123,7 +123,7 @@ def names_of(args: argparse.Namespace) -> list[str]:
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
     """What holds where a request does not say."""
-    check_max_tokens(args.max_tokens)
+    check_numbers(args)
     check_sampling(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k)
     sampling = Sampling(
         temperature=float(args.temp), top_p=float(args.top_p), min_p=float(args.min_p), top_k=args.top_k
@@ -185,7 +185,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
     last."""
     from ..serve.service import ModelService
     from ..serve.shelf import Shelf
-    from .engine import progress_bar
+    from .engine import ProgressBar
 
     options = service_options(args)
     template = args.preset.served_template(args, names)
@@ -196,7 +196,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
         if args.adapter_path is not None:
             raise UsageError("--adapter-path: an adapter goes with one model; give one")
         options = replace(options, keep_alive=KEEP_S)
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         service = ModelService(shelf, options, bar)
         try:
             asyncio.run(service.load("", None))
@@ -212,8 +212,7 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     from .answering import draft_tokens
 
     # Memory for texts is taken as they come: little of it at first.
-    own = {"context": args.context, "prefix_cache": args.prefix_cache, "priority": "speed"}
-    engine = loading_options(args) | own | {"draft": args.draft or AUTO}
+    engine = loading_options(args) | {"priority": "speed"}
     if args.decode_concurrency != 1:
         if args.kv_disk == "on":
             raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")

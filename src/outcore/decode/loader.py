@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import mlx.nn as nn
 
 from ..calibration.first_use import check_machine
-from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.nested import nested_modules, share_high_bits
-from ..checkpoint.packed_store import open_packed
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..engine.binding import Progress
-from ..engine.droppable_draft import DroppableDraft, file_stamps
+from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
-from ..plan.draft_choice import SeenDrafts, chance_of, expected
-from ..plan.draft_cost import AUTO, MTP, NGRAM, NONE, Draft
+from ..plan.draft_choice import expected
+from ..plan.draft_cost import AUTO, NGRAM, NONE
 from ..plan.joint_plan import Planned
-from ..plan.planner import resident_budget
+from .opening import Opening
 from .prefix_cache import NO_BLOCKS, prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.acceptance import AcceptanceStats
-from .speculative.choices import to_write
-from .speculative.drafting import Drafting, HeadDrafts, head_drafts
-from .speculative.self_draft import load_self_draft, make_self_draft, self_draft
+from .speculative.drafting import Drafting
+from .speculative.sources import draft_source
 
 __all__ = ["load", "load_model"]
 
@@ -148,11 +143,10 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     if prepared.mirrors is not None:
         prepared.mirrors.compare(partial(check_machine, io=reading.io), report)
-    head = _head(prepared)
-    drafting = None if head is not None else _other_model(prepared.draft, o, report)
+    drafting = _drafting(prepared, Opening(Path(model_path), o, calibration), report)
     with contextlib.ExitStack() as unless:
-        if drafting is not None and drafting.model is not None:
-            unless.callback(drafting.model.outcore.close)
+        if drafting is not None:
+            unless.callback(drafting.close)
         prefix = prefix_cache(profile.lazy, o)
         notes = prepared.notes
         if prefix is None and o.prefix_cache != "off":
@@ -172,12 +166,10 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             random_after=profile.lazy.random_after,
         )
         try:
-            high_bits = None
-            if prepared.draft is not None and prepared.draft.bits is not None:
-                drafting, high_bits = _own_copy(prepared, prepared.draft, session, o, report)
-            if head is not None:
-                drafting = _by_head(session, profile.lazy.model, head)
-            session.draft_with(drafting, _droppable(session, drafting, prepared, o.kv_disk, high_bits))
+            if drafting is not None and prepared.draft is not None:
+                joined = drafting.join(session)
+                droppable = DroppableDraft(prepared.draft, profile.size.context, o.kv_disk, joined)
+                session.draft_with(joined, droppable if joined.kind != NGRAM else None)
             # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
             session.transport.numbers(list)
         except BaseException:
@@ -186,6 +178,14 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
         unless.pop_all()
     profile.lazy.model.outcore = session
     return profile.lazy.model, profile.lazy.config
+
+
+def _drafting(prepared: Preparation, opening: Opening, report: Progress) -> Drafting | None:
+    """What drafts, before the model is loaded, which it joins then."""
+    draft = prepared.draft
+    if draft is None or draft.kind == NGRAM:
+        return None if draft is None else Drafting(draft.name)
+    return draft_source(draft.kind).load(draft, prepared.profile, opening, report)
 
 
 def _expectations(prepared: Preparation) -> AcceptanceStats | None:
@@ -198,19 +198,20 @@ def _expectations(prepared: Preparation) -> AcceptanceStats | None:
         choice = expected(planned, prepared.calibration, draft.name, prepared.planning.blocks)
     found = AcceptanceStats()
     if choice is not None and choice.planned is not None:
-        found.expect(draft.kind, chance_of(draft, SeenDrafts()), choice.drafted)
+        found.expect(draft.kind, draft.chance, choice.drafted)
     return found
 
 
 def _tell_first(prepared: Preparation, report: Progress) -> None:
     """Say what is written before the first answer, once, and how long that may take: it is read twice, for what is
     streamed and what drafts, and cut."""
-    draft, checkpoint, rates = prepared.draft, prepared.profile.lazy.checkpoint, prepared.calibration
-    if draft is None or draft.bits is None or not (first := to_write(prepared.profile, prepared.plan, draft.bits)):
+    draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
+    if draft is None or draft.kind == NGRAM:
         return
-    rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
-    seconds = max(1, round((2 * checkpoint.nbytes + first) / rate))
-    report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
+    if first := draft_source(draft.kind).to_write(profile, prepared.plan, draft)[0]:
+        rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
+        seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
+        report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 
 
 def _with_options(function: Any) -> None:
@@ -226,84 +227,3 @@ def _with_options(function: Any) -> None:
 
 for _function in (load, load_model):
     _with_options(_function)
-
-
-def _other_model(draft: Draft | None, o: LoadOptions, progress: Progress) -> Drafting | None:
-    """What drafts, but for a copy of the model itself: another model is loaded, all of it."""
-    if draft is None or draft.bits is not None:
-        return None
-    if draft.folder is None:
-        return Drafting(draft.kind, draft.name)
-    its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False, flags=o.flags)
-    size = prepare(draft.folder, its).profile.size
-    model, _ = load_model(draft.folder, replace(its, memory=resident_budget(size)), progress=progress)
-    return Drafting(draft.kind, draft.name, model)
-
-
-def _own_copy(
-    prepared: Preparation, draft: Draft, session: Session, o: LoadOptions, progress: Progress
-) -> tuple[Drafting, dict[str, TensorInfo] | None]:
-    """A low-bit copy of the model, made if it is not there yet, in memory; and where the high bits of its layers lie,
-    if the model shares them."""
-    assert draft.bits is not None
-    copy = self_draft(prepared.profile, draft.bits)
-    try:
-        make_self_draft(prepared.profile, copy, progress)
-    except StoreSpaceError as error:
-        if o.draft != AUTO or session.transport.alone:
-            raise
-        # Other ranks have planned already, so all goes on without what nobody asked for.
-        session.note(f"nothing drafts but the text's own repetitions: {error}")
-        return Drafting(NGRAM, NGRAM), None
-    model = load_self_draft(prepared.profile, copy, session.plan.head_streamed, prepared.cpu_streams)
-    session.transport.fill(model)
-    share_high_bits(prepared.profile.lazy.model, model)
-    if not prepared.profile.lazy.high:
-        return Drafting(draft.kind, draft.name, model), None
-    # Of layers that are not cut the copy has tensors of its own, which are named as the model's are.
-    cut = {path for path, _ in nested_modules(prepared.profile.lazy.model)}
-    tensors = {**open_packed(copy.folder).tensors, **copy.elsewhere}
-    shared = {path: tensor for path, tensor in tensors.items() if path.rpartition(".")[0] in cut}
-    return Drafting(draft.kind, draft.name, model), shared
-
-
-def _head(prepared: Preparation) -> nn.Module | None:
-    """The model's multi-token-prediction head, in memory, if that is what drafts: read first, while nothing else is."""
-    draft, profile = prepared.draft, prepared.profile
-    if draft is None or draft.kind != MTP:
-        return None
-    return cast(HeadDrafts, head_drafts()).load_head(profile, draft.folder, prepared.cpu_streams)
-
-
-def _by_head(session: Session, model: nn.Module, head: nn.Module) -> Drafting:
-    if session.plan.head_streamed:
-        session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
-        return Drafting(NGRAM, NGRAM)
-    return Drafting(MTP, MTP, head, cast(HeadDrafts, head_drafts()).shared_with(model))
-
-
-def _droppable(
-    session: Session,
-    drafting: Drafting | None,
-    prepared: Preparation,
-    kv_disk: str,
-    high_bits: dict[str, TensorInfo] | None,
-) -> DroppableDraft | None:
-    """How what drafts is given up where memory is short, if it is in memory."""
-    draft = prepared.draft
-    if draft is None or drafting is None or drafting.model is None:
-        return None
-    of = weakref.ref(session)
-
-    def end() -> None:
-        own = getattr(drafting.model, "outcore", None)
-        drafting.give_up()
-        if (session := of()) is not None:
-            session.transport.fill(None)
-        if own is not None:
-            own.close()
-        if (session := of()) is not None:
-            session.draft_with(Drafting(NGRAM, NGRAM))
-
-    found = high_bits or {}
-    return DroppableDraft(draft, prepared.profile.size.context, kv_disk, end, found, file_stamps(found))

@@ -35,6 +35,7 @@ from .speculative.acceptance import AcceptanceStats
 from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
 from .speculative.proposers import Guess, Proposer
+from .speculative.sources import for_models
 
 Chosen = tuple[int, mx.array, bool]
 """A token, its log-probabilities (vocabulary,), and whether it was drafted."""
@@ -300,7 +301,9 @@ class OneText:
         return self.target.in_blocks and self.most > 0
 
 
-def drafting_of(session: Session, model: nn.Module | None = None, asked: int | None = None) -> tuple[Any, int]:
+def drafting_of(
+    session: Session, model: nn.Module | None = None, asked: int | None = None
+) -> tuple[Drafting | None, int]:
     """What drafts (``Drafting``; None: nothing), and how many tokens for a pass at most.
 
     Args:
@@ -308,7 +311,7 @@ def drafting_of(session: Session, model: nn.Module | None = None, asked: int | N
     """
     if asked == 0:
         return None, 0
-    drafting = cast(Drafting | None, session.drafting) if model is None else Drafting("model", "draft_model", model)
+    drafting = cast(Drafting | None, session.drafting) if model is None else for_models("draft_model").of_model(model)
     most = MOST if session.streaming is None else session.size.drafted
     if not session.transport.alone:
         # Who has experts in pools would read as many for each guess; what evaluates on the way cannot be verified while

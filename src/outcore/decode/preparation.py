@@ -35,9 +35,9 @@ from ..plan.planner import ASSUMED, make_plan
 from ..plan.workload import Workload, for_sequences
 from ..sizes import format_size
 from .budget import asked_budget
+from .opening import Opening
 from .speculative.choices import Way, ways_to_draft
-from .speculative.drafting import parse_draft
-from .speculative.opened import measured, with_draft
+from .speculative.sources import parse_draft, with_draft
 
 
 @dataclass(frozen=True)
@@ -163,19 +163,19 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Cal
     known = load_calibration(folder, streams)
     mirrors = find_mirrors(o.mirrors, lazy.checkpoint)
     kind, which = draft_kind(o)
-    profile = measured(lazy, o, known)
+    opening = Opening(folder, o, known)
+    profile = opening.measured(lazy)
     _check_experts(profile, o)
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
     elif mirrors is None and (packs := codings()) is not None:
         # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        measure = partial(measured, o=o, calibration=known)
-        profile = packs.or_compact(folder, profile, known, measure, budget, ring_options(o))
+        profile = packs.or_compact(folder, profile, known, opening.measured, budget, ring_options(o))
     told = () if mirrors is None else mirrors.about(profile.units)
     draft = shared.draft if shared is not None else None
     if shared is None:
-        profile, draft = with_draft(profile, kind, which, folder, o, known)
+        profile, draft = with_draft(kind, which, profile, opening)
     planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
     found = Preparation(
         profile, cast(Plan, None), streams, told, known or ASSUMED, draft, planning, "", mirrors=mirrors
@@ -211,9 +211,9 @@ def _planned_for_one(
     planned = planning.at(allowed, opened.calibration)
     choice: Choice | None = None
     if planning.kind == AUTO and planned.plan.streams and not planned.plan.pools:
-        draft_ways = ways_to_draft(profile, planning, planned, folder, o, known, allowed)
-        choice = fastest([way.choice for way in draft_ways])
-        profile = next(way.profile for way in draft_ways if way.choice is choice)
+        draft_ways = ways_to_draft(profile, planning, planned, Opening(folder, o, known), allowed)
+        choice = fastest([each for each, _ in draft_ways])
+        profile = next(its for each, its in draft_ways if each is choice)
         planned = choice.planned or planned
         planned = replace(planned, plan=replace(planned.plan, smallest_budget_bytes=planning.smallest))
     return replace(
@@ -221,7 +221,7 @@ def _planned_for_one(
         profile=replace(profile, size=replace(planned.size, on_disk=bool(planned.plan.kv_slot))),
         plan=planned.plan,
         draft=planned.draft,
-        choices=tuple(way.choice for way in draft_ways),
+        choices=tuple(each for each, _ in draft_ways),
         choice=choice,
         refused=planning.refusal(budget) if planning.smallest > room else None,
     )
@@ -254,7 +254,7 @@ def ring_options(o: LoadOptions) -> dict[str, Any]:
     }
 
 
-def draft_kind(o: LoadOptions) -> tuple[str, int | str | None]:
+def draft_kind(o: LoadOptions) -> tuple[str, Any]:
     """What drafts, which is nothing where several sequences share sweeps."""
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..plan.cache_size import SHARED_STEP
-from ..plan.draft_choice import SeenDrafts, pays_for_several
-from ..plan.draft_cost import MOST, SELF, guess_s
+from ..plan.draft_choice import pays_for_several
+from ..plan.draft_cost import MOST, NGRAM, guess_s
 from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps
 from ..plan.replan import replanned_bytes
@@ -197,15 +198,15 @@ class SequenceRoom:
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
         seen = session.experience or AcceptanceStats()
-        how = SeenDrafts(tokens=seen.made / seen.sweeps if seen.sweeps else None)
-        if drafting.model is not None:
-            if drafting.kind != SELF or residency.layers.draft is None:
-                return False  # it has caches for one text
-            guess = seen.guess.get(SELF, Seconds()).value
-            if guess is None:
-                guess = guess_s(size, residency.layers.draft.draft, residency.calibration)
-            how = SeenDrafts(chance=min(seen.typical(SELF), 0.999), guess_s=guess)
-        return pays_for_several(size, session.plan, residency.calibration, texts, how, blocks=not on_cpu())
+        pays = partial(pays_for_several, size, session.plan, residency.calibration, texts, not on_cpu())
+        if drafting.kind == NGRAM:
+            return pays(tokens=seen.made / seen.sweeps if seen.sweeps else None)
+        if residency.layers.draft is None or not (draft := residency.layers.draft.draft).copies_model:
+            return False  # it has caches for one text
+        guess = seen.guess.get(draft.kind, Seconds()).value
+        if guess is None:
+            guess = guess_s(size, draft, residency.calibration)
+        return pays(chance=min(seen.typical(draft.kind), 0.999), guess_s=guess)
 
     def _ahead(self) -> int:
         """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a

@@ -170,7 +170,7 @@ def make_resident(
         arrays = [mx.contiguous(a) if a.ndim > 2 else a for a in arrays]
         if not lazy:
             # What is decoded or cut takes memory on its way: one after the other, of one at a time.
-            for each in [[a] for a in arrays] if profile.lazy.decoders or profile.lazy.high else [arrays]:
+            for each in [[a] for a in arrays] if profile.lazy.decoders or profile.lazy.reshape else [arrays]:
                 mx.eval(each)
         put(groups[i], arrays)
     progress("loading", total, total)

@@ -89,7 +89,6 @@ class ModelProfile:
         copies: memory is planned for copies of weights on a device with memory of its own.
         kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
         share: what this rank holds (``transport.Share``), where the model lies on several; None: it is all here.
-        drafts: low-bit copies of it as they would be (``self_draft``), by bits, of those that were looked at.
     """
 
     lazy: LazyModel
@@ -106,7 +105,6 @@ class ModelProfile:
     copies: bool = False
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     share: Any = None
-    drafts: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def units(self) -> list[Unit | None]:

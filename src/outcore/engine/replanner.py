@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BudgetError
-from ..plan.draft_cost import MTP, SELF
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
@@ -37,9 +36,8 @@ def another(
     Raises:
         BudgetError: there is none for that budget.
     """
-    # Some drafts are made with the model's own head: as long as that is there, it has to stay.
     drafting = None if undrafted else session.drafting
-    stays = True if drafting is not None and drafting.kind in (SELF, MTP) else None
+    stays = True if drafting is not None and drafting.holds_head else None
     size = size if for_context else replace(size, kv_disk="off")
     return _made(size, budget, session.plan.head_streamed, stays, session.residency.calibration, options)
 

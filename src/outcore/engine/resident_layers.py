@@ -257,16 +257,16 @@ class ResidentLayers:
         if draft is None or not before.streams or self.session.streaming is None:
             return 0
         self.draft = None
-        if not draft.intact:
+        if not draft.drafter.intact:
             # High bits would be read from it that are not the model's: it stays in memory.
             logging.getLogger("outcore").warning(
                 "the draft's files in the cache were written to or are gone: it cannot be given up"
             )
             return 0
         self.given_up = draft, before.head_streamed
-        self.session.without_draft(draft.profile_without(self.session.profile, before.head_streamed))
-        draft.end()
-        if not draft.high_bits:
+        profile, parts = draft.profile_without(self.session.profile, before.head_streamed), self.session.profile.parts
+        self.session.without_draft(profile)
+        if profile.parts is parts:
             self.replan(before.resident)
             return before.peak_bytes - self.session.plan.peak_bytes
         # Other units, whose slots are larger: layers that stayed in memory come back as there is room.

@@ -6,7 +6,7 @@ import logging
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.nn as nn
 
@@ -28,7 +28,7 @@ from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
 from .binding import ReadSettings
-from .droppable_draft import DroppableDraft
+from .droppable_draft import Drafter, DroppableDraft
 from .engine import Engine, State
 from .experts import experts_for
 from .governor import room
@@ -41,27 +41,6 @@ from .residency import Residency
 from .streaming import Streaming
 from .sweeps import StreamedPasses
 from .transport import Solo, Transport
-
-
-class Drafter(Protocol):
-    """What drafts tokens for a model (``decode.speculative``).
-
-    Attributes:
-        kind: ``ngram``, ``self`` or ``model``; ``name`` for people.
-        model: that drafts, in memory; None for the text's own repetitions alone.
-    """
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def model(self) -> Any: ...
-
-    def hidden(self) -> Any:
-        """What keeps a text's last hidden states for it; None where it does not draft from them."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +179,14 @@ class Session(Engine):
             self.watch.attach()
 
     def draft_with(self, drafting: Drafter | None, droppable: DroppableDraft | None = None) -> None:
-        """What drafts from now on; ``droppable``: how it is given up where memory is short."""
+        """What drafts from now on; ``droppable``: what the model is once it is given up; None: it stays."""
         self.drafting, self.residency.layers.draft = drafting, droppable
 
     def without_draft(self, profile: ModelProfile) -> None:
-        """What drafted was given up: the model is another one without it."""
+        """Give up what drafts; without it the model's profile is this."""
         self.profile, self.size = profile, profile.size
+        if self.drafting is not None:
+            self.drafting = self.drafting.give_up(self)
 
     def allow(self, budget: int) -> None:
         """Run within another budget from now on, of which layers give what is missing.
@@ -247,9 +228,8 @@ class Session(Engine):
         self.closing()
         with self.exclusive:
             super().close()
-            drafts = getattr(self.drafting, "model", None)
-            if (own := getattr(drafts, "outcore", None)) is not None:
-                own.close()  # another model, which was loaded for this one
+            if self.drafting is not None:
+                self.drafting.close()
 
     def __enter__(self) -> Session:
         return self

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .module_tree import modules
-from .nested_linear import LOW, CoarseLinear, NestedLinear
 
 SMALLEST = 1 << 18
 """Weights in elements below which one stream is faster than handing work to another and waiting for it."""
@@ -84,8 +83,6 @@ def _swapped(kind: type[nn.Module], method: str) -> type[nn.Module]:
 SPLIT: dict[type[nn.Module], type[nn.Module]] = {
     **{kind: _swapped(kind, "__call__") for kind in (nn.Linear, nn.QuantizedLinear)},
     **{kind: _swapped(kind, "as_linear") for kind in (nn.Embedding, nn.QuantizedEmbedding)},
-    NestedLinear: NestedLinear,
-    CoarseLinear: CoarseLinear,
 }
 
 
@@ -93,19 +90,23 @@ def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
     """Let every linear layer of at least ``smallest`` weights use ``streams`` streams; returns how many do.
 
     Call it while the weights are in their places (their shapes decide); it reads none. Only MLX's own classes are
-    changed; a subclass keeps what it does.
+    changed; a subclass keeps what it does. One that splits its product itself says in ``outcore_split`` how many rows
+    and weights it has, and finds ``Rows`` in ``_outcore_rows``.
     """
     if streams < 2:
         return 0
     rows, count = Rows(streams), 0
     for module in modules(model):
-        split = SPLIT.get(type(module))
-        if split is None:
+        kind = type(module)
+        if kind in SPLIT:
+            weight = module["weight"]
+            outputs, weights = weight.shape[0], weight.size * 32 // getattr(module, "bits", 32)
+        elif hasattr(kind, "outcore_split"):
+            outputs, weights = module.outcore_split
+        else:
             continue
-        weight, bits = module[LOW if isinstance(module, NestedLinear) else "weight"], getattr(module, "bits", 32)
-        packed = bits - module.high if isinstance(module, NestedLinear) else bits
-        if weight.shape[0] >= 2 * ROW_STEP and weight.size * 32 // packed >= smallest:
-            module.__class__ = split
+        if outputs >= 2 * ROW_STEP and weights >= smallest:
+            module.__class__ = SPLIT.get(kind, kind)
             module.__dict__["_outcore_rows"] = rows
             count += 1
     return count

@@ -6,10 +6,10 @@ n guesses, the token included that the model says itself (Leviathan et al. 2023,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .draft_cost import NGRAM, Draft, guess_s
+from .draft_cost import NGRAM, guess_s
 from .joint_plan import Planned
 from .machine_profile import Calibration
 from .model_size import ModelSize
@@ -19,28 +19,11 @@ from .prediction import sweep_s
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of guesses that are looked at."""
 
-CHANCES = {2: 0.75, 3: 0.88, 4: 0.94}
-"""By bits of a copy, how likely its guess is what the model says, before any was seen: tokens of code and prose that
-both choose, with a model of 28M parameters at 4 and 8 bits (dev/LOG.md). More bits: as 4."""
-
-OTHER = 0.6
-"""The same of another model."""
-
 REPEATED, TRIED = 1.3, 2
 """Tokens that a sweep gives where the text's own repetitions draft, and guesses that are tried for it."""
 
 MARGIN = 0.97
 """A draft is taken that takes less than this share of the time of what is simpler."""
-
-
-@dataclass(frozen=True)
-class SeenDrafts:
-    """What drafting has shown of a way to draft for a model: ``tokens`` a sweep, how likely a guess is right, seconds
-    of a guess; None where it has not shown that."""
-
-    tokens: float | None = None
-    chance: float | None = None
-    guess_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,48 +46,27 @@ class Choice:
     first: int = 0
 
 
-def expected(
-    planned: Planned, calibration: Calibration, name: str, blocks: bool, seen: SeenDrafts | None = None, first: int = 0
-) -> Choice:
+def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool, first: int = 0) -> Choice:
     """What a plan gives with what drafts for it.
 
     Args:
         blocks: guesses are computed in one pass; else in one each.
-        seen: what is known of it; what is not is assumed.
     """
     size, plan, draft = planned.size, planned.plan, planned.draft
-    seen = seen or SeenDrafts()
-    guess = 0.0
-    if draft is not None and draft.kind != NGRAM:
-        guess = seen.guess_s if seen.guess_s is not None else guess_s(size, draft, calibration)
-    return expected_of(planned, name, seen, guess, lambda n: sweep_s(size, plan, calibration, n + 1, blocks), first)
 
+    def swept(guesses: int) -> float:
+        return sweep_s(size, plan, calibration, guesses + 1, blocks)
 
-def expected_of(
-    planned: Planned, name: str, seen: SeenDrafts, guess: float, swept: Callable[[int], float], first: int = 0
-) -> Choice:
-    """The same where it is known what sweeps and guesses take.
-
-    Args:
-        guess: seconds of one. ``swept``: seconds of a sweep over so many of them and one token.
-    """
-    size, draft = planned.size, planned.draft
-    if draft is None:
-        return Choice(name, planned, token_s=swept(0), first=first)
-    if draft.kind == NGRAM:
-        tokens = seen.tokens or REPEATED
-        # Where there is nothing to repeat nothing is tried.
-        share = min(1.0, tokens - 1)
-        tried = min(TRIED, size.drafted)
-        seconds = swept(0) + share * (swept(tried) - swept(0))
-        return min(
-            (Choice(name, planned, "", tried, tokens, seconds / tokens), Choice(name, planned, token_s=swept(0))),
-            key=lambda c: c.token_s,
-        )
-    chance = chance_of(draft, seen)
     best = Choice(name, planned, token_s=swept(0), first=first)
+    if draft is None:
+        return best
+    if draft.kind == NGRAM:
+        tried = min(TRIED, size.drafted)
+        token_s = _repeating(swept(0), swept(tried), REPEATED) / REPEATED
+        return min((Choice(name, planned, "", tried, REPEATED, token_s), best), key=lambda c: c.token_s)
+    guess = guess_s(size, draft, calibration)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted):
-        tokens = (1 - chance ** (n + 1)) / (1 - chance)
+        tokens = _tokens(draft.chance, n)
         token_s = (swept(n) + n * guess) / tokens
         if token_s < best.token_s:
             best = Choice(name, planned, "", n, tokens, token_s, first)
@@ -112,30 +74,47 @@ def expected_of(
 
 
 def pays_for_several(
-    size: ModelSize, plan: Plan, calibration: Calibration, texts: int, seen: SeenDrafts, blocks: bool
+    size: ModelSize,
+    plan: Plan,
+    calibration: Calibration,
+    texts: int,
+    blocks: bool,
+    *,
+    tokens: float | None = None,
+    chance: float | None = None,
+    guess_s: float = 0.0,
 ) -> bool:
     """Whether texts that share sweeps are written faster with drafts, each in passes of its own, than with one token
-    each from a pass over all of them: by simulated sweeps. Without a ``chance`` their own repetitions draft."""
+    each from a pass over all of them: by simulated sweeps.
+
+    Args:
+        tokens: that a sweep was seen to give of a text whose own repetitions draft; None: none was seen.
+        chance: how likely a guess is right of what drafts instead, which takes ``guess_s`` seconds for each.
+    """
     together = sweep_s(size, plan, calibration, texts, True)  # a row of one pass for each
     alone = sweep_s(size, plan, calibration, 1, blocks, texts)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted // texts):
-        seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * (seen.guess_s or 0.0)
-        tokens = seen.tokens or REPEATED
-        if seen.chance is not None:
-            tokens = (1 - seen.chance ** (n + 1)) / (1 - seen.chance)
+        seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * guess_s
+        if chance is not None:
+            given = _tokens(chance, n)
         elif n > TRIED:
             break
-        else:  # where there is nothing to repeat nothing is tried
-            seconds = alone + min(1.0, tokens - 1) * (seconds - alone)
-        if seconds < MARGIN * tokens * together:
+        else:
+            given = tokens or REPEATED
+            seconds = _repeating(alone, seconds, given)
+        if seconds < MARGIN * given * together:
             return True
     return False
 
 
-def chance_of(draft: Draft, seen: SeenDrafts) -> float:
-    """How likely a guess is right."""
-    assumed = CHANCES.get(min(draft.bits, 4), OTHER) if draft.bits is not None else OTHER
-    return min(max(assumed if seen.chance is None else seen.chance, 0.0), 0.999)
+def _tokens(chance: float, guesses: int) -> float:
+    """Tokens of a sweep over so many guesses."""
+    return (1 - chance ** (guesses + 1)) / (1 - chance)
+
+
+def _repeating(plain: float, tried: float, tokens: float) -> float:
+    """Seconds of a sweep over a text's own repetitions: where there is nothing to repeat nothing is tried."""
+    return plain + min(1.0, tokens - 1) * (tried - plain)
 
 
 def fastest(choices: Sequence[Choice]) -> Choice:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from outcore.cli.commands import Command
+from outcore.cli.commands import HUB, Command
+
+from ..words import WAYS
 
 
-def _command(name: str, help: str) -> Command:
-    return Command(help, f"outcore_bench.flags:{name}", f"outcore_bench.commands.{name}:run")
+def _command(name: str, about: str, example: str) -> tuple[str, Command]:
+    run, flags = f"outcore_bench.commands.{name}:run", f"outcore_bench.flags:{name.upper()}"
+    return name, Command(about, run, flags, example, "measure")
 
 
-COMMANDS = {
-    "bench": _command("bench", "speed and memory at each budget, beside mlx-lm and the plain way"),
-    "matrix": _command("matrix", "speed over budgets, ways of reading, slots and threads, and the best point"),
-    "perplexity": _command("perplexity", "how well a model foretells a text; mlx-lm's definition"),
-    "report": _command("report", "one page, and Markdown, from result files of outcore bench"),
-}
+COMMANDS = dict([
+    _command(
+        "bench",
+        "Speed and memory at each budget, beside mlx-lm and the plain way. Each row is measured in a process of its "
+        f"own: {'; '.join(f'{name}, {what}' for name, what in WAYS.items())}.",
+        f"{HUB} --memory 2GB,50% --output results.json",
+    ),
+    _command(
+        "matrix",
+        "Speed at every combination of budget, way of reading, slots and threads, and which is best. Each is measured "
+        "in a process of its own. Cut off, it goes on where it stopped.",
+        f"{HUB} --memory 2GB,4GB --slots 2,3",
+    ),
+    _command(
+        "perplexity",
+        "How well a model foretells a text or a data set, by mlx-lm's definition.",
+        f"{HUB} --memory 4GB --data-path text.txt",
+    ),
+    _command(
+        "report",
+        "One page, and Markdown, from result files of outcore bench, matrix and perplexity. What was not measured is "
+        "left out.",
+        "results.json --output page",
+    ),
+])  # fmt: skip
 FLAGS = {"plan": "outcore_bench.flags:plan"}
+"""``outcore plan --device``, for a published device instead of this machine."""

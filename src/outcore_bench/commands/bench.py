@@ -10,7 +10,7 @@ from dataclasses import fields
 from outcore.checkpoint.find_model import resolve_model
 from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import progress_bar
+from outcore.cli.engine import ProgressBar
 from outcore.errors import OutcoreError
 
 from ..document import Document, writable, write_record
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         if output is not None:
             write_record(output, document.record())
 
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         document = bench(resolve_model(args.model, args.revision), name, chosen, command, bar.count, keep)
     show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
     args.result.record = document.record()

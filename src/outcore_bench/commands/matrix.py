@@ -11,7 +11,7 @@ from pathlib import Path
 from outcore.checkpoint.find_model import resolve_model
 from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
-from outcore.cli.engine import progress_bar
+from outcore.cli.engine import ProgressBar
 from outcore.cli.output import tell
 from outcore.decode.budget import given_budget
 from outcore.errors import OutcoreError
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     name = model_name(args.model)
     output = writable(args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix.json"))
     command = shlex.join(["outcore", "matrix", *shown_command(args.argv, {args.model: name, str(output): output.name})])
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         folder = resolve_model(args.model, args.revision)
         runner = MatrixRunner(folder, name, grid, settings, output, command, overwrite=args.force)
         if runner.reused:
@@ -61,7 +61,7 @@ def axes(args: argparse.Namespace) -> Grid:
         UsageError: one of them cannot be used.
     """
     return Grid(
-        memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory is not None else None,
+        memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory else None,
         io=listed(args.io) if args.io is not None else None,
         slots=tuple(sorted(numbers("--slots", args.slots))),
         threads=tuple(sorted(numbers("--threads", args.threads))),

@@ -18,8 +18,8 @@ from mlx_lm.perplexity import eval_ppl
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
-from outcore.cli.arguments import engine_options, model_name
-from outcore.cli.engine import engine_record, model_folder, print_summary, progress_bar, watched
+from outcore.cli.arguments import loading_options, model_name
+from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, watched
 from outcore.engine.session import Session
 from outcore.errors import UsageError
 from outcore.machine.allocator import peak_held
@@ -40,14 +40,13 @@ def run(args: argparse.Namespace) -> None:
     np.random.seed(args.seed)
     mx.random.seed(args.seed)
     folder = model_folder(args)
-    trusted = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(folder, trusted)
+    tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
     # What mlx-lm prints on the way is progress.
     with redirect_stdout(sys.stderr):
         data = read_data(tokenizer, args.data_path, args.num_samples, args.sequence_length)
     samples, length = data.shape
-    loading = trusted | engine_options(args)
-    with progress_bar() as bar:
+    loading = loading_options(args)
+    with ProgressBar() as bar:
         model, config = load_for_batches(folder, min(args.batch_size, samples), length, progress=bar, **loading)
         bar.clear()
         with watched(model, args) as session:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-
 from outcore.checkpoint.find_model import resolve_model
 from outcore.cli import plan
+from outcore.cli.arguments import loading_options
 from outcore.cli.commands import parser_of
-from outcore.cli.console import console as plan_console
+from outcore.cli.console import console, table
 from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
@@ -44,7 +43,7 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
     rows = where.published()
     args.result.record = {"device": where.name}
     if args.model is not None:
-        folder, options = resolve_model(args.model, args.revision), plan.plan_options(args)
+        folder, options = resolve_model(args.model, args.revision), loading_options(args)
         # Its memory is not this machine's, so no budget can be refused here.
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
         calibration = where.calibration()
@@ -59,13 +58,10 @@ def _plan_there(args: argparse.Namespace, where: Device) -> None:
 
 def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
     title = f"The published system on {where.name}, with its own layer streaming"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("table", "model", "resident", "tokens/s", ""):
-        table.add_column(name, justify="left" if name in ("model", "") else "right", no_wrap=True)
+    lines = []
     for r in rows:
-        resident = f"{r.resident} of {r.layers}"
         swaps = "thrashes" if where.name in r.swaps else ""
-        table.add_row(str(r.table), r.model, resident, f"{r.tps[where.name]:.2f}", swaps)
-    console = plan_console()
-    console.print(table)
-    console.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).")
+        lines.append([str(r.table), r.model, f"{r.resident} of {r.layers}", f"{r.tps[where.name]:.2f}", swaps])
+    out = console()
+    out.print(table([">table", "model", ">resident", ">tokens/s", ""], lines, title))
+    out.print(f"A process may use {format_size(where.usable_bytes)} there ({where.usable_source}).")

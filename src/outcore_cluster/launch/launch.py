@@ -26,8 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from outcore.cli.console import spinner
-from outcore.cli.parsers import TYPED_ELSEWHERE
+from outcore.cli.commands import TYPED_ELSEWHERE
+from outcore.cli.output import spinner
 from outcore.errors import LinkError, UsageError
 from outcore.text import meant, printable, shortened, unmoved
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from outcore.calibration.measuring import measuring
 from outcore.checkpoint.find_model import name_of
-from outcore.cli.engine import model_folder, progress_bar
+from outcore.cli.arguments import loading_options
+from outcore.cli.engine import ProgressBar, model_folder
 from outcore.cli.output import tell
-from outcore.cli.plan import FEWER_TOKENS, plan_options
+from outcore.cli.plan import FEWER_TOKENS
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
 from outcore.sizes import format_size
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         BudgetError: a budget is too small.
     """
     folder = model_folder(args)
-    prepared = _prepared(folder, plan_options(args), measure=not args.no_calibrate)
+    prepared = _prepared(folder, loading_options(args), measure=not args.no_calibrate)
     forecast, name = _forecast(prepared), name_of(folder)
     assert forecast is not None  # there are ranks
     notes = list(prepared.notes)
@@ -55,7 +56,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
         opened = prepare(folder, **options, least=True)
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:
             break
-        with progress_bar() as bar:
+        with ProgressBar() as bar:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
     try:
         return prepare(folder, **options)

@@ -64,7 +64,7 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
         return {}
     said = read_modelfile(args.modelfile)
     args.preset = ModelfilePreset(said)
-    given = parser.given(args.argv)
+    given = _given(parser, args.argv)
     several = parser.prog == "outcore serve"
     if "models_named" in given:
         given |= {"model"}
@@ -80,6 +80,19 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
         setattr(args, name, [value] if several and attribute == "model" else value)
         filled[name] = Setting(str(said.get(attribute)), said.line(attribute))
     return filled
+
+
+def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
+    """The names of what is given in a command line that the parser has taken, and does not have its default."""
+    defaults = [(action, action.default) for action in parser._actions]
+    try:
+        for action, _ in defaults:
+            action.default = argparse.SUPPRESS
+        found = vars(parser.parse_known_args(list(words))[0])
+    finally:
+        for action, default in defaults:
+            action.default = default
+    return {"model" if name == "model_named" else name for name in found}
 
 
 class ModelfilePreset(Preset):

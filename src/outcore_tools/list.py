@@ -10,16 +10,15 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from huggingface_hub import CachedRepoInfo, CacheNotFound, scan_cache_dir
-from rich.table import Table
 
-from ..checks import whole
-from ..decode.budget import asked_budget
-from ..decode.preparation import prepare
-from ..errors import OutcoreError
-from ..plan.planner import resident_budget
-from ..sizes import format_size
-from ..text import one_line, shortened
-from .console import console
+from outcore.checks import whole
+from outcore.cli.console import console, table
+from outcore.decode.budget import asked_budget
+from outcore.decode.preparation import prepare
+from outcore.errors import OutcoreError
+from outcore.plan.planner import resident_budget
+from outcore.sizes import format_size
+from outcore.text import one_line, shortened
 
 REASON = 90
 """Characters of a reason at most."""
@@ -96,13 +95,10 @@ def _refused(name: str, nbytes: int, why: str) -> dict[str, Any]:
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("model", overflow="fold")
-    for name in ("on disk", "smallest budget", "all resident from"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("here", overflow="fold")
+    lines = []
     for r in rows:
         sizes = (r.get(name) for name in ("smallest_budget_bytes", "resident_budget_bytes"))
         shown = ("-" if size is None else format_size(size, round_up=True) for size in sizes)
-        table.add_row(r["model"], format_size(r["disk_bytes"]), *shown, r["here"] or r["reason"])
-    console(max(len(r["model"]) for r in rows) + REASON + 60, soft_wrap=False).print(table)
+        lines.append([r["model"], format_size(r["disk_bytes"]), *shown, r["here"] or r["reason"]])
+    heads = ["~model", ">on disk", ">smallest budget", ">all resident from", "~here"]
+    console(max(len(r["model"]) for r in rows) + REASON + 60, soft_wrap=False).print(table(heads, lines))

@@ -7,17 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.table import Table
+from outcore.checks import choice
+from outcore.cli.console import console, table
+from outcore.cli.output import tell
+from outcore.errors import OutcoreError, UsageError
+from outcore.machine.cache_contents import CONVERSATION, Entry, contents
+from outcore.machine.cache_folder import cache_dir
+from outcore.sizes import format_size
+from outcore.text import counted, shortened
 
-from ..checks import choice
-from ..errors import OutcoreError, UsageError
-from ..machine.cache_contents import CONVERSATION, Entry, contents
-from ..machine.cache_folder import cache_dir
-from ..sizes import format_size
-from ..text import counted, shortened
-from .console import console
-from .output import tell
-from .parsers import ACTIONS
+from .flags import ACTIONS
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -99,16 +98,13 @@ def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
     if not found:
         print(f"nothing in {cache_dir()}")
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("name", "kind", "model"):
-        table.add_column(name, overflow="fold")
-    for name in ("size", "used", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    rows = []
     for e in found:
         kind = f"{e.kind}, {e.coding}" if e.coding else e.kind
-        table.add_row(e.name, kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or "")
+        rows.append([e.name, kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or ""])
     # Names are there to be copied: where nobody looks, they are not broken over lines.
-    console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False).print(table)
+    out = console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False)
+    out.print(table(["~name", "~kind", "~model", ">size", ">used", ""], rows))
     print(f"{counted(len(found), 'thing')}, {format_size(total)} in {cache_dir()}")
 
 

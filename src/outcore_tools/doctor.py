@@ -19,26 +19,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.packed_store import open_model
-from ..checkpoint.random_checkpoint import save_random_checkpoint
-from ..decode.loader import load_model
-from ..decode.preparation import prepare
-from ..disk.cold_ranges import forget, scratch_file
-from ..disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
-from ..disk.layout import Extent
-from ..disk.reader import FileReader
-from ..disk.ring import Slot
-from ..errors import OutcoreError, StoreError
-from ..machine.cache_folder import make_cache
-from ..machine.device import device_kind
-from ..machine.hardware import cpu_name, device_facts, gpu_name
-from ..machine.memory import default_budget
-from ..sizes import BLOCK, format_size, round_up
-from ..text import one_line
-from ..version import __version__
-from .console import console
-from .engine import progress_bar
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.packed_store import open_model
+from outcore.checkpoint.random_checkpoint import save_random_checkpoint
+from outcore.cli.console import console
+from outcore.cli.engine import ProgressBar
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import prepare
+from outcore.disk.cold_ranges import forget, scratch_file
+from outcore.disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
+from outcore.disk.layout import Extent
+from outcore.disk.reader import FileReader
+from outcore.disk.ring import Slot
+from outcore.errors import OutcoreError, StoreError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.device import device_kind
+from outcore.machine.hardware import cpu_name, device_facts, gpu_name
+from outcore.machine.memory import default_budget
+from outcore.sizes import BLOCK, format_size, round_up
+from outcore.text import one_line
+from outcore.version import __version__
 
 REPORT = "please report what stands here"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
@@ -62,38 +62,15 @@ class Finding:
     advice: str = ""
 
 
-@dataclass
-class Patient:
-    """What checks look at.
-
-    Attributes:
-        file: that is read: the largest of the model's, or a scratch file.
-        model: a folder; None: none was given.
-    """
-
-    file: Path
-    model: Path | None = None
-
-
 Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
 """What a check returns: ``Finding`` without its name."""
-
-CHECKS: dict[str, Callable[[Patient], Finding]] = {}
-"""All checks, in their order."""
-
-
-def _check(name: str) -> Callable[[Callable[[Patient], Verdict]], None]:
-    def add(look: Callable[[Patient], Verdict]) -> None:
-        CHECKS[name] = lambda patient: Finding(name, *look(patient))
-
-    return add
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; its exit status, 1 where a check failed."""
     model = resolve_model(args.model, args.revision) if args.model is not None else None
     began, budget = time.perf_counter(), default_budget()
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         findings = examine(model, bar.count)
     out = console()
     out.print(
@@ -117,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
 def examine(model: Path | None = None, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Finding]:
     """All findings, in the order of ``CHECKS``; of a model's folder its files and plan are looked at, too."""
     findings = []
-    with _patient(model) as patient:
+    with _file_of(model) as file:
         for n, (name, check) in enumerate(CHECKS.items()):
             progress(name, n, len(CHECKS))
             try:
-                findings.append(check(patient))
+                findings.append(Finding(name, *check(file, model)))
             except Exception as e:  # whatever a broken machine raises: the other checks are of use all the same
                 said = one_line(e) if isinstance(e, OutcoreError) else f"{type(e).__name__}: {one_line(e)}"
                 findings.append(Finding(name, False, said, REPORT))
@@ -129,21 +106,20 @@ def examine(model: Path | None = None, progress: Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
-def _patient(model: Path | None) -> Iterator[Patient]:
+def _file_of(model: Path | None) -> Iterator[Path]:
+    """The file that checks read: the largest of the model's, or a scratch file."""
     if model is not None:
-        files = open_model(model).checkpoint.files
-        yield Patient(max(files, key=lambda f: f.stat().st_size), model)
+        yield max(open_model(model).checkpoint.files, key=lambda f: f.stat().st_size)
         return
     try:
         folder = make_cache()
     except (OutcoreError, OSError):
         folder = Path(tempfile.gettempdir())
     with scratch_file(folder, nbytes=SCRATCH_BYTES) as path:
-        yield Patient(path)
+        yield path
 
 
-@_check("slots")
-def _slots(_: Patient) -> Verdict:
+def _slots(file: Path, model: Path | None) -> Verdict:
     """A slot that is written in place is what the device sees."""
     if unseen := unseen_rewrites():
         advice = f"nothing can be streamed on this device, and answers would be wrong: {REPORT}"
@@ -151,26 +127,23 @@ def _slots(_: Patient) -> Verdict:
     return True, f"{REWRITES} of {REWRITES} rewrites were seen by the device"
 
 
-@_check("offsets")
-def _offsets(patient: Patient) -> Verdict:
+def _offsets(file: Path, model: Path | None) -> Verdict:
     """Reads at odd offsets give the file's bytes."""
-    if wrong := sorted({*wrong_reads(patient.file), *wrong_reads(patient.file, "cached")}):
+    if wrong := sorted({*wrong_reads(file), *wrong_reads(file, "cached")}):
         told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
         return False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}"
     return True, "all bytes right, at odd offsets too"
 
 
-@_check("direct reads")
-def _direct(patient: Patient) -> Verdict:
+def _direct(file: Path, model: Path | None) -> Verdict:
     """Weights are read around the page cache."""
-    with contextlib.closing(FileReader([patient.file], threads=1)) as reader:
+    with contextlib.closing(FileReader([file], threads=1)) as reader:
         direct = reader.direct
     return (True, "around the page cache") if direct else (None, "refused here, so weights go through the page cache")
 
 
-@_check("limits")
-def _limits(patient: Patient) -> Verdict:
+def _limits(file: Path, model: Path | None) -> Verdict:
     """The device's limits, against the plan of the model."""
     facts = device_facts()
     known = {
@@ -180,9 +153,9 @@ def _limits(patient: Patient) -> Verdict:
         "wired limit": facts.wired_limit,
     }
     told = ", ".join(f"{name} {format_size(n)}" for name, n in known.items() if n is not None)
-    if patient.model is None:
+    if model is None:
         return True, told
-    prepared = prepare(patient.model, least=True)
+    prepared = prepare(model, least=True)
     peak = prepared.plan.peak_bytes
     told += f"; this model without --memory: {format_size(peak)} at most"
     if facts.working_set is not None and peak > facts.working_set:
@@ -193,15 +166,14 @@ def _limits(patient: Patient) -> Verdict:
     return True, told
 
 
-@_check("overlap")
-def _overlap(patient: Patient) -> Verdict:
+def _overlap(file: Path, model: Path | None) -> Verdict:
     """Reading goes on while the device computes: neither waits for the other."""
     weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
     x = mx.ones((16, 1024), dtype=mx.float32)
-    size = min(patient.file.stat().st_size, OVERLAP_BYTES)
-    extent, text = Extent(patient.file, 0, size, 0, in_place=True), ""
+    size = min(file.stat().st_size, OVERLAP_BYTES)
+    extent, text = Extent(file, 0, size, 0, in_place=True), ""
     slot = Slot(round_up(size, BLOCK), device_kind())
-    with contextlib.closing(FileReader([patient.file])) as reader:
+    with contextlib.closing(FileReader([file])) as reader:
         for _ in range(OVERLAP_ROUNDS):
             forget([extent])
             began = time.perf_counter()
@@ -223,8 +195,7 @@ def _overlap(patient: Patient) -> Verdict:
     return False, text, advice
 
 
-@_check("answers")
-def _answers(_: Patient) -> Verdict:
+def _answers(file: Path, model: Path | None) -> Verdict:
     """A small model of random weights gives the same logits, streamed and resident."""
     try:
         with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
@@ -247,3 +218,14 @@ def _logits(folder: str, layers: int | None) -> Any:
         assert (session.streaming is None) == (layers is None)
         calls = [model(mx.array([[5, 7, 11, 13]])) for _ in range(2)]
         return np.array(mx.stack(calls).astype(mx.float32))
+
+
+CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
+    "slots": _slots,
+    "offsets": _offsets,
+    "direct reads": _direct,
+    "limits": _limits,
+    "overlap": _overlap,
+    "answers": _answers,
+}
+"""All checks, in their order: of the file that is read, and of a model's folder where one was given."""

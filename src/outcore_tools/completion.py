@@ -7,11 +7,12 @@ from pathlib import Path
 
 import shtab
 
-from ..checks import choice
-from ..options import LoadOptions
-from .commands import commands, parser_of
-from .parser import LOG_LEVELS
-from .parsers import ACTIONS, SHELLS
+from outcore.checks import choice
+from outcore.cli.commands import commands, parser_of
+from outcore.cli.parser import LOG_LEVELS
+from outcore.options import LoadOptions
+
+from .flags import ACTIONS, SHELLS
 
 WORDS = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
 WORDS |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS}

@@ -12,7 +12,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-BASE = "transformers.tokenization_utils_base"
+NAMES = {
+    "transformers": ["AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"],
+    "transformers.tokenization_utils_base": ["PreTrainedTokenizerBase"],
+}
 
 
 class _Tokenizer:
@@ -31,15 +34,11 @@ def leave_out() -> None:
     """Import mlx-lm's own modules with stand-ins. Nothing where transformers is imported already."""
     if "transformers" in sys.modules:
         return
-    names = {
-        "transformers": ["AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"],
-        BASE: ["PreTrainedTokenizerBase"],
-    }
-    for module, classes in names.items():
+    for module, classes in NAMES.items():
         sys.modules[module] = ModuleType(module)
         vars(sys.modules[module]).update(dict.fromkeys(classes, _Tokenizer))
     try:
         importlib.import_module("mlx_lm.utils")
     finally:
-        for module in names:
+        for module in NAMES:
             del sys.modules[module]

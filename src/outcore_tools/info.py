@@ -7,17 +7,18 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..checkpoint.find_model import resolve_model
-from ..checkpoint.manifest import PLAIN
-from ..checkpoint.packed_store import missing_bytes
-from ..decode.preparation import Preparation, prepare
-from ..errors import BudgetError
-from ..plan.draft_cost import AUTO, NONE
-from ..plan.planner import resident_budget
-from ..sizes import format_size
-from ..text import counted
-from .console import console, listing
-from .plan import FEWER_TOKENS, held, plan_options
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.manifest import PLAIN
+from outcore.checkpoint.packed_store import missing_bytes
+from outcore.cli.arguments import loading_options
+from outcore.cli.console import console, listing
+from outcore.cli.plan import FEWER_TOKENS, facts, held
+from outcore.decode.preparation import Preparation, prepare
+from outcore.errors import BudgetError
+from outcore.plan.draft_cost import AUTO, NONE
+from outcore.plan.planner import resident_budget
+from outcore.sizes import format_size
+from outcore.text import counted
 
 
 def run(args: argparse.Namespace) -> None:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
         BudgetError: the budget does not do. What the model weighs is shown all the same.
     """
     folder = resolve_model(args.model, args.revision)
-    prepared = prepare(folder, **plan_options(args), least=True)
+    prepared = prepare(folder, **loading_options(args), least=True)
     args.result.record = describe(prepared)
     _show(args.result.record, prepared)
     if prepared.refused:
@@ -43,7 +44,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         dtypes[tensor.dtype] += tensor.nbytes
     quantization = found.lazy.config.get("quantization")
     layers = sum(layer.resident for layer in size.layers)
-    return {
+    return facts(plan) | {
         "model": str(found.lazy.checkpoint.folder),
         "model_type": found.lazy.config.get("model_type"),
         "quantization": {k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
@@ -62,20 +63,13 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "context_bytes": plan.cache_bytes,
         "to_pack_bytes": missing_bytes(found.lazy, found.layers),
         "resident_budget_bytes": resident_budget(prepared.planning.largest),
-        "smallest_budget_bytes": plan.smallest_budget_bytes,
-        "budget_bytes": plan.budget_bytes,
         "resident_units": list(plan.resident),
         "streamed_units": list(plan.streamed),
-        "head_streamed": plan.head_streamed,
         "by_row_bytes": size.tables,
         "head_bytes": size.head.resident if size.head is not None else 0,
-        "slots": plan.slots,
         "experts_per_layer": [layer.experts.count if layer.experts is not None else 0 for layer in size.layers],
         "expert_slots": [dict(plan.pools).get(i, 0) for i in range(len(size.layers))],
-        "bytes_per_token": plan.bytes_per_token,
         "peak_bytes": plan.peak_bytes,
-        "prefill_step": plan.prefill_step,
-        "calibrated": plan.calibrated,
         "notes": list(prepared.notes),
     }
 

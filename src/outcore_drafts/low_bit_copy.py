@@ -18,28 +18,25 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.identity import identity_of_adapter
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.manifest import DRAFT, is_packed
+from outcore.checkpoint.pack import Progress, pack_draft
+from outcore.checkpoint.packed_bytes import PackedFile, Pieces, packed_file
+from outcore.checkpoint.packed_store import NON_LAYER, cached, open_packed
+from outcore.engine.model_profile import ModelProfile
+from outcore.errors import StoreError
+from outcore.machine.cache_use import keep
+from outcore.machine.device import on_cpu
+from outcore.machine.random_state import random_state_kept
+from outcore.modules.layers import find_layers
+from outcore.modules.module_tree import copied, named_modules, named_parameters
+from outcore.modules.split_linear import split_rows
 from outcore_packs.code_planes import high_plane
 
-from ...checkpoint.checkpoint import TensorInfo
-from ...checkpoint.identity import identity_of_adapter
-from ...checkpoint.lazy_model import LazyModel
-from ...checkpoint.manifest import DRAFT, is_packed
-from ...checkpoint.nested import nested_modules
-from ...checkpoint.pack import Progress, pack_draft
-from ...checkpoint.packed_bytes import PackedFile, Pieces, packed_file
-from ...checkpoint.packed_store import NON_LAYER, cached, open_packed
-from ...engine.model_profile import ModelProfile
-from ...errors import StoreError, UsageError
-from ...machine.cache_use import keep
-from ...machine.device import on_cpu
-from ...machine.random_state import random_state_kept
-from ...modules.layers import find_layers
-from ...modules.module_tree import copied, named_modules, named_parameters
-from ...modules.nested_linear import coarsen
-from ...modules.split_linear import split_rows
-
-BITS = (2, 3, 4, 5, 6, 8)
-DEFAULT_BITS = 3
+from .nested_layers import high_planes, nested_modules
+from .nested_linear import coarsen
 
 GROUP_SIZE = 64
 """Weights that share a scale and a bias, where the model's own are not quantized (affinely)."""
@@ -49,8 +46,8 @@ SMALL = 1 / 64
 
 
 @dataclass(frozen=True)
-class SelfDraft:
-    """A low-bit copy as it lies, or will lie, in the cache.
+class LowBitCopy:
+    """A copy as it lies, or will lie, in the cache.
 
     Attributes:
         folder: of the copy: in the cache, or inside a packed copy of the model.
@@ -72,26 +69,13 @@ class SelfDraft:
         return sum(nbytes for file, nbytes in sizes if head_streamed or file.unit != NON_LAYER)
 
 
-def self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
-    """What a copy of so many bits would be. Reads and writes nothing.
-
-    Raises:
-        UsageError: a number of bits that MLX does not quantize to.
-    """
-    if bits not in BITS:
-        raise UsageError(f"--draft self:{bits}: choose one of {', '.join(map(str, BITS))} bits")
-    found: SelfDraft | None = profile.drafts.get(bits)
-    if found is None:
-        found = profile.drafts[bits] = _self_draft(profile, bits)
-    return found
-
-
-def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
+def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
+    """What a copy of so many bits would be. Reads and writes nothing."""
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
     model = _shapes(profile.lazy, bits, heads)
     layers = find_layers(model)
-    files, sizes, there = [], [], profile.lazy.planes
-    cut = {path for path, _ in nested_modules(profile.lazy.model)}
+    files, sizes, there = [], [], high_planes(profile.lazy)
+    cut = {path: module.high for path, module in nested_modules(profile.lazy.model)}
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in named_parameters(layer.module)}
         # Of a layer whose codes are cut the copy shares all else.
@@ -115,10 +99,10 @@ def _self_draft(profile: ModelProfile, bits: int) -> SelfDraft:
             bits,
             GROUP_SIZE,
             "high bits, the model's biases",
-            profile.lazy.high,
+            max(cut.values(), default=0),
         )
         folder = cached(DRAFT, checkpoint, *key)
-    return SelfDraft(folder, tuple(files), tuple(sizes), bits, heads, there)
+    return LowBitCopy(folder, tuple(files), tuple(sizes), bits, heads, there)
 
 
 def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
@@ -129,7 +113,7 @@ def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
     return found
 
 
-def make_self_draft(profile: ModelProfile, draft: SelfDraft, progress: Progress | None = None) -> None:
+def write_copy(profile: ModelProfile, draft: LowBitCopy, progress: Progress | None = None) -> None:
     """Write the copy to the cache, unless it is there and whole; in memory for about one layer.
 
     Raises:
@@ -144,7 +128,7 @@ def make_self_draft(profile: ModelProfile, draft: SelfDraft, progress: Progress 
     pack_draft(draft.folder, profile.lazy.checkpoint, draft.files, pieces, progress)
 
 
-def load_self_draft(profile: ModelProfile, draft: SelfDraft, head_streamed: bool, cpu_streams: int) -> nn.Module:
+def load_copy(profile: ModelProfile, draft: LowBitCopy, head_streamed: bool, cpu_streams: int) -> nn.Module:
     """The copy as a model of its own, its weights in memory; shares what lies outside of layers with the model.
 
     Args:

@@ -14,12 +14,14 @@ from .head import MtpHead, SharedParts
 from .hidden_states import HiddenStates
 from .layouts import Cache, leaves
 
+MTP = "mtp"
+
 STEP = 16
 """Tokens that the head follows at a time: few, since a plan counts a chunk of the model's own activations, at least
 as many, and none for what drafts."""
 
 
-class MtpSource:
+class MtpProposer:
     """The head, used again and again: its state of a guessed token takes the place of the model's own.
 
     Its keys and values are of the text's tokens, from the first one on whose hidden state is known. Those of guessed
@@ -27,22 +29,21 @@ class MtpSource:
 
     Args:
         head, shared: in memory; ``shared`` with the model.
-        name, how, vocabulary: as in ``ModelSource``.
+        how, vocabulary: as in ``Drafting.proposer``.
         hidden: of the text's tokens, but for the last one.
     """
 
+    name = MTP
     cheaper = None
 
     def __init__(
         self,
         head: MtpHead,
         shared: SharedParts,
-        name: str,
         how: DrawForecast | MlxLmSampler | None,
         vocabulary: int,
         hidden: HiddenStates,
     ) -> None:
-        self.name = name
         self._head: MtpHead | None = head
         self._shared = shared
         self._how = how

@@ -7,21 +7,22 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ..calibration.calibration_file import file_of, key_of
-from ..calibration.measuring import measuring
-from ..checkpoint.find_model import resolve_model
-from ..checks import whole
-from ..decode.preparation import Preparation, prepare
-from ..errors import UsageError
-from ..machine.cache_folder import cache_dir
-from ..machine.device import on_cpu
-from ..machine.hardware import cores
-from ..plan.machine_profile import Calibration
-from ..sizes import format_size
-from ..text import counted
-from .console import console, listing
-from .engine import progress_bar
-from .output import tell
+from outcore.calibration.calibration_file import file_of, key_of
+from outcore.calibration.measuring import measuring
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checks import whole
+from outcore.cli.arguments import loading_options
+from outcore.cli.console import console, listing
+from outcore.cli.engine import ProgressBar
+from outcore.cli.output import tell
+from outcore.decode.preparation import Preparation, prepare
+from outcore.errors import UsageError
+from outcore.machine.cache_folder import cache_dir
+from outcore.machine.device import on_cpu
+from outcore.machine.hardware import cores
+from outcore.plan.machine_profile import Calibration
+from outcore.sizes import format_size
+from outcore.text import counted
 
 
 def run(args: argparse.Namespace) -> None:
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         notes.append(line)
         tell(line)
 
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         found, measured = measuring().calibrated(
             profile, folder, streams, force=args.force, progress=bar.measuring, note=note
         )
@@ -62,10 +63,7 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
         if args.cpu_streams is not None:
             whole("--cpu-streams", args.cpu_streams)
         return None
-    folder = resolve_model(args.model, args.revision)
-    names = ("dtype", "cpu_streams", "trust_remote_code")
-    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"flags": True}
-    return prepare(folder, least=True, **options)
+    return prepare(resolve_model(args.model, args.revision), least=True, **loading_options(args))
 
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:

@@ -39,6 +39,11 @@ class CoarseLinear(nn.QuantizedLinear):
             x, *arrays, transpose=True, group_size=self.group_size, bits=self.bits, mode=self.mode
         )
 
+    @property
+    def outcore_split(self) -> tuple[int, int]:
+        """As ``split_rows`` asks for it."""
+        return self["biases"].shape[0], self["biases"].size * self.group_size
+
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
         """Words, scales and biases that it multiplies with, all of them or some rows; not evaluated."""
         words, scales, biases = self._own(rows)

@@ -12,20 +12,20 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..checkpoint.find_model import demo_model
-from ..checkpoint.tokenizer import load_tokenizer
-from ..checks import whole
-from ..decode.budget import asked_budget
-from ..decode.generate import stream_generate
-from ..decode.loader import load
-from ..decode.prompt import encode
-from ..engine.session import Session
-from ..errors import OutcoreError, UsageError
-from ..machine.allocator import peak_held, reset_peak
-from ..sizes import format_size
-from .arguments import text_of
-from .console import PlainConsole, listing
-from .engine import engine_record, progress_bar, sweep_progress
+from outcore.checkpoint.find_model import demo_model
+from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.checks import whole
+from outcore.cli.arguments import text_of
+from outcore.cli.console import PlainConsole, listing
+from outcore.cli.engine import ProgressBar, engine_record, sweep_progress
+from outcore.decode.budget import asked_budget
+from outcore.decode.generate import stream_generate
+from outcore.decode.loader import load
+from outcore.decode.prompt import encode
+from outcore.engine.session import Session
+from outcore.errors import OutcoreError, UsageError
+from outcore.machine.allocator import peak_held, reset_peak
+from outcore.sizes import format_size
 
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""
@@ -71,7 +71,7 @@ def _run(folder: Path, args: argparse.Namespace, memory: int, shown: PlainConsol
     # The peak is this run's: what the one before it left goes first.
     gc.collect()
     reset_peak()
-    with progress_bar() as bar:
+    with ProgressBar() as bar:
         prompt = int(encode(load_tokenizer(folder, {}), args.prompt).size)
         tokens = prompt + args.max_tokens
         model, tokenizer = load(str(folder), memory=memory, context=tokens, prompt=prompt, draft="none", progress=bar)

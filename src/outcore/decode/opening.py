@@ -1,0 +1,56 @@
+"""What a model is opened with, and what it weighs for the use that it is opened for; nothing of it has been read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..checkpoint.lazy_model import LazyModel
+from ..engine.model_profile import ModelProfile
+from ..engine.whole_profile import check_experts, profile_of
+from ..machine.device import COMPUTE_DTYPES
+from ..options import LoadOptions
+from ..plan.cache_size import STATES
+from ..plan.machine_profile import Calibration
+from ..plan.model_size import LOGITS_SHARE, ModelSize
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The folder of a model as it was named, what was asked for, and the machine's calibration, if there is one."""
+
+    folder: Path
+    options: LoadOptions
+    known: Calibration | None
+
+    def measured(self, lazy: LazyModel) -> ModelProfile:
+        """What the model weighs, for the context and the use that it is opened for."""
+        o, known = self.options, self.known
+        compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
+        # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
+        how = known.io if known is not None and o.io == "auto" else o.io
+        check_experts(lazy, compute)
+        several = o.most_sequences > 1
+        profile = profile_of(
+            lazy, context=o.context, prompt=o.prompt, dtype=compute, direct=how != "cached", together=several
+        )
+        size = profile.size
+        if o.resumable:
+            size = replace(size, kept=size.states)
+        if o.batch is not None:
+            size = _in_batches(size, o.batch, o.context or size.context)
+        if o.reserved is not None and o.reserved < size.context:
+            # The prompt, if it is known, is there from the first sweep on.
+            size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
+        if o.sequences == 1 and o.batch is None and size.kept_apart:
+            size = replace(size, kv_disk=o.kv_disk)
+        return replace(profile, size=size)
+
+
+def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:
+    """The model with memory for calls of so many sequences of ``length`` tokens, without caches and with the logits of
+    every token, as mlx-lm's perplexity makes them."""
+    tokens = sequences * length
+    whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
+    more = whole.activations(tokens) - size.activations(min(length, size.prompt))
+    return replace(size, batches=more + (sequences - 1) * STATES * size.state)

@@ -1,0 +1,138 @@
+"""``--draft mtp``: the model's own multi-token-prediction head drafts, or that of the original it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from outcore.decode.opening import Opening
+from outcore.decode.passes import HiddenKeeper
+from outcore.decode.sampling import DrawForecast, MlxLmSampler
+from outcore.decode.speculative.drafting import Drafting, TextState
+from outcore.decode.speculative.sources import DraftSource
+from outcore.engine.binding import Progress
+from outcore.engine.model_profile import ModelProfile
+from outcore.engine.session import Session
+from outcore.errors import UsageError
+from outcore.machine.allocator import clear_cache
+from outcore.machine.device import on_cpu
+from outcore.modules.split_linear import split_rows
+from outcore.plan.draft_cost import Draft
+from outcore.sizes import held_bytes
+
+from ..draft_model import draft_folder
+from .head import MtpHead, SharedParts, has_mtp, head_bytes, kv_bytes, open_mtp
+from .hidden_states import WINDOW, HiddenStates
+from .proposer import MTP, MtpProposer
+
+
+class MtpHeads(DraftSource):
+    """Drafts by multi-token-prediction heads."""
+
+    kind, usage, over_ranks = MTP, "mtp, mtp:FOLDER", False
+
+    def parse(self, asked: str, argument: str | None) -> str | None:
+        if argument == "":
+            raise UsageError(f"--draft {asked}: give the original model, whose head it is, or leave the colon out")
+        return argument
+
+    def offers(self, profile: ModelProfile) -> Iterator[tuple[str, None, int]]:
+        if has_mtp(profile.lazy):
+            yield MTP, None, 0
+
+    def open(self, which: str | None, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
+        o = opening.options
+        asked = f"{o.name('draft')} {o.draft}"
+        if o.head_resident is False and profile.size.head is not None:
+            raise UsageError(
+                f"{asked}: drafts with the model's head, which has to stay in memory; let it, or draft ngram"
+            )
+        folder = None
+        if which is not None:
+            # Of the original its one file with the head is enough.
+            folder = Path(which) if Path(which).is_dir() else draft_folder(which)
+        draft = draft_by_head(profile, folder)
+        if draft is not None:
+            return profile, draft
+        if folder is not None:
+            raise UsageError(
+                f"{asked}: no multi-token-prediction head for this model there; give the model it was made of"
+            )
+        raise UsageError(
+            f"{asked}: {profile.lazy.checkpoint.folder} has no multi-token-prediction head; conversions to MLX leave "
+            f"them out. Give the original model's folder, or the one file of it that holds the head: {MTP}:FOLDER; or "
+            "draft with ngram or self"
+        )
+
+    def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
+        return ByHead(load_head(draft.detail, profile))
+
+
+def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
+    """The model's head, from its own folder or from this one; None where it has none. Raises as ``open_mtp``."""
+    head = open_mtp(profile.lazy, folder, profile.cast.target)
+    if head is None:
+        return None
+    weight = head.norm.weight
+    each = kv_bytes(head, weight.size, weight.dtype)
+    return Draft(
+        MTP,
+        MTP,
+        weights=head_bytes(head),
+        cache=WINDOW * weight.nbytes + held_bytes([(each, None)], profile.size.context),
+        growing=((each, None),),
+        uses_head=True,
+        detail=folder,
+    )
+
+
+class ByHead(Drafting):
+    """A head in memory: read before the model, as quantizing takes memory beside it."""
+
+    kind = MTP
+    holds_head = True
+
+    def __init__(self, head: MtpHead) -> None:
+        super().__init__(MTP)
+        self.model = head
+        self.shared: SharedParts | None = None
+
+    def join(self, session: Session) -> Drafting:
+        if session.plan.head_streamed:
+            session.note("the model's head is not in memory, so nothing drafts with it but the text's own repetitions")
+            return Drafting()
+        self.shared = SharedParts(session.model)
+        if on_cpu():
+            split_rows(self.model, session.cpu_streams)
+        return self
+
+    def hidden(self) -> HiddenKeeper | None:
+        return None if self.shared is None else HiddenStates(self.shared.tap)
+
+    def proposer(
+        self,
+        how: DrawForecast | MlxLmSampler | None,
+        vocabulary: int,
+        state: TextState,
+        hidden: HiddenKeeper | None,
+    ) -> MtpProposer | None:
+        if self.shared is None:
+            return None
+        assert isinstance(hidden, HiddenStates)
+        return MtpProposer(self.model, self.shared, how, vocabulary, hidden)
+
+    def close(self) -> None:
+        self.model = self.shared = None
+
+
+def load_head(folder: Path | None, profile: ModelProfile) -> MtpHead:
+    """The model's head, in memory; read array by array: what quantizing takes beside it is one of them."""
+    head = open_mtp(profile.lazy, folder, profile.cast.target)
+    assert head is not None
+    for _, array in tree_flatten(head.parameters()):
+        mx.eval(array)
+    clear_cache()
+    return head

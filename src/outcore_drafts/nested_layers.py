@@ -1,0 +1,173 @@
+"""A quantized model's own high bits as what drafts for it: the layers of which only the low bits are read then, and
+what they are once the draft was given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import mlx.nn as nn
+
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.lazy_model import DTYPES, LazyModel
+from outcore.checkpoint.manifest import PLANES
+from outcore.checkpoint.packed_store import open_again, open_copy
+from outcore.decode.opening import Opening
+from outcore.engine.layer_sizes import on_cuda_size, weighed
+from outcore.engine.model_profile import LayerParts, ModelProfile
+from outcore.errors import UnsupportedModelError
+from outcore.machine.device import on_cuda
+from outcore.modules.layers import Layer, Parameter, find_layers
+from outcore.modules.module_tree import named_modules
+from outcore.plan.partition import LayerSize
+from outcore_packs.stored_planes import Planes, cut_modules
+
+from .nested_linear import NestedLinear, nest
+
+KEYS = ("weight", "scales")
+"""What a draft's layer has of its own."""
+
+
+def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
+    """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
+    where experts can be read one by one, not where a layer's codes are looked at from outside, and not in float16. A
+    copy in the cache that has these bits apart is taken (mirrors have the folder that was named)."""
+    o, size = opening.options, profile.size
+    streamable = [each.streamable for each in size.layers]
+    # Among float16's smallest numbers a draft's scales are rounded at other places than the model's.
+    if o.dtype == "float16" or not any(streamable) or profile.evaluates:
+        return profile
+    if any(each.experts is not None for each in size.layers):
+        return profile
+    if not _to_cut(profile.lazy, high):  # without opening it once more
+        return profile
+    apart = None if o.mirrors else open_copy(opening.folder, f"{PLANES}:{high}", **profile.lazy.arguments)
+    lazy = with_nested_layers(apart or open_again(profile.lazy), high)
+    try:
+        found = opening.measured(lazy)
+    except UnsupportedModelError:  # an adapter's module (DoRA) looks at the weights of the one that it wraps
+        return profile
+    if [each.streamable for each in found.size.layers] != streamable:
+        return profile
+    layers = tuple(replace(n, kind=p.kind) for n, p in zip(found.size.layers, size.layers, strict=True))
+    return replace(found, size=replace(found.size, layers=layers))
+
+
+def _to_cut(lazy: LazyModel, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
+    """The modules of all layers whose codes can be cut, by their paths in the model; without an adapter's."""
+    found = [(f"{layer.path}.{path}", m) for layer in find_layers(lazy.model) for path, m in cut_modules(layer, high)]
+    return [(path, m) for path, m in found if f"{path}.weight" in lazy.loaded]
+
+
+def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel:
+    """The model, which is changed, with layers of which only low bits are read; the same if it has none such."""
+    loaded, origins = set(lazy.loaded), dict(lazy.origins)
+    modules = _to_cut(lazy, high)
+    for path, module in modules:
+        bits = module.bits
+        nest(module, high)
+        loaded -= {f"{path}.weight", f"{path}.scales"}
+        loaded.add(f"{path}.low")
+        there = origins.pop(f"{path}.weight", None)
+        origins.pop(f"{path}.scales", None)
+        apart = lazy.decoders.get(there.name) if there is not None else None
+        if there is not None and isinstance(apart, Planes) and (apart.bits, apart.high) == (bits, high):
+            origins[f"{path}.low"], _ = apart.places(there)
+    if not modules:
+        return lazy
+    reshape = partial(with_nested_layers, high=high)
+    return replace(lazy, origins=origins, loaded=frozenset(loaded), reshape=reshape)
+
+
+def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
+    """By their paths."""
+    return ((path, m) for path, m in named_modules(model) if isinstance(m, NestedLinear))
+
+
+def high_planes(lazy: LazyModel) -> dict[str, TensorInfo]:
+    """Where on disk the high bits of nested layers lie by themselves, by the paths of the weights."""
+    found = {}
+    for path, _ in nested_modules(lazy.model):
+        if (low := lazy.origins.get(f"{path}.low")) is not None:
+            name = low.name.removesuffix(".low")
+            planes = lazy.decoders[name]
+            assert isinstance(planes, Planes)
+            _, found[f"{path}.weight"] = planes.places(lazy.checkpoint.tensors[name])
+    return found
+
+
+def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
+    """Let the model's nested layers use the high bits that the draft has in memory, and the draft all bits of those
+    layers that stay there."""
+    drafting = dict(named_modules(draft))
+    for path, module in nested_modules(model):
+        module.share(drafting[path])
+        module.settle()
+
+
+# Once the draft was given up
+
+
+Stamp = tuple[int, int, int]
+"""A file's inode, bytes and time of the last change in nanoseconds."""
+
+
+def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:
+    """What shows whether files of tensors were replaced or written to; None of one that is gone."""
+    stamps: dict[Path, Stamp | None] = {}
+    for file in {tensor.file for tensor in tensors.values()}:
+        try:
+            found = file.stat()
+        except OSError:
+            stamps[file] = None
+        else:
+            stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
+    return stamps
+
+
+def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -> ModelProfile:
+    """The profile of the same model, whose layers' units have the high bits, too. Nothing is changed.
+
+    Args:
+        profile: of a model with nested layers that share a draft's high bits.
+        where: the draft's tensors on disk, by their paths in the model.
+    """
+    place = replace(profile.place, where={**profile.place.where, **where})
+    grown = [_grown(layer, parts, where) for layer, parts in zip(profile.layers, profile.parts, strict=True)]
+    parts = (p if p.unit is None else replace(p, unit=place.unit(layer)) for layer, p in grown)
+    profile = replace(profile, place=place, layers=tuple(layer for layer, _ in grown), parts=tuple(parts))
+    sizes = tuple(_size(profile, i, size) for i, size in enumerate(profile.size.layers))
+    return replace(profile, size=replace(profile.size, layers=sizes))
+
+
+def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> tuple[Layer, LayerParts]:
+    """A layer with its modules' high bits as parameters of its own. What codes of nested modules are put together from
+    is all in the slot then: each call does it, and nothing decodes them. Others are decoded as before."""
+    parameters, casts = list(layer.parameters), list(parts.casts)
+    owners = {id(p.module): n for n, p in enumerate(parameters)}
+    numbers = [list(piece.parameters) for piece in parts.pieces]
+    for path, module in named_modules(layer.module):
+        if not isinstance(module, NestedLinear) or module.coarse is None or id(module) not in owners:
+            continue
+        mine = next((own for own in numbers if owners[id(module)] in own), None)
+        for key in KEYS:
+            if mine is not None:
+                mine.append(len(parameters))
+            parameters.append(Parameter(f"{path}.{key}", module.coarse, key))
+            # As the draft has them in memory.
+            dtype, stored = module.coarse[key].dtype, DTYPES[where[f"{layer.path}.{path}.{key}"].dtype]
+            casts.append(None if dtype == stored else dtype)
+    pieces = tuple(replace(p, parameters=tuple(n)) for p, n in zip(parts.pieces, numbers, strict=True))
+    kept = (None if isinstance(d, NestedLinear) else d for d in parts.decoders)
+    decoders = (*kept, *(None,) * (len(parameters) - len(layer.parameters)))
+    parts = replace(parts, pieces=pieces, casts=tuple(casts), decoders=decoders)
+    return Layer(layer.path, layer.module, tuple(parameters)), parts
+
+
+def _size(profile: ModelProfile, i: int, size: LayerSize) -> LayerSize:
+    whole, parts = weighed(profile.layers[i], profile.parts[i].pieces, profile.parts[i].casts, profile.place)
+    pieces = tuple(replace(p, out=b.out, block=b.block) for p, b in zip(parts, size.pieces, strict=True))
+    size = replace(size, resident=whole.resident, slot=whole.slot, read=whole.read, cast=whole.cast, pieces=pieces)
+    return on_cuda_size(size, profile.copies) if on_cuda() else size

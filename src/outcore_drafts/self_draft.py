@@ -1,0 +1,207 @@
+"""``--draft self:BITS``: a low-bit copy of the model drafts, or the high bits of its own codes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.manifest import MANIFEST
+from outcore.checkpoint.packed_store import missing_bytes, open_packed, source_of, whole_files
+from outcore.decode.opening import Opening
+from outcore.decode.passes import HiddenKeeper
+from outcore.decode.sampling import DrawForecast, MlxLmSampler
+from outcore.decode.speculative.drafting import Drafting, TextState
+from outcore.decode.speculative.proposers import Guess, cut, drawn
+from outcore.decode.speculative.sources import DraftSource
+from outcore.engine.binding import Progress
+from outcore.engine.model_profile import ModelProfile
+from outcore.engine.session import Session
+from outcore.errors import StoreSpaceError, UsageError
+from outcore.plan.draft_cost import AUTO, Draft
+from outcore.plan.plan import Plan
+from outcore.text import shortened
+
+from .low_bit_copy import LowBitCopy, load_copy, low_bit_copy, write_copy
+from .nested_layers import Stamp, file_stamps, high_bits_streamed, nested, nested_modules, share_high_bits
+
+SELF = "self"
+
+BITS, DEFAULT_BITS = (2, 3, 4, 5, 6, 8), 3
+
+WEIGHED = (2, 3, 4)
+"""Bits that ``--draft auto`` looks at."""
+
+CHANCES = {2: 0.75, 3: 0.88, 4: 0.94}
+"""By bits of a copy, how likely its guess is what the model says, before any was seen: tokens of code and prose that
+both choose, with a model of 28M parameters at 4 and 8 bits (dev/LOG.md). More bits: as 4."""
+
+
+class SelfDrafts(DraftSource):
+    """Drafts by a copy of the model's own layers."""
+
+    kind, usage, writes = SELF, "self, self:BITS", True
+
+    def parse(self, asked: str, argument: str | None) -> int:
+        bits = argument or str(DEFAULT_BITS)
+        if bits not in map(str, BITS):
+            raise UsageError(f"--draft {shortened(asked)}: give the number of bits, one of {', '.join(map(str, BITS))}")
+        return int(bits)
+
+    def offers(self, profile: ModelProfile) -> Iterator[tuple[str, int, int]]:
+        quantization = profile.lazy.config.get("quantization")
+        own = quantization.get("bits") if isinstance(quantization, dict) else None
+        weights = sum(layer.resident for layer in profile.size.layers)
+        for bits in WEIGHED:
+            if not isinstance(own, int) or bits < own:
+                whole = own if isinstance(own, int) else 16
+                # Scales, and what is quantized in fewer bits than the others, are as they are.
+                yield f"{SELF}:{bits}", bits, weights * bits // (max(whole, bits) + 2)
+
+    def open(self, which: int, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
+        o = opening.options
+        if o.ranks is None:  # each of those has layers of the folder that was named
+            profile = nested(profile, which, opening)
+        if profile.size.kv_disk != "off":
+            if o.kv_disk == "on":
+                raise UsageError(
+                    f"{o.name('kv_disk')} on and {o.name('draft')} {o.draft}: a copy of the model reads all keys and "
+                    f"values for every token that it drafts; with {o.name('draft')} ngram it need not"
+                )
+            profile = replace(profile, size=replace(profile.size, kv_disk="off"))
+        copied, size = low_bit_copy(profile, which), profile.size
+        weights = copied.nbytes(False)
+        return profile, Draft(
+            SELF,
+            f"{SELF}:{which}",
+            weights=weights,
+            head=copied.nbytes(True) - weights,
+            cache=size.cache,
+            growing=size.growing,
+            copies_model=True,
+            chance=CHANCES[min(which, 4)],
+            detail=copied,
+        )
+
+    def to_write(self, profile: ModelProfile, plan: Plan, draft: Draft) -> tuple[int, Path]:
+        copied: LowBitCopy = draft.detail
+        low = missing_bytes(profile.lazy, profile.layers) if plan.streams else 0
+        whole = whole_files(copied.folder, MANIFEST, copied.files, source_of(profile.lazy.checkpoint))
+        return low + sum(f.nbytes for f in copied.files if f.name not in whole), copied.folder
+
+    def write(self, profile: ModelProfile, draft: Draft, progress: Progress) -> None:
+        write_copy(profile, draft.detail, progress)
+
+    def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
+        return ByCopy(draft, profile, opening.options.draft == AUTO, progress)
+
+
+class ByCopy(Drafting):
+    """A copy of the model, made if it is not there yet, and in memory once the model is."""
+
+    kind, holds_head = SELF, True
+
+    def __init__(self, draft: Draft, profile: ModelProfile, auto: bool, progress: Progress) -> None:
+        super().__init__(draft.name)
+        self._copied, self._profile = draft.detail, profile
+        self._auto, self._progress = auto, progress
+        self._high_bits: Mapping[str, TensorInfo] = {}  # of nested layers, where they lie on disk
+        self._stamps: Mapping[Path, Stamp | None] = {}
+
+    def join(self, session: Session) -> Drafting:
+        profile, copied = self._profile, self._copied
+        try:
+            write_copy(profile, copied, self._progress)
+        except StoreSpaceError as error:
+            if not self._auto or session.transport.alone:
+                raise
+            # Other ranks have planned already, so all goes on without what nobody asked for.
+            session.note(f"nothing drafts but the text's own repetitions: {error}")
+            return Drafting()
+        model = self.model = load_copy(profile, copied, session.plan.head_streamed, session.cpu_streams)
+        session.transport.fill(model)
+        share_high_bits(profile.lazy.model, model)
+        # Of layers that are not cut the copy has tensors of its own, which are named as the model's are.
+        shared = {path for path, _ in nested_modules(profile.lazy.model)}
+        if shared:
+            tensors = {**open_packed(copied.folder).tensors, **copied.elsewhere}
+            self._high_bits = {path: t for path, t in tensors.items() if path.rpartition(".")[0] in shared}
+        self._stamps = file_stamps(self._high_bits)
+        return self
+
+    def proposer(
+        self,
+        how: DrawForecast | MlxLmSampler | None,
+        vocabulary: int,
+        state: TextState,
+        hidden: HiddenKeeper | None,
+    ) -> CopyProposer | None:
+        return None if self.model is None else CopyProposer(self.model, how, vocabulary, state)
+
+    @property
+    def intact(self) -> bool:  # type: ignore[override]
+        """Whether the files of the high bits are there, and nobody has written to them since they were read."""
+        return None not in self._stamps.values() and file_stamps(self._high_bits) == self._stamps
+
+    def profile_without(self, profile: ModelProfile) -> ModelProfile:
+        """The model's layers, which shared the copy's high bits, read them, too."""
+        return high_bits_streamed(profile, self._high_bits) if self._high_bits else profile
+
+    def give_up(self, session: Session) -> Drafting:
+        session.transport.fill(None)
+        return super().give_up(session)
+
+
+class CopyProposer:
+    """Guesses by a low-bit copy of the model, which goes on from what the model's own caches hold.
+
+    So it has no prompt to compute and no text to follow, and what it goes on from is exact.
+
+    Args:
+        model: the copy, all in memory.
+        how, vocabulary, state: as in ``Drafting.proposer``.
+    """
+
+    name = SELF
+    cheaper = None
+
+    def __init__(
+        self, model: nn.Module, how: DrawForecast | MlxLmSampler | None, vocabulary: int, state: TextState
+    ) -> None:
+        self._model: nn.Module | None = model
+        self._how = how
+        self._vocabulary = vocabulary
+        self._state = state
+        self._cache: list[Any] | None = None
+        self._last: list[int] = []  # token of the text
+        self._new: list[int] = []  # tokens of the text that the model's caches did not hold
+        self._fed = 0  # of them and the drafted ones
+
+    def give_up(self) -> None:
+        """Have no more guesses, and let go of the model."""
+        self._model = self._cache = None
+
+    def begin(self, text: Sequence[int]) -> None:
+        self._cache, self._last = None, list(text[-1:])
+
+    def guess(self, drafted: Sequence[int]) -> Guess | None:
+        """What the copy would say after the text and these tokens."""
+        if self._model is None:
+            return None
+        if self._cache is None:
+            cache, pending = self._state()
+            self._new = pending + self._last
+            # References to the same arrays: MLX copies what the copy writes to.
+            self._cache, self._fed = copy.deepcopy(cache), 0
+        new = [*self._new, *drafted][self._fed :]
+        self._fed += len(new)
+        with mx.stream(generation_stream):
+            logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
+            return drawn(cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)

@@ -1,0 +1,1 @@
+"""Commands about this machine, its files and its processes: what a run does not need."""

@@ -1,0 +1,76 @@
+"""``outcore pack``: copy a model into the aligned layout that reads fastest."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from outcore.checkpoint.codings import codings
+from outcore.checkpoint.find_model import resolve_model
+from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
+from outcore.cli.arguments import text_of
+from outcore.cli.engine import ProgressBar
+from outcore.decode.preparation import prepare
+from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
+from outcore.errors import UsageError
+from outcore.machine.device import on_cpu
+from outcore.plan.draft_cost import NONE
+from outcore.sizes import format_size
+from outcore.text import printable, shortened
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    began = time.perf_counter()
+    draft, (kind, which) = args.draft, parse_draft(args.draft or NONE)
+    if kind not in OWN and not draft_source(kind).writes:
+        raise UsageError(f"--draft {draft}: only a copy of the model itself is made here, such as self:3")
+    if draft is not None and kind in OWN:
+        raise UsageError(f"--draft {draft}: nothing would be made; leave it out, or give self:3")
+    coding = args.coding if args.coding != "auto" else PLAIN if on_cpu() else COMPACT
+    cut = coding.startswith(PLANES)
+    drafted = _drafted_by(coding) if cut else None
+    if not CODING.fullmatch(coding) or (cut and drafted is None):
+        raise UsageError(
+            f"--coding {shortened(coding)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
+        )
+    if cut and draft is not None and parse_draft(drafted or NONE) != (kind, which):
+        raise UsageError(f"--draft {draft}: drafts with other bits than --coding {coding} keeps apart")
+    draft = drafted if cut else draft
+    if args.output is not None:
+        text_of("--output", str(args.output))  # MLX opens no file by another name
+    folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
+    if (packs := codings()) is None:
+        raise UsageError("pack: needs the package outcore_packs, which is not there; install outcore whole")
+    with ProgressBar() as bar:
+        store = packs.pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
+        if draft is not None:
+            found = prepare(store.folder, draft=draft, **trust)
+            assert found.planning.draft is not None
+            draft, kind = found.planning.draft.name, found.planning.draft.kind
+            draft_source(kind).write(found.profile, found.planning.draft, bar)
+    seconds = time.perf_counter() - began
+    nbytes = sum(t.nbytes for t in store.tensors.values())
+    how = "in fewer bytes" if coding == COMPACT else "cut in two"
+    coded = f" ({len(store.manifest.codings)} {how})" if store.manifest.codings else ""
+    drafts = "" if draft is None else f"; --draft {draft} has its draft there"
+    made = f"{len(store.tensors)} tensors{coded}, {format_size(nbytes)}, {seconds:.1f} s{drafts}"
+    print(f"{printable(str(store.folder))}: {made}")
+    args.result.record = {
+        "folder": str(store.folder),
+        "tensors": len(store.tensors),
+        "bytes": nbytes,
+        "seconds": seconds,
+        "coding": store.manifest.coding,
+        "coded_tensors": len(store.manifest.codings),
+    }
+
+
+def _drafted_by(coding: str) -> str | None:
+    """What drafts with the high bits that a coding keeps apart; None: of so many bits nothing does."""
+    draft = f"self:{coding.removeprefix(f'{PLANES}:')}"
+    try:
+        parse_draft(draft)
+    except UsageError:
+        return None
+    return draft
