@@ -125,8 +125,8 @@ def disturbance(
             trigger.error = lambda: RuntimeError("[malloc] Unable to allocate")
             stack.enter_context(replaced(mx, kind, trigger.before(getattr(mx, kind))))
         elif kind == "unit" and streaming is not None:
-            streaming.after_unit.join(trigger)
-            stack.callback(streaming.after_unit.leave, trigger)
+            streaming.after_unit.append(trigger)
+            stack.callback(streaming.after_unit.remove, trigger)
         elif kind == "progress":
             trigger.left = rng.randint(1, 2)
             options["prompt_progress_callback"] = trigger

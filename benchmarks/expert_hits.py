@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from outcore import load_model
-from outcore.plan.expert_policy import ExpertPolicy
+from outcore_experts.expert_policy import ExpertPolicy
 from result_file import write_result
 
 SHARES = (0.1, 0.25, 0.5)

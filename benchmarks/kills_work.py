@@ -18,7 +18,7 @@ import mlx.core as mx
 import _support  # noqa: F401
 import zoo
 from outcore.cli.main import main
-from outcore.disk import cold_ranges as unread
+from outcore_calibrate import cold_ranges as unread
 
 # All that the commands import, before anything is forked.
 for _name in ("outcore_tools.pack", "outcore.cli.generate", "outcore.cli.batch", "outcore_tools.calibrate"):

@@ -37,11 +37,11 @@ import zoo
 from outcore.decode.preparation import Preparation, prepare
 from outcore.machine.memory import peak_rss, rss
 from outcore.plan.candidate import Candidate, Candidates
-from outcore.plan.expert_plan import ON_DEMAND
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import held_between
 from outcore.plan.plan import Plan
 from outcore.plan.planner import ASSUMED, resident_budget
+from outcore_experts.expert_plan import ON_DEMAND
 from result_file import write_result
 from stand_ins import TokensOnly
 

@@ -28,8 +28,6 @@ from outcore.calibration.calibration_file import load_calibration, store_calibra
 from outcore.cli.main import main
 from outcore.decode.preparation import Preparation, prepare
 from outcore.disk import chunk
-from outcore.disk import cold_ranges as unread
-from outcore.disk.cold_ranges import SCRATCH, UnreadRanges, scratch_file
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
@@ -37,9 +35,11 @@ from outcore.errors import CalibrationError
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK
 from outcore_calibrate import calibration as calibrate
+from outcore_calibrate import cold_ranges as unread
 from outcore_calibrate import device_rates as rates
 from outcore_calibrate import disk_rate as disk
 from outcore_calibrate import layer_times as layers
+from outcore_calibrate.cold_ranges import SCRATCH, UnreadRanges, scratch_file
 from outcore_calibrate.disk_rate import GAIN, Bench, ReadSetting, best_setting, choose
 
 MEASURED = Calibration(
@@ -236,7 +236,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from statistics import median
-from outcore.disk.cold_ranges import scratch_file
+from outcore_calibrate.cold_ranges import scratch_file
 with scratch_file(Path(sys.argv[1]), nbytes=8 << 20) as path:
     assert path.stat().st_size == 8 << 20
     os.kill(os.getpid(), signal.SIGKILL)

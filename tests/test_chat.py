@@ -40,9 +40,9 @@ from outcore.decode import one_text
 from outcore.decode.conversation import ChatTemplate
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
-from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, CheckpointError, UsageError
 from outcore.machine.cache_folder import cache_dir
+from outcore_kv.scratch import Scratch
 
 MESSAGES = ["import os", "self.a = a; self.b = b", "import re"]
 SMALL = ["--memory", "20MB", "--context", "256"]

@@ -19,8 +19,8 @@ import pytest
 
 import zoo
 from interrupts import heard
-from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
 from outcore.cli.main import main
+from outcore_tools.demo import DEMO_PACKAGE as PACKAGE
 
 PROMPT = ["-p", "def read_lines(path):", "--ignore-chat-template"]
 

@@ -246,7 +246,7 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
             if next(calls) == 2:
                 raise Stop
 
-        session.streaming.after_unit.join(stop)
+        session.streaming.after_unit.append(stop)
         with pytest.raises(Stop):
             same(model, answer)
         assert same(model, answer)

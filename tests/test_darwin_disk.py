@@ -15,7 +15,6 @@ import pytest
 
 from fake_darwin_disk import PAGE, FakeDarwin
 from outcore.disk import disk_calls
-from outcore.disk.cold_ranges import UnreadRanges, scratch_file
 from outcore.disk.disk_calls import DarwinCalls, DiskCalls, using
 from outcore.disk.disk_probe import wrong_reads
 from outcore.disk.layout import Extent, Source, place_unit
@@ -23,6 +22,7 @@ from outcore.disk.reader import FileReader, RowReader
 from outcore.disk.ring import Slot
 from outcore.errors import ReadError, UsageError
 from outcore.sizes import BLOCK
+from outcore_calibrate.cold_ranges import UnreadRanges, scratch_file
 from outcore_calibrate.disk_rate import Bench, best_setting
 
 NBYTES, SIZE = 150_001, 400_003

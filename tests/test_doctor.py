@@ -20,8 +20,6 @@ import outcore
 import zoo
 from fake_darwin_disk import FakeDarwin as FakeDarwinDisk
 from outcore.calibration import first_use
-from outcore.checkpoint.find_model import DEMO_PACKAGE as PACKAGE
-from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli.main import main
 from outcore.disk import disk_calls, disk_probe
 from outcore.disk import reader as reader_module
@@ -29,7 +27,9 @@ from outcore.disk.ring import Slot
 from outcore.errors import UnsupportedModelError
 from outcore.plan.machine_profile import Calibration
 from outcore_tools import doctor
+from outcore_tools.demo import DEMO_PACKAGE as PACKAGE
 from outcore_tools.doctor import CHECKS, Finding, examine
+from outcore_tools.random_checkpoint import save_random_checkpoint
 
 MIB = 1 << 20
 

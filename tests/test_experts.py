@@ -25,18 +25,18 @@ import outcore
 import zoo
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
-from outcore.engine import expert_windows, look_ahead
-from outcore.engine import experts as on_demand
-from outcore.engine.expert_cache import ExpertReads, PooledSwitch
-from outcore.engine.look_ahead import LookAhead
 from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
 from outcore.machine.device_memory import move
 from outcore.machine.device_stretches import CudaDriver, DeviceMemory
-from outcore.modules.switches import is_stacked
-from outcore.plan.expert_plan import hit_rate, pooled_sweep
-from outcore.plan.expert_policy import ExpertPolicy
+from outcore.modules.layers import is_stacked
 from outcore.sizes import BLOCK
+from outcore_experts import expert_windows, look_ahead
+from outcore_experts import experts as on_demand
+from outcore_experts.expert_cache import ExpertReads, PooledSwitch
+from outcore_experts.expert_plan import hit_rate, pooled_sweep
+from outcore_experts.expert_policy import ExpertPolicy
+from outcore_experts.look_ahead import LookAhead
 
 EXPERTS, USED = 16, 4
 
@@ -104,6 +104,19 @@ def test_every_kind_of_switch(model_type: str, quantize: dict[str, int] | None, 
         assert np.array_equal(found, expected)
         assert 0 < session.metrics.experts_read <= session.metrics.experts_used
         session.close()
+
+
+def test_without_its_package_experts_are_streamed_with_their_layer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outcore.engine.on_demand.modules", lambda _: {})
+    with pytest.raises(UsageError, match="the package outcore_experts is missing"):
+        held(folder, 2)
+    theirs, _ = mlx_lm.utils.load_model(folder)
+    model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=128, govern=False)
+    with model.outcore as session:
+        assert session.plan.streams and not session.plan.pools
+        assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
@@ -523,13 +536,13 @@ def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
     residency = model.outcore.residency
     whole = model.outcore.plan.pools
     expected = logits(model, PASSES)
-    for nbytes in (1, residency.layers.spare_bytes // 3, 10**12):
-        while residency.layers.spare_bytes:
+    for nbytes in (1, residency.layers.movable()[0] // 3, 10**12):
+        while residency.layers.movable()[0]:
             assert residency.layers.give(nbytes)[0]
             assert all(1 <= n <= slots for _, n in model.outcore.plan.pools)
         assert {n for _, n in model.outcore.plan.pools} == {1}
         assert np.array_equal(logits(model, PASSES), expected)
-        while back := residency.layers.returning_bytes:
+        while back := residency.layers.movable()[1]:
             assert residency.layers.take(max(nbytes, back[0]))[0]
         assert model.outcore.plan.pools == whole
     assert np.array_equal(logits(model, PASSES), expected)

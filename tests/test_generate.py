@@ -216,10 +216,10 @@ def test_an_exception_inside_a_sweep_leaves_the_model_usable(streamed: Any) -> N
             if calls == unit:
                 raise KeyboardInterrupt
 
-        model.outcore.streaming.after_unit.join(interrupt)
+        model.outcore.streaming.after_unit.append(interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6))
-        model.outcore.streaming.after_unit.leave(interrupt)
+        model.outcore.streaming.after_unit.remove(interrupt)
         assert ids(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=6)) == whole
 
 

@@ -52,12 +52,10 @@ class Machine:
     others: int = 0
     pass_s: float = 0.5
     lies: bool = False
-    cached: bool = False  # streamed through the page cache: stalls, but nothing is wrong
     loading: int = 0  # major faults a pass, of libraries
     now: float = 1000.0
     swapped: int = 0
     faults: int = 0
-    stalled: float = 0.0
     oom: int = 0
     governor: Governor = field(default_factory=Governor)
     log: list[tuple[float, int, int, Decision]] = field(default_factory=list)
@@ -69,11 +67,7 @@ class Machine:
 
     def check(self) -> Decision:
         available = self.total if self.lies else max(0, self.total - self.used)
-        stall = int(self.stalled * 1e6)
-        read = reading(
-            available, self.total, swap_ins=self.swapped, major_faults=self.faults, some_us=stall, full_us=stall,
-            oom=self.oom,
-        )  # fmt: skip
+        read = reading(available, self.total, swap_ins=self.swapped, major_faults=self.faults, oom=self.oom)
         held, spare = self.base + self.resident * UNIT, self.resident * UNIT
         decision = self.governor.decide(self.now, read, held, spare, [UNIT] * self.away, pass_s=self.last)
         assert not given(decision) or decision.reason
@@ -90,7 +84,6 @@ class Machine:
         self.swapped += pages
         self.faults += pages + self.loading
         self.last = self.pass_s + pages * 1e-4
-        self.stalled += pages * 1e-4 + (0.25 * self.last if self.cached else 0.0)
         self.now += self.last
 
     def run(self, seconds: float, each: Callable[[float], None] = lambda _: None) -> None:
@@ -204,9 +197,9 @@ def test_a_limit_lowered_in_steps_is_followed_and_raised_again_regrown_into() ->
 def test_a_run_that_starts_above_the_cliff_comes_down_from_it(lies: bool, over: int) -> None:
     machine = Machine(resident=24, lies=lies)
     machine.total = machine.used - over * UNIT
-    machine.run(100)
+    machine.run(90)
     assert machine.used <= machine.total and machine.last == machine.pass_s
-    assert len(machine.sheds()) <= 5 and machine.sheds()[-1] - 1000.0 < 90
+    assert len(machine.sheds()) <= 5
 
 
 def test_what_hurt_is_tried_ever_more_seldom() -> None:
@@ -221,21 +214,19 @@ def test_what_hurt_is_tried_ever_more_seldom() -> None:
 
 
 def test_one_sign_alone_or_for_a_moment_sheds_nothing() -> None:
-    for machine in (Machine(resident=20, loading=3000), Machine(resident=20, cached=True)):
-        machine.run(60)
-        assert not machine.sheds()
-    neighbour = [reading(swap_ins=n * 50_000, some_us=n * 900_000, full_us=n * 900_000) for n in range(60)]
+    machine = Machine(resident=20, loading=3000)
+    machine.run(60)
+    assert not machine.sheds()
+    neighbour = [reading(swap_ins=n * 50_000) for n in range(60)]
     burst = [reading(100 * MB, swap_ins=5000 * (n > 4), major_faults=5000 * (n > 4)) for n in range(12)]
     started_again = [reading(swap_ins=10**6 * (n < 4), major_faults=10**6 * (n < 4)) for n in range(12)]
     for readings in (neighbour, burst, started_again):
         assert not any(sheds(readings))
 
 
-def test_faults_with_swapping_or_stalls_and_swapping_without_room_shed_a_quarter_at_a_time() -> None:
-    for signs in ({"swap_ins": 1000}, {"some_us": 600_000}):
-        readings = [reading(major_faults=n * 1000, **{k: n * v for k, v in signs.items()}) for n in range(12)]
-        found = sheds(readings)
-        assert found[:4] == [0] * 4 and found.count(2 * UNIT) == sum(map(bool, found)) >= 2, signs
+def test_faults_with_swapping_and_swapping_without_room_shed_a_quarter_and_then_all() -> None:
+    found = sheds([reading(major_faults=n * 1000, swap_ins=n * 1000) for n in range(12)])
+    assert found[:4] == [0] * 4 and [n for n in found if n][:2] == [2 * UNIT, 8 * UNIT]
     assert any(sheds([reading(RESERVE, swap_ins=n * 1000) for n in range(12)]))
 
 
@@ -291,7 +282,6 @@ def test_whatever_happens_the_rules_hold(seed: int) -> None:
         resident=rng.randrange(1, 40),
         pass_s=rng.choice([0.02, 0.3, 2.0, 9.0]),
         lies=rng.random() < 0.2,
-        cached=rng.random() < 0.3,
     )
     full, step = machine.resident, rng.choice([0.002, 0.02, 0.2])
 

@@ -31,12 +31,12 @@ import zoo
 from outcore.decode.generate import generate_step
 from outcore.decode.passes import MLX_LM_STEP, KvBits
 from outcore.decode.preparation import prepare
-from outcore.disk.scratch import Scratch
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.modules.away import Away
 from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
+from outcore_kv.scratch import Scratch
 
 TOKENS = 300
 """Of a prompt: more than a block, and not whole blocks."""
@@ -185,6 +185,14 @@ def test_bits_of_caches_that_are_quantized_between_the_passes_of_a_sweep(
     assert all(map(equal, texts("off"), texts("on")))
 
 
+def test_without_its_package_keys_and_values_stay_in_memory(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.engine.kv_offload.modules", lambda _: {})
+    with pytest.raises(UsageError, match=r"kv_disk on: .* the package outcore_kv is missing"), opened(full):
+        pass
+    with opened(full, "auto") as model:
+        assert not model.outcore.plan.kv_slot
+
+
 @pytest.mark.parametrize(("first", "back"), [(600, 100), (513, 5)])
 def test_tokens_taken_back_of_the_only_layer_on_disk(full: Path, first: int, back: int) -> None:
     """What was read ahead for it is what others have taken the place of."""
@@ -255,7 +263,7 @@ def test_after_an_exception_in_the_middle_of_a_sweep_caches_are_what_they_were(
                 raise Broken
 
         found = [] if prompt else [answer(model, cache, ids(TOKENS))]
-        model.outcore.streaming.after_unit.join(break_off)
+        model.outcore.streaming.after_unit.append(break_off)
         for piece in [ids(TOKENS), ids(250, 7), ids(2)][len(found) :]:
             left[0] = at
             try:

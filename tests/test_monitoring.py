@@ -125,7 +125,7 @@ def test_layers_that_stay_and_those_that_are_computed_are_told_apart(quick_model
     )
     with model.outcore as session:
         recorder, strips = SnapshotRecorder(session, "quick"), set()
-        session.streaming.after_unit.join(lambda: strips.add(recorder.take()["layers"]))
+        session.streaming.after_unit.append(lambda: strips.add(recorder.take()["layers"]))
         list(outcore.stream_generate(model, tokenizer, "def f", max_tokens=2))
         kept = {i for i in range(6) if all(s[i] == "m" for s in strips)}
         assert kept == set(session.plan.resident) and len(kept) == 2

@@ -17,7 +17,7 @@ from outcore.checkpoint import pack
 from outcore.checkpoint import packed_store as store
 from outcore.checkpoint.identity import identity_of
 from outcore.checkpoint.manifest import DRAFT, is_packed
-from outcore.checkpoint.pack import pack_draft, pack_overlay
+from outcore.checkpoint.pack import pack_files, pack_overlay
 from outcore.checkpoint.packed_bytes import packed_file
 from outcore.checkpoint.packed_store import missing_bytes, open_model, open_packed, places
 from outcore.errors import StoreError
@@ -167,11 +167,11 @@ def test_a_draft_of_another_model_in_its_folder_is_made_anew(tmp_path: Path, mod
     pieces = {f"{layer.path}.{p.path}": p.array for p in layer.parameters}
     files = [packed_file("layer_0000.safetensors", layer.path, pieces)]
     folder = tmp_path / "copy" / "draft-3bit"
-    pack_draft(folder, lazy.checkpoint, files, lambda: dict(pieces))
+    pack_files(DRAFT, folder, lazy.checkpoint, files, files, lambda: dict(pieces))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["source"]["identity"] = "0" * 32
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    pack_draft(folder, lazy.checkpoint, files, lambda: dict(pieces))
+    pack_files(DRAFT, folder, lazy.checkpoint, files, files, lambda: dict(pieces))
     found = open_packed(folder)
     assert found.manifest.kind == DRAFT and found.manifest.source.identity == identity_of(lazy.checkpoint)
 
@@ -187,7 +187,9 @@ def test_a_draft_is_not_written_to_where_a_foreign_copy_links(tmp_path: Path, mo
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "draft-3bit").symlink_to(victim)
     folder = tmp_path / "copy" / "draft-3bit"
-    assert "a link" in refusal(StoreError, pack_draft, folder, lazy.checkpoint, files, lambda: dict(pieces))
+    assert "a link" in refusal(
+        StoreError, pack_files, DRAFT, folder, lazy.checkpoint, files, files, lambda: dict(pieces)
+    )
     assert [p.name for p in victim.iterdir()] == ["layer_0007.safetensors"]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import outcore
-from outcore.checkpoint.find_model import DEMO_PACKAGE
-from outcore.checkpoint.find_model import demo_model as opened_demo_model
+from outcore_tools.demo import DEMO_PACKAGE
+from outcore_tools.demo import demo_model as opened_demo_model
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "demo-model"

@@ -15,12 +15,12 @@ import outcore
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
-from outcore.disk import cold_ranges as unread
 from outcore.plan.joint_plan import Planning, computing_from, knee, speed_curve
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import resident_budget
+from outcore_calibrate import cold_ranges as unread
 from outcore_calibrate import device_rates as rates
 from outcore_calibrate import disk_rate as disk
 from outcore_calibrate import layer_times as calibrate_layers

@@ -18,7 +18,6 @@ from real_cgroup import can_make_v1_groups, real_v1_group
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 UNIFIED_MOUNT = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
-PSI = "some avg10={0} avg60=1.00 avg300=0.50 total={1}\nfull avg10={2} avg60=0.00 avg300=0.00 total={3}\n"
 
 
 def tightest(read: Pressure) -> MemoryLimit:
@@ -42,7 +41,6 @@ def proc(groups: str = "", mounts: str = "") -> dict[str, str]:
         "proc/self/cgroup": groups,
         "proc/self/mountinfo": mounts,
         "proc/vmstat": "nr_free_pages 1\npgpgin 99\npswpin 12\npswpout 34\npgmajfault 56\n",
-        "proc/pressure/memory": PSI.format("1.50", 1000, "0.25", 200),
     }
 
 
@@ -68,15 +66,15 @@ def v1(folder: str, failed: int = 0, under_oom: int = 0, oom_kill: int = 0) -> d
     }
 
 
-def test_a_machine_without_groups_tells_paging_and_stalls(tmp_path: Path) -> None:
+def test_a_machine_without_groups_tells_paging(tmp_path: Path) -> None:
     read = read_pressure(stand(tmp_path, proc()))
-    assert (read.swap_ins, read.some_us, read.full_us) == (12, 1000, 200)
+    assert read.swap_ins == 12
     assert events(read) == (0, 0, False) and read.major_faults >= 0
 
 
 def test_a_folder_without_anything_still_gives_a_reading(tmp_path: Path) -> None:
     read = read_pressure(tmp_path)
-    assert (read.swap_ins, read.some_us, read.full_us) == (None, None, None)
+    assert read.swap_ins is None
     assert 0 < tightest(read).available <= tightest(read).total
 
 
@@ -86,11 +84,10 @@ def test_the_tightest_limit_is_what_is_available(tmp_path: Path) -> None:
     assert tightest(read).available == 1_001_000 and len(read.limits) >= 2
 
 
-def test_v2_events_and_stalls_are_the_groups_own(tmp_path: Path) -> None:
+def test_v2_events_are_the_groups_own(tmp_path: Path) -> None:
     files = proc("0::/app\n", V2_MOUNT) | v2("sys/fs/cgroup/app", low=1, high=2, max=3, oom=4, oom_kill=5)
-    files["sys/fs/cgroup/app/memory.pressure"] = PSI.format("40.00", 7000, "20.00", 5000)
     read = read_pressure(stand(tmp_path, files))
-    assert (*events(read), read.some_us, read.full_us) == (4, 5, False, 7000, 5000)
+    assert events(read) == (4, 5, False)
 
 
 def test_v2_neighbours_misfortunes_are_not_ours(tmp_path: Path) -> None:
@@ -108,23 +105,21 @@ def test_v1_out_of_memory_is_counted(tmp_path: Path) -> None:
     files |= v1("sys/fs/cgroup/memory/a", failed=5, oom_kill=7)
     read = read_pressure(stand(tmp_path, files))
     assert events(read) == (0, 2, True)
-    assert read.some_us == 1000  # the machine's
 
 
-def test_stalls_come_from_the_unified_hierarchy_beside_v1(tmp_path: Path) -> None:
+def test_events_of_v1_count_beside_a_unified_hierarchy(tmp_path: Path) -> None:
     files = proc("4:memory:/a\n0::/a\n", UNIFIED_MOUNT + V1_MOUNT)
     files |= v1("sys/fs/cgroup/memory/a", failed=1, oom_kill=2)
-    files["sys/fs/cgroup/unified/a/memory.pressure"] = PSI.format("3.00", 30, "2.00", 20)
     read = read_pressure(stand(tmp_path, files))
-    assert (read.some_us, *events(read)) == (30, 0, 2, False)
+    assert events(read) == (0, 2, False)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "some avg10= total=\n", "full\nsome avg10=x avg60=0 total=-1\n"])
 def test_files_that_make_no_sense_are_nothing(tmp_path: Path, text: str) -> None:
     files = proc("0::/app\n", V2_MOUNT) | v2("sys/fs/cgroup/app")
-    files |= {"proc/vmstat": text, "proc/pressure/memory": text, "sys/fs/cgroup/app/memory.events": text}
+    files |= {"proc/vmstat": text, "sys/fs/cgroup/app/memory.events": text}
     read = read_pressure(stand(tmp_path, files))
-    assert (read.swap_ins, read.some_us, read.full_us, *events(read)) == (None, None, None, 0, 0, False)
+    assert (read.swap_ins, *events(read)) == (None, 0, 0, False)
 
 
 def test_a_real_reading_is_cheap_and_sound() -> None:

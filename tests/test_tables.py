@@ -16,7 +16,8 @@ from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.packed_store import open_model
 from outcore.disk.reader import RowReader
 from outcore.engine import engine
-from outcore.engine.vocabulary import SLICE_STEP, Lookup, Table, slices_of
+from outcore.engine.layer_sizes import Place
+from outcore.engine.vocabulary import SLICE_STEP, StreamedTable, Table
 from outcore.engine.whole_profile import profile_of
 from outcore.errors import ReadError
 from outcore.modules.layers import find_layers, find_tables
@@ -65,14 +66,14 @@ def table_of(folder: Path) -> Table:
 def test_ids_are_looked_up_once_each_in_any_shape(tmp_path: Path, quantize: dict[str, int] | None) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model", quantize=quantize)
     table = table_of(folder)
-    lookup = Lookup(table, RowReader([p.file for p in table.places]))
+    reader = RowReader([p.file for p in table.places])
     ids = mx.array([[5, 127, 5], [0, -1, 127]])
-    arrays, places = lookup(ids)
+    arrays, places = StreamedTable(table, (), reader).rows_of(ids)
     assert [a.shape[0] for a in arrays] == [3] * len(arrays)  # rows 0, 5 and 127, which is -1 too
     whole = mx.load(str(folder / "model.safetensors"))
     for p, got in zip(table.layer.parameters, arrays, strict=True):
         assert mx.array_equal(got[places], whole[f"{table.layer.path}.{p.path}"][ids]).item()
-    lookup.close()
+    reader.close()
 
 
 @pytest.mark.parametrize(("rows", "largest"), [(128, 10**9), (4096, 4096 * 10), (20011, 50_000), (20011, 1)])
@@ -82,13 +83,14 @@ def test_slices_cover_every_row_once(tmp_path: Path, rows: int, largest: int) ->
     info = TensorInfo(
         name="lm_head.weight", dtype="F32", shape=(rows, 16), file=tmp_path / "file", offset=1000, nbytes=rows * 64
     )
-    slices = slices_of(layer, [info], largest, direct=True, align=1)
-    assert [s.begin for s in slices] == [0, *(s.end for s in slices[:-1])]
-    assert slices[-1].end == rows
-    assert all(s.begin % SLICE_STEP == 0 for s in slices)
-    reads = [e for s in slices for e in s.unit.extents]
+    table = Table(layer, (info,), (None,), False, True, True)
+    slices = Place({}, True, 1).slices(table, largest)
+    assert [s.start for s, _ in slices] == [0, *(s.stop for s, _ in slices[:-1])]
+    assert slices[-1][0].stop == rows
+    assert all(s.start % SLICE_STEP == 0 for s, _ in slices)
+    reads = [e for _, unit in slices for e in unit.extents]
     assert sum(e.nbytes for e in reads) == info.nbytes
-    assert [e.offset for e in reads] == [1000 + s.begin * 64 for s in slices]
+    assert [e.offset for e in reads] == [1000 + s.start * 64 for s, _ in slices]
     if largest < info.nbytes:
         assert len(slices) > 1
 
@@ -96,10 +98,10 @@ def test_slices_cover_every_row_once(tmp_path: Path, rows: int, largest: int) ->
 def test_a_closed_model_has_closed_its_rows(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, memory="1GB", resident=0, context=16)
-    (table,) = (t for t in model.outcore.streaming.tables if t.lookup is not None)
+    (table,) = (t for t in model.outcore.streaming.tables if t.reader is not None)
     mx.eval(model(mx.array([[1, 2]])))
     model.outcore.close()
-    assert table.lookup is not None and not table.lookup.reader._reader._files
+    assert table.reader is not None and not table.reader._reader._files
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count open files")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.disk import disk_calls
-from outcore.disk.cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
 from outcore.disk.layout import Extent
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import CalibrationError, OutcoreError
@@ -18,6 +17,7 @@ from outcore.machine.cache_folder import cache_dir
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import format_size
 
+from .cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
 from .device_rates import decode_gbps, product_gbps, sync_seconds
 from .disk_rate import Bench, best_setting
 from .layer_times import Progress, rig, times_of

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outcore.disk import disk_calls
-from outcore.disk.cold_ranges import UnreadRanges, forget
 from outcore.disk.metrics import Metrics
 from outcore.disk.reader import CHUNK, THREADS, FileReader
 from outcore.disk.ring import Slot
@@ -17,6 +16,8 @@ from outcore.machine.device import device_kind
 from outcore.machine.memory import default_budget
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK, round_up
+
+from .cold_ranges import UnreadRanges, forget
 
 MIB = 1 << 20
 IN_FLIGHT = (1, 2, 8, 16)

@@ -51,7 +51,7 @@ def load(*args: Any, **kwargs: Any) -> Any:
     folder = resolve_model(str(asked["path_or_hf_repo"]), asked["revision"])
     found = load_by(settings, folder, options, lambda f, o: loader.load_with_tokenizer(f, o, asked["tokenizer_config"]))
     # A program that sets a seed and then loads draws what it draws with mlx-lm, whose modules draw their first weights.
-    set_random_state(found[0].outcore.random_after)
+    set_random_state(found[0].outcore.profile.lazy.random_after)
     return found if asked["return_config"] else found[:2]
 
 

@@ -22,7 +22,7 @@ from outcore.checkpoint.checkpoint import TensorInfo
 from outcore.checkpoint.identity import identity_of_adapter
 from outcore.checkpoint.lazy_model import LazyModel
 from outcore.checkpoint.manifest import DRAFT, is_packed
-from outcore.checkpoint.pack import Progress, pack_draft
+from outcore.checkpoint.pack import Progress, pack_files
 from outcore.checkpoint.packed_bytes import PackedFile, Pieces, packed_file
 from outcore.checkpoint.packed_store import NON_LAYER, cached, open_packed
 from outcore.engine.model_profile import ModelProfile
@@ -31,7 +31,7 @@ from outcore.machine.cache_use import keep
 from outcore.machine.device import on_cpu
 from outcore.machine.random_state import random_state_kept
 from outcore.modules.layers import find_layers
-from outcore.modules.module_tree import copied, named_modules, named_parameters
+from outcore.modules.module_tree import named_modules, named_parameters
 from outcore.modules.split_linear import split_rows
 from outcore_packs.code_planes import high_plane
 
@@ -125,7 +125,7 @@ def write_copy(profile: ModelProfile, draft: LowBitCopy, progress: Progress | No
         return dict(tree_flatten(_low_bit(profile.lazy, draft.bits, draft.heads).parameters()))
 
     keep(draft.folder, profile.lazy.model)
-    pack_draft(draft.folder, profile.lazy.checkpoint, draft.files, pieces, progress)
+    pack_files(DRAFT, draft.folder, profile.lazy.checkpoint, draft.files, draft.files, pieces, progress)
 
 
 def load_copy(profile: ModelProfile, draft: LowBitCopy, head_streamed: bool, cpu_streams: int) -> nn.Module:
@@ -185,6 +185,25 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     for parent in parents:
         at = at[int(parent)] if isinstance(at, list) else at[parent]
     at[int(key) if isinstance(at, list) else key] = module
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """The same modules anew, of the same arrays: other modules and arrays can be put into it."""
+    copy: nn.Module = _copied(model, {})
+    return copy
+
+
+def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
+    if isinstance(value, nn.Module):
+        if (new := made.get(id(value))) is None:
+            new = made[id(value)] = dict.__new__(type(value))
+            new.__dict__.update(value.__dict__)
+            for key, inside in value.items():
+                dict.__setitem__(new, key, _copied(inside, made))
+        return new
+    if isinstance(value, list):
+        return [_copied(inside, made) for inside in value]
+    return {key: _copied(inside, made) for key, inside in value.items()} if type(value) is dict else value
 
 
 def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:

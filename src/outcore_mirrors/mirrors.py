@@ -18,6 +18,7 @@ import xxhash
 
 from outcore.checkpoint.checkpoint import Checkpoint
 from outcore.checkpoint.identity import identity_of
+from outcore.checkpoint.pack import Progress
 from outcore.disk.layout import Extent, Unit
 from outcore.disk.open_file import state_of
 from outcore.disk.reader import FileReader
@@ -39,8 +40,6 @@ FOLDER, VERSION = "mirrors", 1
 MOSTLY = 0.95
 """Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""
 
-Progress = Callable[[str, int, int], None]
-
 
 class FoundMirrors(Replicas):
     """A model's folder and the copies of it that were found: ``outcore.checkpoint.mirrors.Mirrors``."""
@@ -61,17 +60,21 @@ class FoundMirrors(Replicas):
 
     def about(self, units: Iterable[Unit | None]) -> tuple[str, ...]:
         """What a user should know, where these units are streamed."""
-        notes = [line for mirror in self.mirrors for line in _about(mirror, self._checkpoint)]
-        copies = {file for mirror in self.mirrors for file in mirror.copies or ()}
+        notes, copies, own = list[str](), set[Path](), self._checkpoint
+        for mirror in self.mirrors:
+            there = mirror.copies or {}
+            copies |= there.keys()
+            if missing := len(own.files) - len(there):
+                notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own.folder} alone")
+            if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in there.items()):
+                notes.append(f"{mirror.folder}: on the same disk as {own.folder}, so nothing is read faster")
         extents = [e for unit in units if unit is not None for e in unit.extents]
         total = sum(e.nbytes for e in extents)
-        there = sum(e.nbytes for e in extents if e.file in copies)
-        if there < total * MOSTLY:
-            notes.append(
-                f"{format_size(total - there)} of {format_size(total)} of layers are in no mirror, and read from one "
-                "disk: what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has "
-                "all)"
-            )
+        alone = sum(e.nbytes for e in extents if e.file not in copies)
+        if alone > total * (1 - MOSTLY):
+            what = "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"
+            told = f"{format_size(alone)} of {format_size(total)} of layers are in no mirror, and read from one disk"
+            notes.append(f"{told}: {what}")
         return tuple(notes)
 
 
@@ -122,7 +125,7 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
     return Replica(there, copies, states)
 
 
-def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> None:
+def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -> None:
     """See that every byte of a mirror is the model's, unless that was found before; what was found is kept.
 
     Raises:
@@ -169,12 +172,3 @@ def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
         return cache_dir() / FOLDER / xxhash.xxh3_128_hexdigest(key.encode())
     except (OSError, StoreError):
         return None
-
-
-def _about(mirror: Replica, checkpoint: Checkpoint) -> Iterable[str]:
-    """What a user should know of a mirror."""
-    own = checkpoint.folder
-    if missing := len(checkpoint.files) - len(mirror.copies or {}):
-        yield f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own} alone"
-    if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in (mirror.copies or {}).items()):
-        yield f"{mirror.folder}: on the same disk as {own}, so nothing is read faster"

@@ -70,9 +70,9 @@ class Coding:
     form: Form
 
     @property
-    def specs(self) -> list[Spec]:
+    def spec(self) -> Spec:
         """What is stored in the place of the tensor, and is read in each pass."""
-        return [(self.coded.name(self.path), mx.uint8, self.form.stored_shape)]
+        return self.coded.name(self.path), mx.uint8, self.form.stored_shape
 
     @property
     def beside(self) -> dict[str, mx.array]:
@@ -105,12 +105,14 @@ def choose(
             plain = pieces.pop(path)
             if could_be_cut(shape, bits.get(p.path, 0), high):
                 words, form = _elements(path, plain, shape, Planes.words), Planes(shape, bits[p.path], high)
-                coded = Coded(coding=PLANES, checksum=_checksum(words), bits=form.bits, high=high)
+                coded = Coded(coding=PLANES, checksum=xxhash.xxh3_128_hexdigest(words.data), bits=form.bits, high=high)
                 found[path] = Coding(path, coded, form)
             elif coding == COMPACT and could_be_split(shape) and p.array.dtype == mx.bfloat16 and p.key == "weight":
                 words = _elements(path, plain, shape, SplitDecoder.words)
                 if (split := _fewer_blocks(words)) is not None:
-                    found[path] = Coding(path, Coded(coding=SPLIT, checksum=_checksum(words)), split)
+                    found[path] = Coding(
+                        path, Coded(coding=SPLIT, checksum=xxhash.xxh3_128_hexdigest(words.data)), split
+                    )
     return found
 
 
@@ -122,10 +124,6 @@ def _fewer_blocks(words: Any) -> SplitDecoder | None:
     form = SplitDecoder.of(words.shape, beside)
     less = round_up(prod(form.stored_shape), BLOCK) + beside.nbytes < round_up(words.nbytes, BLOCK)
     return form if less else None
-
-
-def _checksum(words: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(words.data)
 
 
 def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> Pieces:

@@ -95,8 +95,7 @@ def _packed(
             pack.discard()
             raise
 
-    if pack.run(lambda: with_codings(plain_pieces(open_again(lazy)), codings), finish):
-        return open_packed(output)
+    pack.run(lambda: with_codings(plain_pieces(open_again(lazy)), codings), finish)
     return _whole_copy(output, checkpoint, coding) or open_packed(output)
 
 
@@ -144,7 +143,7 @@ def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFi
         specs: list[Spec] = []
         for path in [f"{layer.path}.{p.path}" for p in layer.parameters]:
             plain = rest.pop(path)
-            specs += codings[path].specs if path in codings else [plain]
+            specs.append(codings[path].spec if path in codings else plain)
         files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
     # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
     beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})

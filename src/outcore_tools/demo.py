@@ -6,13 +6,14 @@ import argparse
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib import resources
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from outcore.checkpoint.find_model import demo_model
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
 from outcore.cli.arguments import text_of
@@ -23,15 +24,34 @@ from outcore.decode.generate import stream_generate
 from outcore.decode.loader import load
 from outcore.decode.prompt import encode
 from outcore.engine.session import Session
-from outcore.errors import OutcoreError, UsageError
+from outcore.errors import MissingFileError, OutcoreError, UsageError
 from outcore.machine.allocator import peak_held, reset_peak
 from outcore.sizes import format_size
+
+DEMO_PACKAGE = "outcore_demo_model"
 
 WARM_UP = 8
 """Tokens of the text that comes before a timed one."""
 
 Run = dict[str, Any]
 """One text, timed after a shorter one by the same loaded model, as ``--json`` tells it: bytes, seconds."""
+
+
+def demo_model() -> AbstractContextManager[Path]:
+    """The demo model's folder, which is there for as long as the block runs. It is a package of its own, so that
+    Outcore's stays small.
+
+    Raises:
+        MissingFileError: the package is not installed.
+    """
+    try:
+        folder = resources.files(DEMO_PACKAGE)
+    except ModuleNotFoundError as e:
+        raise MissingFileError(
+            "the demo model is a package of its own, which is not installed: pip install outcore-demo-model; in a "
+            "checkout pip install ./demo-model"
+        ) from e
+    return resources.as_file(folder)
 
 
 def run(args: argparse.Namespace) -> None:

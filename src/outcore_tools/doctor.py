@@ -21,12 +21,10 @@ import numpy as np
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.packed_store import open_model
-from outcore.checkpoint.random_checkpoint import save_random_checkpoint
 from outcore.cli.console import console
 from outcore.cli.engine import ProgressBar
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
-from outcore.disk.cold_ranges import forget, scratch_file
 from outcore.disk.disk_probe import REWRITES, unseen_rewrites, wrong_reads
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
@@ -39,6 +37,9 @@ from outcore.machine.memory import default_budget
 from outcore.sizes import BLOCK, format_size, round_up
 from outcore.text import one_line
 from outcore.version import __version__
+from outcore_calibrate.cold_ranges import forget, scratch_file
+
+from .random_checkpoint import save_random_checkpoint
 
 REPORT = "please report what stands here"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}

@@ -20,7 +20,6 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
-from outcore.checkpoint.find_model import demo_model
 from outcore.decode import one_text
 from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
@@ -40,6 +39,7 @@ from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import RankLeader, follow
 from outcore_cluster.link.link import Link
+from outcore_tools.demo import demo_model
 from stand_ins import TokensOnly
 
 PROMPT = [(7 * n * n + 3) % 60 + 2 for n in range(40)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import AbstractContextManager
-from importlib import resources
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingFileError, UsageError
@@ -13,7 +11,6 @@ from ..text import one_line, quoted
 from .checkpoint import GGUF, not_a_folder, require_config
 
 _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models/)?([\w.-]+/[\w.-]+)", re.IGNORECASE)
-DEMO_PACKAGE = "outcore_demo_model"
 
 
 def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
@@ -52,12 +49,11 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
     return download(path_or_repo, revision)
 
 
-def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
-    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already; ``patterns``: of files that are
-    wanted, None: all that a model needs.
+def download(repo: str, revision: str | None) -> Path:
+    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already.
 
     Raises:
-        MissingFileError: the Hub did not give them.
+        MissingFileError: the Hub did not give it.
     """
     # Imported here, because reading headers needs neither, and together they take a second.
     from huggingface_hub import errors as hub
@@ -83,7 +79,7 @@ def download(repo: str, revision: str | None, patterns: list[str] | None = None)
         else f"{away} check the network and HF_ENDPOINT, or give a folder",
     }
     try:
-        return by_mlx_lm(repo, revision, patterns)
+        return by_mlx_lm(repo, revision)
     except known as error:
         what = next((text for kind, text in told.items() if isinstance(error, kind)), None)
         what = what or f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"
@@ -95,20 +91,3 @@ def name_of(folder: Path) -> str:
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-
-
-def demo_model() -> AbstractContextManager[Path]:
-    """The demo model's folder, which is there for as long as the block runs. It is a package of its own, so that
-    Outcore's stays small.
-
-    Raises:
-        MissingFileError: the package is not installed.
-    """
-    try:
-        folder = resources.files(DEMO_PACKAGE)
-    except ModuleNotFoundError as e:
-        raise MissingFileError(
-            "the demo model is a package of its own, which is not installed: pip install outcore-demo-model; in a "
-            "checkout pip install ./demo-model"
-        ) from e
-    return resources.as_file(folder)

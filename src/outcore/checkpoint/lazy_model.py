@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,27 +90,10 @@ def open_lazily(
         UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
         CheckpointError: mlx-lm could not make the model from these files.
     """
-    with random_state_kept():
-        lazy = _open(checkpoint, model_config, trust_remote_code, adapter_path, weights)
-        return replace(lazy, random_after=random_state())
-
-
-def _open(
-    checkpoint: Checkpoint,
-    model_config: dict[str, Any] | None,
-    trust_remote_code: bool,
-    adapter_path: str | None,
-    weights: dict[str, mx.array] | None,
-) -> LazyModel:
     if model_config is not None and model_config.get("model_file") is not None:
         raise UnsupportedModelError("model_config: model_file is taken from the model's own config.json; put it there")
     folder = checkpoint.folder
-    own_code = _own_code(folder, read_config(folder, len(checkpoint.tensors)))
-    if own_code is not None and not trust_remote_code:
-        raise UnsupportedModelError(
-            f"{folder}: needs {own_code.name}, code of its own, to run; allow it with --trust-remote-code if you trust "
-            "the model"
-        )
+    own_code = _own_code(folder, read_config(folder, len(checkpoint.tensors)), trust_remote_code)
     loaded: dict[int, tuple[str, mx.array]] = {}
     classes: list[type[nn.Module]] = []
 
@@ -119,9 +102,8 @@ def _open(
         classes.append(model_class)
         return _recording(model_class, loaded, weights), args_class
 
-    model, config = _wrap(
-        folder,
-        lambda: mlx_lm.utils.load_model(
+    def load() -> Any:
+        return mlx_lm.utils.load_model(
             LiteralFolder(folder),
             lazy=True,
             # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
@@ -130,19 +112,22 @@ def _open(
             model_config=model_config if own_code is None else {**(model_config or {}), "model_file": None},
             get_model_classes=get_classes,
             trust_remote_code=trust_remote_code,
-        ),
-    )
-    model.__class__ = classes[0]
-    parameters = named_parameters(model)
-    names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
-    loaded.clear()
-    if weights is not None:
-        # The class that recorded them lives until garbage is collected; cut into planes, they would be there twice.
-        weights.clear()
-    if adapter_path is not None:
-        _check_adapter(Path(adapter_path))
-        model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
-        model.eval()
+        )
+
+    with random_state_kept():
+        model, config = _wrap(folder, load)
+        model.__class__ = classes[0]
+        parameters = named_parameters(model)
+        names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
+        loaded.clear()
+        if weights is not None:
+            # The class that recorded them lives until garbage is collected; cut into planes, they would be there twice.
+            weights.clear()
+        if adapter_path is not None:
+            _check_adapter(Path(adapter_path))
+            model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
+            model.eval()
+        random_after = random_state()
     # Where adapters wrap a module, its parameters have moved to longer paths.
     found = {path: names[id(a)] for path, a in named_parameters(model) if id(a) in names}
     origins = {path: checkpoint.tensors[name] for path, name in found.items() if name is not None}
@@ -150,7 +135,7 @@ def _open(
         "model_config": model_config, "trust_remote_code": trust_remote_code, "adapter_path": adapter_path,
     }  # fmt: skip
     again = partial(open_lazily, checkpoint, **arguments)
-    return LazyModel(model, config, checkpoint, origins, frozenset(found), arguments, again)
+    return LazyModel(model, config, checkpoint, origins, frozenset(found), arguments, again, random_after=random_after)
 
 
 def _check_adapter(folder: Path) -> None:
@@ -161,13 +146,16 @@ def _check_adapter(folder: Path) -> None:
             read_header(folder / ADAPTER)
 
 
-def _own_code(folder: Path, config: dict[str, Any]) -> Path | None:
+def _own_code(folder: Path, config: dict[str, Any], trusted: bool) -> Path | None:
     """The Python file that config.json names as the model's own architecture, if it names one."""
     name = config.get("model_file")
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name:
         raise CheckpointError(f"{folder / CONFIG}: model_file {str(name)[:100]!r} is no plain file name")
+    if not trusted:
+        what = f"needs {name}, code of its own, to run; allow it with --trust-remote-code if you trust the model"
+        raise UnsupportedModelError(f"{folder}: {what}")
     return folder / name
 
 

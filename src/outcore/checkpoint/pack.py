@@ -33,7 +33,6 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .identity import identity_of
 from .lazy_model import LazyModel
 from .manifest import (
-    DRAFT,
     FILE_NAME,
     FORMAT,
     FULL,
@@ -84,29 +83,22 @@ def pack_overlay(
     wanted = [file for file in files if file.unit in paths]
     if wanted:
         keep(folder, lazy.model)
-        _write(OVERLAY, folder, lazy.checkpoint, files, wanted, lambda: dict(plain_pieces(open_again(lazy))), progress)
+        pack_files(
+            OVERLAY, folder, lazy.checkpoint, files, wanted, lambda: dict(plain_pieces(open_again(lazy))), progress
+        )
 
 
-def pack_draft(
-    folder: Path,
-    checkpoint: Checkpoint,
-    files: Sequence[PackedFile],
-    open_pieces: Callable[[], Pieces],
-    progress: Progress | None = None,
-) -> None:
-    """Write a drafting copy of a model, unless it is there and whole. Raises as ``pack_overlay``."""
-    _write(DRAFT, folder, checkpoint, files, files, open_pieces, progress)
-
-
-def _write(
+def pack_files(
     kind: Literal["overlay", "draft"],
     folder: Path,
     checkpoint: Checkpoint,
     files: Sequence[PackedFile],
     wanted: Sequence[PackedFile],
     open_pieces: Callable[[], Pieces],
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> None:
+    """Write the ``wanted`` of the files that a copy of a model may have, unless they are there and whole. Raises as
+    ``pack_overlay``."""
     source = source_of(checkpoint)
     if len(whole_files(folder, MANIFEST, wanted, source)) < len(wanted):
         manifest = Manifest(kind=kind, source=source, files={})

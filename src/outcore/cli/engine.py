@@ -99,10 +99,11 @@ def sweep_progress(bar: ProgressBar, session: Session, check: Callable[[], None]
         done += 1
         bar.count("prompt", (done - 1) % units + 1, units)
 
-    streaming.after_unit.join(unit)
+    streaming.after_unit.append(unit)
 
     def finish() -> None:
-        streaming.after_unit.leave(unit)
+        if unit in streaming.after_unit:
+            streaming.after_unit.remove(unit)
         bar.clear()
 
     return finish

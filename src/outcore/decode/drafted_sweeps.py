@@ -16,10 +16,10 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..disk.metrics import Metrics
-from ..engine.kept_tokens import in_memory
 from ..engine.session import Session
 from ..engine.transport import Transport
 from ..machine.allocator import clear_cache
+from ..modules.away import in_memory
 from .batch_engine import Request, Token, to_token
 from .one_text import Chosen, Computed, OneText
 from .passes import Pass, run_passes

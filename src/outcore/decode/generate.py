@@ -186,7 +186,7 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
     length, held = _length(ids, kwargs), _held(kwargs)
     asked = kwargs.get("prefill_step_size")
-    theirs = asked or session.prefill_step_size or MLX_LM_STEP
+    theirs = asked or session.residency.chunk or MLX_LM_STEP
     bounds = given is None and window is not None and note_bounds(model, session)
     if bounds or any(isinstance(c, RotatingKVCache) and c.keep for c in given or ()):
         # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little

@@ -163,7 +163,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             notes=notes,
             prefix=prefix,
             experience=_expectations(prepared),
-            random_after=profile.lazy.random_after,
         )
         try:
             if drafting is not None and prepared.draft is not None:

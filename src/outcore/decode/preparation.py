@@ -15,15 +15,16 @@ from ..checkpoint.codings import codings
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
-from ..disk.scratch import try_folder
+from ..engine.kv_offload import kv_offload
 from ..engine.model_profile import ModelProfile
+from ..engine.on_demand import on_demand
 from ..errors import BudgetError, UsageError
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
+from ..modules.layers import is_stacked
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.side_by_side import mergeable
-from ..modules.switches import is_stacked
 from ..options import LoadArguments, LoadOptions, chosen, named_as_arguments
 from ..plan.draft_choice import Choice, fastest
 from ..plan.draft_cost import AUTO, NONE, Draft
@@ -154,8 +155,8 @@ def prepare(
 def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
     """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
     within the budget. With the machine's calibration, if there is one."""
-    if o.kv_dir is not None and o.kv_disk != "off":
-        try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
+        offload.try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
     lazy = open_model(
         folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
     )
@@ -192,6 +193,8 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
     asked = f"{o.name('experts')} {o.experts}"
+    if on_demand() is None:
+        raise UsageError(f"{asked}: nothing here reads experts: the package outcore_experts is missing; install it")
     if o.adapter_path is not None and any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
         raise UsageError(
             f"{asked}: with the adapter {o.adapter_path} none can be read one by one, because its modules look at the "

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..machine.device import device_kind
 from ..sizes import BLOCK
-from .cold_ranges import forget
-from .layout import Extent, Source, place_unit
+from . import disk_calls
+from .layout import Source, place_unit
 from .reader import FileReader
 from .ring import Slot
 
@@ -40,7 +40,7 @@ def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...
                 continue
             file.seek(offset)
             expected = file.read(nbytes)
-            forget([Extent(path, offset, nbytes, 0)])
+            disk_calls.system().forget(file.fileno(), offset, nbytes)
             for align in ALIGNMENTS:
                 source = Source("x", "U8", (nbytes,), path, offset, nbytes)
                 unit = place_unit("probe", [source], direct=reader.direct, align=align)
@@ -52,12 +52,13 @@ def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...
     return tuple(found)
 
 
-def unseen_rewrites(times: int = REWRITES, nbytes: int = 16 * BLOCK) -> int:
+def unseen_rewrites(times: int = REWRITES) -> int:
     """Write ``times`` random contents into one slot and have the device add up the first view that was made of it.
 
     Returns:
         How often its sum was not NumPy's: 0 where slots work, on which everything that is streamed relies.
     """
+    nbytes = 16 * BLOCK
     slot = Slot(nbytes, device_kind())
     view = slot.array[slot.base : slot.base + nbytes].view(mx.uint32)
     mx.eval(view)

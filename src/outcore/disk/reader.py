@@ -199,22 +199,23 @@ class FileReader:
     ) -> Read:
         """As in ``Reader``; ``read`` is told what becomes of it."""
         read = Read(name) if read is None else read
-        room, address = len(target), address_of(target) if extents else 0
-        ends = [e.at + e.nbytes for e in extents] + [c.at + len(c.source) for c in copies]
-        if ends and max(ends) > room:
-            raise ValueError(f"{name} does not fit in a buffer of {room} bytes")
+        address, end, tasks = address_of(target) if extents else 0, 0, list[Chunk | SlotCopy]()
         for extent in extents:
+            end = max(end, extent.at + extent.nbytes)
             file = self._files[extent.file]
             # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
             whole = extent.in_place and address % BLOCK == 0 and (extent.at - extent.offset) % BLOCK == 0
-            chunks = pieces(extent, self._chunk)
-            read.add(len(chunks))
-            for offset, nbytes in chunks:
+            for offset, nbytes in pieces(extent, self._chunk):
                 at = extent.at + offset - extent.offset
-                self._queue.put((read, Chunk(file, offset, nbytes, target, at, whole), target))
-        read.add(len(copies))
+                tasks.append(Chunk(file, offset, nbytes, target, at, whole))
         for copy in copies:
-            self._queue.put((read, copy, target))
+            end = max(end, copy.at + len(copy.source))
+            tasks.append(copy)
+        if end > len(target):
+            raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
+        read.add(len(tasks))
+        for task in tasks:
+            self._queue.put((read, task, target))
         read.finish()
         return read
 

@@ -157,12 +157,12 @@ class Ring:
         """
         if self._closed:
             self._check_open()
-        if self._is_held(self._turn % len(self.slots)):
+        if self._turn - len(self.slots) in self.held:  # the turn before in this slot
             raise RuntimeError("every slot of the ring is held; release one first")
         if unit != (self.ahead[0].unit if self.ahead else self._order[self._at]):
             self._miss(unit)
         lease = self.ahead.pop(0) if self.ahead else self._begin(unit, 0)
-        if lease.read.failed:
+        if lease.read.error is not None and lease.read.ready:
             # Some time ago, ahead of anybody's wanting it: what was wrong may have passed.
             lease = self._begin(unit, 0)
         self.held[lease.turn] = lease
@@ -205,12 +205,6 @@ class Ring:
         """The slot of the next turn; those after it follow in cyclic order."""
         return self._turn % len(self.slots)
 
-    def _is_held(self, slot: int) -> bool:
-        for lease in self.held.values():  # noqa: SIM110 - a generator's steps are calls, in every layer of every pass
-            if lease.slot == slot:
-                return True
-        return False
-
     def _miss(self, unit: int) -> None:
         self.metrics.misses += 1
         self._drop(0)
@@ -245,8 +239,7 @@ class Ring:
         while len(self.ahead) + len(self.held) < len(self.slots):
             ahead = len(self.ahead)
             unit = self._order[(self._at + ahead) % len(self._order)]
-            slot = (self._turn + ahead) % len(self.slots)
-            if self._is_held(slot):
+            if self._turn + ahead - len(self.slots) in self.held:
                 return
             self.ahead.append(self._begin(unit, ahead))
 

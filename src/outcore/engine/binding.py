@@ -21,7 +21,7 @@ from ..plan.plan import Plan
 from .layer_sizes import part_of
 from .model_profile import ModelProfile
 from .streamed_layers import StreamedUnit
-from .vocabulary import Lookup, StreamedTable
+from .vocabulary import StreamedTable
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done, and bytes in all."""
@@ -61,15 +61,16 @@ class ReadSettings:
         return {"io": self.io, "threads": self.threads or THREADS, **chosen}
 
 
-def forget(units: Sequence[Layer], tables: Sequence[StreamedTable]) -> None:
-    for part in [*units, *(t.table for t in tables)]:
+def forget(streamed: Sequence[Layer]) -> None:
+    """Free what is in memory of these layers and tables."""
+    for part in streamed:
         settle(part.parameters, False)
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
     clear_cache()
 
 
 def row_readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
-    return [t.lookup.reader for t in tables if t.lookup is not None]
+    return [t.reader for t in tables if t.reader is not None]
 
 
 def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
@@ -94,9 +95,9 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
     if plan.head_streamed:
         for i, table in enumerate(profile.tables, start=len(profile.layers)):
             if table.multiplied:
-                slices = profile.slices(table, plan.unit_bytes)
+                slices = profile.place.slices(table, plan.unit_bytes)
                 numbers[i] = list(range(len(units), len(units) + len(slices)))
-                units += [StreamedUnit(table.layer, s.unit, table.casts, rows=slice(s.begin, s.end)) for s in slices]
+                units += [StreamedUnit(table.layer, unit, table.casts, rows=rows) for rows, unit in slices]
     return units, [n for i in profile.order for n in numbers.get(i, [])]
 
 
@@ -120,9 +121,10 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
         return StreamedUnit(layer, known.unit, known.casts, decoders=known.decoders)
     pieces = [known.pieces[n] for n in part.pieces]
     numbers = [n for piece in pieces for n in piece.parameters]
+    streamed = part_of(layer, numbers)
     return StreamedUnit(
-        part_of(layer, numbers),
-        profile.unit_of(part.layer, numbers),
+        streamed,
+        profile.place.unit(streamed),
         tuple(known.casts[n] for n in numbers),
         tuple(piece.module for piece in pieces),
         decoders=tuple(known.decoders[n] for n in numbers),
@@ -139,18 +141,15 @@ def streamed_tables(
             continue
         rows = tuple((n, u.rows) for n, u in enumerate(units) if u.layer is table.layer and u.rows is not None)
         files = [p.file for p in table.places]
-        lookup = Lookup(table, reading.rows(files, metrics)) if table.looked_up else None
-        tables.append(StreamedTable(table.layer, rows, lookup, table.head))
+        tables.append(StreamedTable(table, rows, reading.rows(files, metrics) if table.looked_up else None))
     return tables
 
 
-def make_resident(
-    profile: ModelProfile, units: Sequence[Layer], tables: Sequence[Layer], progress: Progress, lazy: bool = False
-) -> None:
+def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Progress, lazy: bool = False) -> None:
     """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer; or leave it to
     be read when it is first needed."""
     model = profile.lazy.model
-    elsewhere = {(id(p.module), p.key) for part in (*units, *tables) for p in part.parameters}
+    elsewhere = {(id(p.module), p.key) for part in streamed for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
     owner = {(id(p.module), p.key): i for i, layer in enumerate(profile.layers) for p in layer.parameters}
     for path, module in named_modules(model):
@@ -166,7 +165,7 @@ def make_resident(
         done += sum(a.nbytes for a in arrays)
         targets = [profile.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
-        # What is stacked (experts) must lie row by row: ``modules.switches`` says why.
+        # What is stacked (experts) must lie row by row: ``modules.layers`` says why.
         arrays = [mx.contiguous(a) if a.ndim > 2 else a for a in arrays]
         if not lazy:
             # What is decoded or cut takes memory on its way: one after the other, of one at a time.

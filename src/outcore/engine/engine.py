@@ -22,6 +22,7 @@ from ..plan.plan import Plan
 from .binding import ReadSettings, check_when_read, forget, make_resident, ring_units, row_readers, streamed_tables
 from .model_profile import ModelProfile
 from .seams import Stage
+from .streamed_layers import Binding
 from .streaming import Streaming
 from .vocabulary import StreamedTable
 
@@ -84,7 +85,7 @@ class Engine:
                 self._bind(plan)
             else:
                 self.hold(plan)
-                make_resident(profile, (), (), reading.progress, lazy)
+                make_resident(profile, (), reading.progress, lazy)
                 self.transport.whole(profile.lazy.model)
                 profile.lazy.checkpoint.check()
                 if lazy:
@@ -212,7 +213,8 @@ class Engine:
                 profile.lazy.checkpoint.check()
             tables = streamed_tables(profile, plan, units, reading, self.metrics)
             # Weights that are in memory and shall not be: freed before slots are made.
-            forget([units[n].layer for n in streamed], tables)
+            gone = [*(units[n].layer for n in streamed), *(t.table.layer for t in tables)]
+            forget(gone)
             ring = Ring(
                 [u.unit for u in units],
                 reader,
@@ -221,16 +223,13 @@ class Engine:
                 metrics=self.metrics,
                 device=device_kind(),
             )
+            bound = Binding(ring, units, order, resident, tables)
             if self.streaming is not None:
-                self.streaming.bind(ring, units, order, resident, tables)
+                self.streaming.bind(bound)
             else:
                 self.streaming = self.streaming_class(
                     self.model,
-                    ring,
-                    units,
-                    order,
-                    resident,
-                    tables,
+                    bound,
                     metrics=self.metrics,
                     copies=profile.copies,
                     evaluates=profile.evaluates,
@@ -238,7 +237,7 @@ class Engine:
                     transport=self.transport,
                 )
             self._join(self.streaming, plan)
-            make_resident(profile, [units[n].layer for n in streamed], [t.table for t in tables], reading.progress)
+            make_resident(profile, gone, reading.progress)
             ring.start()
         except BaseException:
             reader.close()

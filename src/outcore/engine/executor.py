@@ -16,86 +16,24 @@ from typing import Any
 import mlx.core as mx
 
 from ..disk.metrics import Metrics
-from ..disk.ring import Lease, Ring
+from ..disk.ring import Lease
 from ..machine.allocator import note_held
 from ..modules.call_values import caches_in, handles, inputs_of, tokens_in
 from ..modules.hooks import Call
-from .recorded_pass import Leaving, Recorded, RecordedPass
+from .recorded_pass import Recorded, RecordedPass
 from .seams import KVOffloader, Stage
-from .streamed_layers import Weights
+from .streamed_layers import StreamedLayers
 from .undo import Moved, Undo
 
 LAG = 1
 """Streamed units that may be under way on the device when the next is handed over."""
 
 
-class InFlightQueue:
-    """Units' work on the device that is not known to be done, oldest first.
-
-    Args:
-        transport: to other ranks, which are told while the device may be waited for.
-
-    Attributes:
-        ring: whose slots are given back; another may be set while nothing is under way.
-        done: called with a unit's lease when it is computed, and its slot still holds it.
-        settled: when the last unit was seen to be done, by the clock of ``metrics``; 0 before the first. ``waited_s``:
-            seconds for which other ranks had been waited for by then.
-    """
-
-    def __init__(self, ring: Ring, metrics: Metrics, transport: Stage) -> None:
-        self.ring = ring
-        self.done: Callable[[Lease], None] | None = None
-        self.settled = self.waited_s = 0.0
-        self._metrics, self._transport = metrics, transport
-        self._pending: deque[tuple[Lease, list[mx.array]]] = deque()
-
-    def arrive(self, lease: Lease) -> None:
-        """Wait for the unit's bytes to be in its slot."""
-        if lease.read.ready:
-            lease.read.wait()
-            return
-        # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
-        self.drain()
-        self.ring.wait(lease)
-
-    def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        """Have the device compute ``arrays``: all that is derived from the lease's slot."""
-        self._pending.append((lease, arrays))
-        with self._transport.working():
-            mx.async_eval(arrays)
-        note_held()
-
-    def drain(self, lag: int = 0) -> None:
-        """Wait for all that was handed to the device but the last ``lag`` units, and give the slots back for reading
-        ahead."""
-        while len(self._pending) > lag:
-            lease, arrays = self._pending[0]
-            with self._transport.working():
-                mx.eval(arrays)
-            note_held()
-            self._pending.popleft()
-            self.settled, self.waited_s = self._metrics.clock(), self._metrics.ranks_s
-            if self.done is not None:
-                self.done(lease)
-            self.ring.release(lease)
-
-    def settle(self) -> None:
-        """What was handed over is done by now."""
-        self.settled, self.waited_s = self._metrics.clock(), self._metrics.ranks_s
-
-    def abandon(self) -> None:
-        """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
-        for _, arrays in self._pending:
-            with contextlib.suppress(RuntimeError):
-                mx.eval(arrays)
-        self._pending.clear()
-
-
 class LayerExecutor:
-    """What calls of streamed modules go through.
+    """What calls of streamed modules go through, and the units' work on the device that is not known to be done.
 
     Args:
-        handed_over: called when a unit's work was handed to the device.
+        after_unit: called, in order, when a unit's work was handed to the device.
         evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
         transport: to the ranks that have other layers of the model.
 
@@ -105,13 +43,16 @@ class LayerExecutor:
         pooled: experts are read one by one, and nothing takes a turn.
         undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
         beside: keeps keys and values elsewhere; None: nobody does.
+        done: called with a unit's lease when it is computed, and its slot still holds it.
+        ended: when the last unit was seen to be done, by the clock of ``metrics`` (0 before the first), and the seconds
+            for which other ranks had been waited for by then.
     """
 
     def __init__(
         self,
-        under_way: InFlightQueue,
+        metrics: Metrics,
+        after_unit: list[Callable[[], object]],
         *,
-        handed_over: Callable[[], None],
         evaluates: bool,
         transport: Stage,
     ) -> None:
@@ -120,17 +61,16 @@ class LayerExecutor:
         self.pooled = False
         self.undo: Undo | None = None
         self.beside: KVOffloader | None = None
-        self._under_way = under_way
-        self._handed_over = handed_over
-        self._evaluates = evaluates
-        self._transport, self._alone = transport, transport.alone
+        self.done: Callable[[Lease], object] | None = None
+        self.ended = 0.0, 0.0
+        self._metrics, self._after_unit = metrics, after_unit
+        self._evaluates, self._transport = evaluates, transport
+        self._pending: deque[tuple[Lease, list[mx.array]]] = deque()  # oldest first
         self._open: Recorded | None = None  # the part of a layer whose modules are called now, one after the other
 
-    def bind(self, ring: Ring, weights: Weights, arrived: Callable[[int, int], None]) -> None:
-        """Turns are this ring's from now on; ``arrived`` is called with a unit and its slot when its weights are
-        there."""
-        self._ring = self._under_way.ring = ring
-        self._weights, self._arrived = weights, arrived
+    def bind(self, layers: StreamedLayers) -> None:
+        """Turns are those of these layers' ring from now on, while nothing is under way."""
+        self._layers = layers
 
     # Calls
 
@@ -146,10 +86,10 @@ class LayerExecutor:
             try:
                 out = original(*args, **kwargs)
             finally:
-                self._weights.withdraw(unit)
+                self._layers.weights.withdraw(unit)
             turn.arrays = handles(out, args, kwargs)
-            if not self._alone:
-                turn.leaving = self._leaving(unit, out)
+            if not self._transport.alone:
+                turn.leaving = self._transport.leaving(self._layers.module(unit), out)
             if self.recording is not None:
                 self.recording.see(args, kwargs)
             self._end(turn)
@@ -185,7 +125,9 @@ class LayerExecutor:
                 if (last := self._open) is not None:
                     # Of several passes each has its caches from the one before: held here, all of them would be there.
                     last.arrays += handles(out) if self.recording is not None else handles(out, args, kwargs)
-                    last.leaving = [] if self._alone else self._leaving(unit, out)
+                    last.leaving = (
+                        [] if self._transport.alone else self._transport.leaving(self._layers.module(unit), out)
+                    )
                 if self.recording is not None:
                     self.recording.see(args, kwargs)
                 self._close_part()
@@ -200,7 +142,14 @@ class LayerExecutor:
         """After something failed: no weights are left in their places. The ring keeps the slots' leases."""
         part, self._open, self.recording = self._open, None, None
         if part is not None and part.unit is not None:
-            self._weights.withdraw(part.unit)
+            self._layers.weights.withdraw(part.unit)
+
+    def forget(self) -> None:
+        """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
+        for _, arrays in self._pending:
+            with contextlib.suppress(RuntimeError):
+                mx.eval(arrays)
+        self._pending.clear()
 
     # A unit's turn
 
@@ -208,22 +157,23 @@ class LayerExecutor:
         """Put a unit's weights in place, which may still be on their way. Where passes are recorded its place in the
         order is taken now."""
         self.tokens = max(self.tokens, tokens_in(args))
+        ring, weights = self._layers.ring, self._layers.weights
         if (within := self.recording) is not None:
-            slot = (self._ring.next_slot + within.turns) % len(self._ring.slots)
+            slot = (ring.next_slot + within.turns) % len(ring.slots)
             at, turn = len(within.units), Recorded(unit, [], arriving=within.arriving())
             if at not in within.made:
-                within.made[at] = self._weights.made(unit, slot)
+                within.made[at] = weights.made(unit, slot)
             within.units.append(turn)
-            self._weights.put(unit, slot, args, within.made[at])
+            weights.put(unit, slot, args, within.made[at])
             return turn
-        lease = self._ring.take(unit)
+        lease = ring.take(unit)
         if not lease.read.ready:
             # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
             self.settle()
             mx.async_eval(inputs_of(args, kwargs))
         if self._evaluates:
-            self._under_way.arrive(lease)
-        self._weights.put(unit, lease.slot, args)
+            self.arrive(lease)
+        weights.put(unit, lease.slot, args)
         return Recorded(unit, [], lease=lease)
 
     def _end(self, turn: Recorded) -> None:
@@ -233,7 +183,8 @@ class LayerExecutor:
             turn.moved = self.moved()
             return
         self.arrive(turn.lease)
-        self._arrived(turn.lease.unit, turn.lease.slot)
+        if turn.lease.unit in self._layers.adopting:
+            self._layers.arrived(turn.lease.unit, turn.lease.slot)
         if not turn.leaving:
             self.hand_over(turn.lease, turn.arrays)
             return
@@ -243,51 +194,71 @@ class LayerExecutor:
     def _close_part(self) -> None:
         part = self._open
         if part is not None and part.unit is not None:
-            self._weights.withdraw(part.unit)
+            self._layers.weights.withdraw(part.unit)
             self._end(part)
             self._open = None
 
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        """Have the device compute what is derived from the lease's slot, and wait for the unit before."""
+        """Have the device compute ``arrays``: all that is derived from the lease's slot. Wait for the unit before."""
         if self.undo is not None:
             self.undo.reached(self.undo.moved())
-        self._under_way.hand_over(lease, arrays)
-        self._handed_over()
-        self._under_way.drain(LAG)
+        self._pending.append((lease, arrays))
+        with self._transport.working():
+            mx.async_eval(arrays)
+        note_held()
+        for call in self._after_unit:
+            call()
+        self.drain(LAG)
+
+    def drain(self, lag: int = 0) -> None:
+        """Wait for all that was handed to the device but the last ``lag`` units, and give the slots back for reading
+        ahead."""
+        while len(self._pending) > lag:
+            lease, arrays = self._pending[0]
+            with self._transport.working():
+                mx.eval(arrays)
+            note_held()
+            self._pending.popleft()
+            self.ended = self._metrics.clock(), self._metrics.ranks_s
+            if self.done is not None:
+                self.done(lease)
+            self._layers.ring.release(lease)
+
+    def all_done(self) -> None:
+        """What was handed over is done by now."""
+        self.ended = self._metrics.clock(), self._metrics.ranks_s
 
     def arrive(self, lease: Lease) -> None:
         """Wait for a unit's bytes, and for what goes with them."""
-        self._under_way.arrive(lease)
-        if not self._alone:
+        if lease.read.ready:
+            lease.read.wait()
+        else:
+            # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
+            self.drain()
+            self._layers.ring.wait(lease)
+        if not self._transport.alone:
             self.settle()
         if self.beside is not None:
-            self.beside.arrive(self._module(lease.unit))
+            self.beside.arrive(self._layers.module(lease.unit))
 
     def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
         assert self.beside is not None
-        self.beside.enter(self._module(unit), caches_in(args, kwargs), self.recording is not None)
-
-    def _module(self, unit: int) -> int:
-        return id(self._weights.units[unit].layer.module)
+        self.beside.enter(self._layers.module(unit), caches_in(args, kwargs), self.recording is not None)
 
     # Other ranks
 
     def settle(self) -> None:
         """Wait for what other ranks send, where passes are not recorded."""
-        if self._alone:
+        if self._transport.alone:
             return
         if self._transport.waits:
             # Others compute meanwhile: the slot that was computed from may as well be read into next.
-            self._under_way.drain()
+            self.drain()
         self._transport.settle()
-
-    def _leaving(self, unit: int, out: Any) -> Leaving:
-        """What of a layer's outputs goes to other ranks."""
-        return self._transport.leaving(self._module(unit), out)
 
     def _passed(self, unit: int, out: Any) -> Any:
         """What a layer put out that took no turn."""
-        if not self._alone and (leaving := self._leaving(unit, out)):
+        if not self._transport.alone and (leaving := self._transport.leaving(self._layers.module(unit), out)):
             self.reached(self.moved())
             self._transport.depart(leaving)
         return out

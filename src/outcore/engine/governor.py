@@ -4,17 +4,17 @@ The caller gives the time and what was read, gives memory up or takes it back be
 bytes, and comes back. Nothing is read or slept here, and no layer is touched.
 
     room is short        what is missing goes at once, with what others took of late, which they may take again
-    memory is paged      a quarter of what can go goes, and more once a pass has shown what that did
+    memory is paged      a quarter of what can go goes, and all of it where a pass shows that this was not enough
     macOS warns          the same, once: the warning is a ratio that resident weights move themselves, and lasts long
                          after (``warning_room``). While it lasts nothing comes back
-    out of memory, or    everything that can go goes
-    everything waits
+    out of memory        everything that can go goes
     calm for a while     a quarter comes back at a time, as far as there is room twice over; the while doubles each time
                          that what came back had to go again
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,10 +51,6 @@ HOLD_S = 4.0
 PAGING = 200.0
 """Major faults, or pages of 4 KiB swapped in, a second: 2 % of the time on a disk that answers in 0.1 ms."""
 
-STALLED = 0.10
-"""Share of the time in which some task waited for memory. Alone it means nothing: cached reads in a group that page
-cache fills stall 25 % of the time (measured, cgroup v1), and nothing is wrong."""
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -83,76 +79,15 @@ def room(limits: Sequence[MemoryLimit]) -> int:
     return min(x.available - reserve(x) for x in limits)
 
 
-class Signs:
-    """Signs of memory that is short, for one model while it runs.
-
-    Attributes:
-        gone_wrong: what has gone wrong since then, for the user; empty for nothing.
-        quiet: nothing was swapped in to speak of in the last window.
-    """
-
-    def __init__(self) -> None:
-        self.gone_wrong = ""
-        self.quiet = True
-        self._before: Pressure | None = None
-        self._window: tuple[float, Pressure] | None = None  # where the rates of this window begin
-        self._full = False  # all tasks waited for memory in the last window
-        self._paging_s = 0.0  # for how long now
-
-    @property
-    def paging(self) -> bool:
-        """Whether memory is being paged. No sign counts alone: faults come from libraries, stalls and swapping from a
-        neighbour."""
-        return self._paging_s >= HOLD_S
-
-    @property
-    def drowning(self) -> bool:
-        """Whether memory is being paged, and everything waits for it."""
-        return self.paging and self._full
-
-    @property
-    def calm(self) -> bool:
-        """Whether nothing shows at all."""
-        return self.quiet and not self._paging_s
-
-    def read(self, now: float, pressure: Pressure, short: bool) -> None:
-        """Take a reading in. ``short``: there is little room."""
-        before, self._before = self._before or pressure, pressure
-        self.gone_wrong = ""
-        if pressure.oom_kill > before.oom_kill:
-            self.gone_wrong = "the kernel has ended a process of this control group for want of memory"
-        elif pressure.oom > before.oom:
-            self.gone_wrong = "the control group ran out of memory"
-        elif pressure.under_oom:
-            self.gone_wrong = "tasks of the control group wait for memory that is not there"
-        began, base = self._window = self._window or (now, pressure)
-        if (seconds := now - began) < WINDOW_S:
-            return
-        self._window = (now, pressure)
-
-        def grown(name: str, least: float = PAGING) -> bool:
-            return (getattr(pressure, name) or 0) - (getattr(base, name) or 0) >= least * seconds
-
-        faulting, swapping = grown("major_faults"), grown("swap_ins")
-        stalled = grown("some_us", STALLED * 1e6)
-        self._full = grown("full_us", 2 * STALLED * 1e6)
-        self.quiet = not swapping
-        paging = (faulting and (swapping or stalled or short)) or (swapping and short)
-        self._paging_s = self._paging_s + seconds if paging else 0.0
-
-    def start_over(self, now: float, pressure: Pressure) -> None:
-        """The number of residents has changed: rates from before say nothing about what comes."""
-        self._window, self._paging_s = (now, pressure), 0.0
-
-
 class Governor:
     """Decides for one model while it runs. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._signs = Signs()
-        self._seen: deque[tuple[float, int, dict[str, int]]] = deque()  # lately: bytes held, and free of each limit
-        self._checked: float | None = None  # when last
-        self._alert = False
+        self._seen: deque[tuple[float, int, Pressure]] = deque()  # lately: bytes held, and what was read
+        self._due_at = -math.inf
+        self._window: tuple[float, Pressure] | None = None  # where the rates of this window begin
+        self._paging_s = 0.0  # for how long memory has been paged by now
+        self._swapping = False  # in the last window
         self._swept = True  # a pass has ended since memory was given up last
         self._pass_s = 0.0  # of the last one
         self._shed_at: float | None = None
@@ -170,9 +105,7 @@ class Governor:
 
     def due(self, now: float, tokens: int) -> bool:
         """Whether it is time to look again, ``tokens`` after the last look."""
-        if self._checked is None or tokens >= TOKENS:
-            return True
-        return now - self._checked >= (ALERT_S if self._alert else LOOK_S)
+        return tokens >= TOKENS or now >= self._due_at
 
     def decide(
         self,
@@ -199,15 +132,17 @@ class Governor:
         """
         limit = min(pressure.limits, key=lambda x: (x.available - 2 * reserve(x), x.total))
         wanted, free = reserve(limit), limit.available - needed
-        self._pass_s = self._pass_s if pass_s is None else pass_s
+        self._pass_s, self._swept = self._pass_s if pass_s is None else pass_s, self._swept or pass_s is not None
+        ran_out = _ran_out(self._seen[-1][2] if self._seen else pressure, pressure)
         again = self._taken_lately(now, pressure, held, limit.source)
-        self._signs.read(now, pressure, any(x.available < 2 * reserve(x) for x in pressure.limits))
-        self._checked, self._swept = now, self._swept or pass_s is not None
+        self._note_paging(now, pressure)
         self._had_room = self._had_room or limit.available >= STARVED * wanted
         if self._shed_at is not None and now - self._shed_at >= 2 * MOST_CALM_S:
-            self._calm_s, self._grown = CALM_S, False  # it hurt long ago
-        missing, why = self._missing(now, pressure, limit, free, again, spare, sum(away))
-        self._alert = free < NEAR * wanted or bool(missing)
+            self._calm_s, self._grown, self._shed_at = CALM_S, False, None  # it hurt long ago
+        missing, why = max(1, spare), ran_out
+        if not ran_out:
+            missing, why = self._missing(now, pressure, limit, free, again, spare, away)
+        self._due_at = now + (ALERT_S if missing or free < NEAR * wanted else LOOK_S)
         if why:
             self._calm_since = None
             why = f"{why}; {format_size(max(0, free))} of {format_size(limit.total)} are free ({limit.source})"
@@ -222,7 +157,7 @@ class Governor:
 
     def acted(self, now: float, pressure: Pressure, decision: Decision) -> None:
         """A decision has been carried out: it shows from now on what that did."""
-        self._signs.start_over(now, pressure)
+        self._window, self._paging_s = (now, pressure), 0.0
         if decision.target > decision.held:
             self._grown, self._answered, self._calm_since = True, False, now
             return
@@ -233,20 +168,20 @@ class Governor:
         self._answered = self._answered or _warns(pressure)
 
     def _missing(
-        self, now: float, pressure: Pressure, limit: MemoryLimit, free: int, again: int, spare: int, away: int
+        self, now: float, pressure: Pressure, limit: MemoryLimit, free: int, again: int, spare: int, away: Sequence[int]
     ) -> tuple[int, str]:
         """Bytes that have to go now, and why; no bytes with a reason: something is wrong, and has been answered."""
-        signs, wanted, all_of_it = self._signs, reserve(limit), max(1, spare)
-        if signs.gone_wrong:
-            return all_of_it, signs.gone_wrong
+        wanted = reserve(limit)
         if pressure.macos_level == mac.CRITICAL:
-            return all_of_it, "macOS says that memory pressure is critical"
-        if signs.drowning and not self._grown:  # else it goes with what came back
-            return all_of_it, "memory is being paged, and all work waits for it"
+            return max(1, spare), "macOS says that memory pressure is critical"
+        paging = self._paging_s >= HOLD_S
+        settled = self._shed_at is None or (self._swept and now - self._shed_at >= WINDOW_S)
+        if paging and settled and self._shed_at is not None and not self._grown:  # else it goes with what came back
+            return max(1, spare), "memory is still being paged"
         if free - again < wanted / 2:
             taken = f", and others have taken {format_size(again)} of late" if again > wanted / 8 else ""
             return wanted + again - free, f"{format_size(wanted)} should be free{taken}"
-        if signs.paging:
+        if paging:
             why = "memory is being paged"
         elif _warns(pressure):
             why = "macOS warns of memory pressure"
@@ -254,8 +189,19 @@ class Governor:
                 return 0, why
         else:
             return 0, ""
-        settled = self._shed_at is None or (self._swept and now - self._shed_at >= WINDOW_S)
-        return (max(1, int((spare + away) * SHARE)) if settled else 0), why
+        return (max(1, int((spare + sum(away)) * SHARE)) if settled else 0), why
+
+    def _note_paging(self, now: float, pressure: Pressure) -> None:
+        """Whether memory is being paged: no sign counts alone, for faults come from libraries and swapping from a
+        neighbour."""
+        began, base = self._window = self._window or (now, pressure)
+        if (seconds := now - began) < WINDOW_S:
+            return
+        self._window = (now, pressure)
+        faulting = pressure.major_faults - base.major_faults >= PAGING * seconds
+        self._swapping = (pressure.swap_ins or 0) - (base.swap_ins or 0) >= PAGING * seconds
+        short = any(x.available < 2 * reserve(x) for x in pressure.limits)
+        self._paging_s = self._paging_s + seconds if faulting + self._swapping + short >= 2 else 0.0
 
     def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str) -> int:
         """Bytes that others took of a limit within the time that giving memory up may take to show.
@@ -265,9 +211,11 @@ class Governor:
         """
         while self._seen and now - self._seen[0][0] > 2 * self._pass_s + LOOK_S:
             self._seen.popleft()
-        free = {x.source: x.available for x in pressure.limits}
-        lost = [(was[source] - free[source], before - held) for _, before, was in self._seen if source in was]
-        self._seen.append((now, held, free))
+        free = next(x.available for x in pressure.limits if x.source == source)
+        lost = [
+            (x.available - free, before - held) for _, before, p in self._seen for x in p.limits if x.source == source
+        ]
+        self._seen.append((now, held, pressure))
         return max([0, *(min(less, less + given) for less, given in lost)])
 
     def _hopeless(self, now: float, limit: MemoryLimit, again: int) -> bool:
@@ -283,7 +231,7 @@ class Governor:
 
     def _growth(self, now: float, pressure: Pressure, spare: int, away: Sequence[int], promised: int) -> int:
         """Bytes that may come back."""
-        if not self._signs.calm:
+        if self._swapping or self._paging_s:
             self._calm_since = None
         elif self._calm_since is None:
             self._calm_since = now
@@ -296,6 +244,15 @@ class Governor:
             free = min(free, pressure.warning_room)
         growth = min(free - promised, sum(away), max(max(away), int((spare + sum(away)) * SHARE)))
         return growth if growth >= away[0] else 0
+
+
+def _ran_out(before: Pressure, now: Pressure) -> str:
+    """How memory has run out since a reading, for the user; empty for not."""
+    if now.oom_kill > before.oom_kill:
+        return "the kernel has ended a process of this control group for want of memory"
+    if now.oom > before.oom:
+        return "the control group ran out of memory"
+    return "tasks of the control group wait for memory that is not there" if now.under_oom else ""
 
 
 def _warns(pressure: Pressure) -> bool:

@@ -20,8 +20,9 @@ from ..machine.device import on_cpu
 from ..modules.layers import STREAMED, Layer, Projection
 from ..modules.module_tree import modules, named_parameters
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
-from ..plan.partition import ExpertNumbers, LayerSize, PieceSize
-from .vocabulary import Table, in_order, smallest_slice
+from ..plan.partition import LayerSize, PieceSize
+from ..sizes import BLOCK, round_up
+from .vocabulary import SLICE_STEP, Table
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
 """Bytes that products take beside their operands (MLX gives cuBLAS 32 MiB at a time on Hopper), and what resident
@@ -73,7 +74,34 @@ class Place:
             info = self.where[f"{layer.path}.{p.path}"]
             dtype, shape = info.stored or (info.dtype, info.shape)
             sources.append(Source(p.path, dtype, shape, info.file, info.offset, info.nbytes))
-        return in_order(place_unit(layer.path, sources, direct=self.direct, align=self.align), layer)
+        return self._placed(layer.path, sources)
+
+    def _placed(self, name: str, sources: Sequence[Source]) -> Unit:
+        """A unit with its fields in the order of ``sources``: that is how they are bound."""
+        unit = place_unit(name, sources, direct=self.direct, align=self.align)
+        by_path = {f.path: f for f in unit.fields}
+        return replace(unit, fields=tuple(by_path[s.path] for s in sources))
+
+    def slices(self, table: Table, largest: int) -> list[tuple[slice, Unit]]:
+        """A table that is multiplied with, in slices of rows that take at most ``largest`` bytes of a slot each, in
+        steps of ``SLICE_STEP`` rows.
+
+        As equal as steps allow; slices of one step where that is more than ``largest``.
+        """
+        rows = table.places[0].shape[0]
+        # Each parameter may begin and end anywhere in a block.
+        room = largest - len(table.places) * 2 * BLOCK
+        most = max(1, room // table.row_bytes // SLICE_STEP) * SLICE_STEP
+        count = round_up(-(-rows // -(-rows // most)), SLICE_STEP)
+        found = []
+        for begin in range(0, rows, count):
+            end, sources = min(rows, begin + count), []
+            for p, info in zip(table.layer.parameters, table.places, strict=True):
+                row, shape = info.nbytes // rows, (end - begin, *info.shape[1:])
+                at = info.offset + begin * row
+                sources.append(Source(p.path, info.dtype, shape, info.file, at, (end - begin) * row))
+            found.append((slice(begin, end), self._placed(f"{table.layer.path} rows {begin} to {end}", sources)))
+        return found
 
     def begins(self, layer: Layer) -> dict[Path, int] | None:
         """The files that a layer lies in, and where it begins in each; None where parameters may be read one by one."""
@@ -120,11 +148,7 @@ def layer_size(
     pieces: Sequence[Projection],
     casts: Sequence[mx.Dtype | None],
     place: Place,
-    *,
-    streamable: bool,
-    splittable: bool,
-    experts: ExpertNumbers | None = None,
-    width: Callable[[Layer], int] = lambda _: 0,
+    width: Callable[[Layer], int],
 ) -> LayerSize:
     """What a layer and its pieces weigh, in the dtypes that they are computed in.
 
@@ -141,11 +165,8 @@ def layer_size(
         slot=whole.slot,
         read=whole.read,
         cast=whole.cast,
-        streamable=streamable,
         kind=_kind(layer.module, casts),
         pieces=tuple(found),
-        splittable=splittable,
-        experts=experts,
         joined=sum(getattr(m, "joined_bytes", 0) for m in modules(layer.module)),
         decoded=place.decoded_bytes(layer),
         to_cast=_cast_bytes(layer, casts, place),
@@ -206,7 +227,7 @@ def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
     if not tables:
         return None
     cast = max(resident_bytes(t) if any(t.casts) else 0 for t in tables)
-    slot = max(smallest_slice(t.layer, t.places, direct=place.direct, align=place.align) for t in tables)
+    slot = max(unit.slot_bytes for t in tables for _, unit in place.slices(t, 0))
     read = sum(info.nbytes for t in tables for info in t.places)
     return LayerSize(resident=sum(map(resident_bytes, tables)), slot=slot, read=read, cast=cast)
 

@@ -65,8 +65,9 @@ class Watch:
         """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
         streaming = self.engine.streaming
         if streaming is not None:
-            streaming.before_sweep.join(self.before_pass)
-            streaming.after_unit.join(self.within_pass)
+            for calls, mine in ((streaming.before_sweep, self.before_pass), (streaming.after_unit, self.within_pass)):
+                if mine not in calls:
+                    calls.append(mine)
         self.residency.layers.room = self.room
 
     def before_pass(self) -> None:
@@ -111,12 +112,13 @@ class Watch:
         needed = 0 if prompt else max(0, plan.activation_bytes - kept)
         pass_s = streaming.sweep_s if streaming is not None and self._ended else None
         self._since, self._ended = 0, False
+        spare, away = layers.movable()
         return self.governor.decide(
             self._clock(),
             self._read(),
             held,
-            layers.spare_bytes,
-            layers.returning_bytes,
+            spare,
+            away,
             pass_s=pass_s,
             needed=needed,
             promised=max(needed, plan.peak_bytes - plan.allocator_bytes - held),

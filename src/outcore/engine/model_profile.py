@@ -14,8 +14,7 @@ from ..checkpoint.lazy_model import Decoder, LazyModel
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
-from ..modules.cache_form import Growth
-from ..modules.layers import STREAMED, Layer, Parameter, Projection, find_layers, find_pieces, find_tables
+from ..modules.layers import STREAMED, Layer, Projection, find_layers, find_pieces, find_tables
 from ..modules.module_tree import named_parameters
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
@@ -44,14 +43,11 @@ from .layer_sizes import (
     nbytes,
     on_cuda_size,
     output_width,
-    part_of,
     resident_bytes,
     rest_kind,
 )
-from .seams import Sources
-from .vocabulary import Slice, Table, slices_of
-
-PUBLISHED = Sources()
+from .seams import ExpertFinder
+from .vocabulary import Table
 
 
 @dataclass(frozen=True)
@@ -116,14 +112,6 @@ class ModelProfile:
         """Whether the model evaluates arrays inside its forward pass."""
         return self.trace.evaluates
 
-    def unit_of(self, layer: int, parameters: Sequence[int]) -> Unit:
-        """Some parameters of a layer as a unit."""
-        return self.place.unit(part_of(self.layers[layer], parameters))
-
-    def slices(self, table: Table, largest: int) -> list[Slice]:
-        """A table that is multiplied with, in slices of at most ``largest`` bytes."""
-        return slices_of(table.layer, table.places, largest, direct=self.place.direct, align=self.place.align)
-
 
 def profile_of(
     lazy: LazyModel,
@@ -133,7 +121,9 @@ def profile_of(
     dtype: mx.Dtype | None = None,
     direct: bool = True,
     together: bool = False,
-    sources: Sources = PUBLISHED,
+    where: Mapping[str, TensorInfo] | None = None,
+    overlay: Any = None,
+    experts: ExpertFinder | None = None,
 ) -> ModelProfile:
     """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
 
@@ -142,37 +132,34 @@ def profile_of(
         dtype: what to compute in; None: as the checkpoint says.
         direct: lay units out for direct reads.
         together: several sequences will share sweeps.
-        sources: where parameters lie.
+        where: parameters lie on disk, or will; None: where they were published. ``overlay``: what has to be written for
+            that.
+        experts: finds those that can be read one by one; None: nobody does.
     """
     to = Cast(lazy.model, dtype)
-    layers = _layers_on_disk(lazy, sources.loaded(lazy))
-    rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, sources)
-    where, planned = sources.places(lazy, layers)
-    place = Place(where, direct, device_alignment())
+    place = Place(lazy.origins if where is None else where, direct, device_alignment())
+    layers = _layers_on_disk(lazy, place.where)
+    rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, experts)
     item, called = item_bytes(dict(named_parameters(lazy.model)), dtype), set(rehearsal.order)
     sizes, parts = list[LayerSize](), list[LayerParts]()
     for i, layer in enumerate(layers):
         casts = tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters)
         split, used = i in rehearsal.pieces, rehearsal.used.get(i, 0)
-        switch, experts = sources.experts(layer, pieces[i], casts, place, used, to) if split else (None, None)
-        size = layer_size(
-            layer,
-            pieces[i],
-            casts,
-            place,
-            streamable=i in called,
-            splittable=split,
-            experts=experts,
-            width=lambda part: item * output_width(lazy.config, part),
-        )
-        sizes.append(size)
+        switch, numbers = None, None
+        if experts is not None and split:
+            switch, numbers = experts.experts(layer, pieces[i], casts, place, used, to)
+        size = layer_size(layer, pieces[i], casts, place, width=lambda part: item * output_width(lazy.config, part))
+        sizes.append(replace(size, streamable=i in called, splittable=split, experts=numbers))
         parts.append(LayerParts(pieces[i], casts, _decoders(lazy, layer, place), None, switch))
     sizes, too_large = _within_slots(sizes, layers)
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
     tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
     order = [i for i in order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
     own = {} if rehearsal.evaluates else {i: n for i, n in rehearsal.own.items() if i not in resident}
-    kept_apart = {i: n for i, n in own.items() if all(_unbounded(rehearsal.caches[k]) for k in n)}
+    unbounded = {
+        k for k, c in enumerate(rehearsal.caches) if c.growing is not None and c.growing[1] is None and not c.fixed
+    }
+    kept_apart = {i: n for i, n in own.items() if unbounded.issuperset(n)}
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
     kept_bytes = tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n)
     weighed = _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt)
@@ -190,25 +177,21 @@ def profile_of(
         size=replace(weighed, kept_apart=kept_bytes),
         notes=(*notes, *too_large),
         place=place,
-        overlay=planned,
+        overlay=overlay,
         copies=copies,
         kept_apart=kept_apart,
     )
 
 
 def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | None, ...]:
-    return tuple(_decoder(lazy, p, place.where[f"{layer.path}.{p.path}"]) for p in layer.parameters)
-
-
-def _decoder(lazy: LazyModel, parameter: Parameter, where: TensorInfo) -> Decoder | None:
-    if hasattr(type(parameter.module), STREAMED):
-        module: Any = parameter.module  # it decodes what is read of it by itself
-        return cast(Decoder, module)
-    return None if where.stored is None else lazy.decoders[where.name]
-
-
-def _unbounded(cache: Growth) -> bool:
-    return cache.growing is not None and cache.growing[1] is None and not cache.fixed
+    found: list[Decoder | None] = []
+    for p in layer.parameters:
+        where, module = place.where[f"{layer.path}.{p.path}"], cast(Any, p.module)
+        if hasattr(type(module), STREAMED):
+            found.append(module)  # it decodes what is read of it by itself
+        else:
+            found.append(None if where.stored is None else lazy.decoders[where.name])
+    return tuple(found)
 
 
 def _layers_on_disk(lazy: LazyModel, loaded: Collection[str]) -> list[Layer]:
@@ -313,7 +296,7 @@ def _on_disk(lazy: LazyModel, table: Layer) -> bool:
 
 
 def _rehearse(
-    lazy: LazyModel, layers: Sequence[Layer], to: Cast, sources: Sources
+    lazy: LazyModel, layers: Sequence[Layer], to: Cast, experts: ExpertFinder | None
 ) -> tuple[Trace, list[tuple[Projection, ...]], list[Layer], list[str]]:
     """The rehearsal; each layer's pieces, in the order of their calls where that is known; the tables that need not be
     in memory; and why layers must."""
@@ -324,7 +307,7 @@ def _rehearse(
     # The large ones: small products between layers are not worth a place in the ring.
     largest = max((t.nbytes for t in tables), default=0)
     tables = [t for t in tables if t.nbytes * 8 >= largest]
-    routed = {i: sources.routed(layer) for i, layer in enumerate(layers)}
+    routed = {} if experts is None else {i: experts.switches_in(layer) for i, layer in enumerate(layers)}
     found = rehearse(model, layers, tables, pieces, to.target, routed)
     if found.failure is not None and tables:
         # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
@@ -335,11 +318,8 @@ def _rehearse(
         return _all_resident(model), pieces, [], [f"nothing can be streamed: {why}"]
     silent = [layer.path for i, layer in enumerate(layers) if i not in found.order]
     notes = [f"never called, so kept resident: {_list(silent)}"] if silent else []
-    return found, [_ordered(parts, found.pieces.get(i)) for i, parts in enumerate(pieces)], tables, notes
-
-
-def _ordered(parts: tuple[Projection, ...], order: tuple[int, ...] | None) -> tuple[Projection, ...]:
-    return parts if order is None else tuple(parts[n] for n in order)
+    ordered = [tuple(parts[n] for n in found.pieces.get(i, range(len(parts)))) for i, parts in enumerate(pieces)]
+    return found, ordered, tables, notes
 
 
 def _all_resident(model: nn.Module) -> Trace:

@@ -129,8 +129,8 @@ class Residency:
         the way take back what is free then, if memory is there."""
         session, layers = self.session, self.layers
         session.resize(smaller)
-        if session.plan.pools:
-            layers.pools.fit(smaller, session.plan.prefill_step, self._allowed)
+        if (pools := layers.pools) is not None:
+            pools.fit(smaller, session.plan.prefill_step, self._allowed)
             return
         layers.replan(session.plan.resident)
         if session.plan.peak_bytes > session.plan.budget_bytes:
@@ -215,9 +215,9 @@ class Residency:
         session, size = self.session, self.session.size
         step = steps[0] if len(steps) == 1 else None
         try:
-            if session.plan.pools:
+            if (pools := self.layers.pools) is not None:
                 session.resize(larger)
-                self.layers.pools.fit(larger, step, self._allowed)
+                pools.fit(larger, step, self._allowed)
             elif session.plan.streams:
                 self._fit_streamed(larger, steps)
             else:

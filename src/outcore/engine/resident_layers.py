@@ -23,8 +23,7 @@ from ..sizes import format_size
 from ..text import counted
 from .binding import sheddable
 from .droppable_draft import DroppableDraft
-from .kv_disk import KvDisk
-from .pools import Pools
+from .on_demand import ExpertPools, on_demand
 from .replanner import another, at_least
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class ResidentLayers:
     """What of the model is in memory.
 
     Attributes:
-        pools: its expert caches.
         room: tells how many bytes more may be taken now; None: as many as the budget allows.
         draft: that is in memory and can be given up; None: there is none.
         given_up: the draft that was, and whether the head was streamed then.
@@ -44,16 +42,19 @@ class ResidentLayers:
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
         self.session, self._calibration = session, calibration
-        self.pools = Pools(session, calibration)
+        found = on_demand()
+        self._pools = None if found is None else found.Pools(session, calibration)
         self.shed_layers: set[int] = set()
         self.room: Callable[[], int] | None = None
         self.draft: DroppableDraft | None = None
         self.given_up: tuple[DroppableDraft, bool] | None = None
         self._wide: tuple[int, int] | None = None  # number and bytes of the slots before they were made smaller
-        # Planning takes its time, and these are asked for at every look: bytes that smaller slots would free, by the
-        # plan; and how many of so many shed layers may come back.
-        self._smallest: tuple[Plan, int] | None = None
-        self._back: tuple[Plan, int, int] | None = None
+        self._movable: tuple[Plan, object, tuple[int, list[int]]] | None = None
+
+    @property
+    def pools(self) -> ExpertPools | None:
+        """Its expert caches; None: it has none now."""
+        return self._pools if self.session.plan.pools else None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -75,43 +76,44 @@ class ResidentLayers:
 
     # Bytes that are given up, and taken back
 
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots."""
-        plan = self.session.plan
-        if plan.pools:
-            return sum(self.pools.spare)
-        if (layers := self.sheddable) or not plan.streams or self.session.streaming is None:
-            return self.nbytes(layers)
-        if self.draft is not None:
-            return self.draft.draft.weights
-        if self._smallest is None or self._smallest[0] is not plan:
-            self._smallest = plan, max(0, plan.peak_bytes - self._without_residents(0).peak_bytes)
-        return self._smallest[1]
-
-    @property
-    def returning_bytes(self) -> list[int]:
-        """Of each part that was given up and that the budget has room for."""
-        return self.pools.returning if self.session.plan.pools else [self.nbytes([i]) for i in self.returning()]
+    def movable(self) -> tuple[int, list[int]]:
+        """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots.
+        And bytes of each part that was given up and that the budget has room for."""
+        plan, session = self.session.plan, self.session
+        # Planning takes its time, and this is asked at every look.
+        state = len(self.shed_layers), self.draft is None, session.streaming is None
+        if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
+            if (pools := self.pools) is not None:
+                spare, away = sum(pools.spare), pools.returning
+            else:
+                away = [self.nbytes([i]) for i in self.returning()]
+                if (layers := self.sheddable) or not plan.streams or session.streaming is None:
+                    spare = self.nbytes(layers)
+                elif self.draft is not None:
+                    spare = self.draft.draft.weights
+                else:
+                    spare = max(0, plan.peak_bytes - self._without_residents(0).peak_bytes)
+            self._movable = plan, state, (spare, away)
+        return self._movable[2]
 
     def give(self, nbytes: int) -> tuple[int, str]:
         """Give up so many bytes, or what there is. Returns how many layers or slots of experts went, and what it was,
         for the user; empty for nothing."""
-        pools = bool(self.session.plan.pools)
-        parts = self.pools.spare if pools else [self.nbytes([i]) for i in self.sheddable]
+        pools = self.pools
+        parts = [self.nbytes([i]) for i in self.sheddable] if pools is None else pools.spare
         if parts:
             count = min(len(parts), 1 + sum(total < nbytes for total in accumulate(parts)))
-            count = self.pools.move(count) if pools else self.shed(count)
+            count = self.shed(count) if pools is None else pools.move(count)
             return count, f"{counted(count, 'expert' if pools else 'resident layer')} shed" if count else ""
         what = "what drafts given up, for" if self.draft is not None else "slots made smaller by"
         return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
 
     def take(self, nbytes: int) -> tuple[int, str]:
         """Take up to so many bytes back. Returns how many layers or slots, and what it was; empty for nothing."""
-        count, pools = sum(total <= nbytes for total in accumulate(self.returning_bytes)), self.session.plan.pools
-        if not pools and self.widen():
+        count, pools = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.pools
+        if pools is None and self.widen():
             return 0, "slots made larger again"
-        count = self.pools.move(-count) if pools else self.regrow(count)
+        count = self.regrow(count) if pools is None else pools.move(-count)
         return count, f"{counted(count, 'expert' if pools else 'resident layer')} taken back" if count else ""
 
     # Layers
@@ -142,18 +144,14 @@ class ResidentLayers:
         if self.session.streaming is None or plan.pools:
             return []
 
-        def back(count: int) -> list[int]:
-            return farthest(shed, plan.resident, count, len(size.layers))
-
-        if self._back is None or self._back[0] is not plan or self._back[1] != len(shed):
-            # The last of what is streamed stays so: a ring without units could not be filled again.
-            most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
-            # Not the first that is too many: what is streamed in parts takes room, too, and less of it is then.
-            counts = range(most, 0, -1)
-            peaks = (replanned_bytes(size, plan, [*plan.resident, *back(n)]) for n in counts)
-            fits = next((n for n, peak in zip(counts, peaks, strict=True) if peak <= plan.budget_bytes), 0)
-            self._back = (plan, len(shed), fits)
-        return back(self._back[2] if count is None else min(count, self._back[2]))
+        # The last of what is streamed stays so: a ring without units could not be filled again.
+        most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
+        # Not up to the first that is too many: what is streamed in parts takes room, too, and less of it is then.
+        for n in range(most, 0, -1):
+            back = farthest(shed, plan.resident, n, len(size.layers))
+            if replanned_bytes(size, plan, [*plan.resident, *back]) <= plan.budget_bytes:
+                return back if count is None or count >= n else farthest(shed, plan.resident, count, len(size.layers))
+        return []
 
     @property
     def coming(self) -> list[int]:
@@ -198,8 +196,8 @@ class ResidentLayers:
         """The plan with these layers resident, for the model as it is now."""
         self.session.adopt(replan(self.session.size, self.session.plan, resident, self._calibration))
         plan, streaming = self.session.plan, self.session.streaming
-        if plan.kv_slot and streaming is not None and isinstance(kv := streaming.beside, KvDisk):
-            kv.resize(plan.kv_slot)
+        if plan.kv_slot and streaming is not None and streaming.beside is not None:
+            streaming.beside.resize(plan.kv_slot)
 
     # Slots, and what drafts
 
@@ -214,7 +212,7 @@ class ResidentLayers:
         """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns
         how many are."""
         before = self.session.plan
-        if self.sheddable or not self.spare_bytes:
+        if self.sheddable or not self.movable()[0]:
             return 0
         if self.draft is not None:
             return self.give_up_draft(nbytes)

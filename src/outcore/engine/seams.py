@@ -1,12 +1,12 @@
 """What joins a streamed model without being part of it: KV offload, experts on demand, packed copies, other machines.
 
-The engine knows these alone. Whatever is not there is None, or does nothing (``Stage``, ``Sources``).
+The engine knows these alone. Whatever is not there is None, or does nothing (``Stage``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +18,6 @@ from ..disk.ring import Lease, Ring
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..checkpoint.checkpoint import TensorInfo
-    from ..checkpoint.lazy_model import LazyModel
     from ..modules.layers import Layer, Projection
     from ..plan.partition import ExpertNumbers
     from .layer_sizes import Cast, Place
@@ -29,8 +27,11 @@ if TYPE_CHECKING:
 
 
 class KVOffloader(Protocol):
-    """Keeps keys and values of streamed layers elsewhere (``kv_disk``). It is told of layers by their modules' ids;
+    """Keeps keys and values of streamed layers elsewhere (``kv_offload``). It is told of layers by their modules' ids;
     those that it does not know it passes by."""
+
+    def resize(self, slot_bytes: int) -> None:
+        """Between forward passes: the largest layer's take so many bytes now."""
 
     def expect(self, modules: Sequence[int]) -> None:
         """Between forward passes: these layers will be called, in this order."""
@@ -163,21 +164,11 @@ class Stage:
     """This rank waits for its device meanwhile, so others have patience with it."""
 
 
-class Sources:
-    """Where a model's parameters lie on disk, and which experts can be read one by one: as published, and none. The
-    seam to packed copies and experts (``whole_profile``)."""
+class ExpertFinder(Protocol):
+    """Finds routed experts that can be read one by one (``on_demand``)."""
 
-    def loaded(self, lazy: LazyModel) -> Collection[str]:
-        """Paths of parameters that have, or will have, a place on disk."""
-        return lazy.origins
-
-    def places(self, lazy: LazyModel, layers: Sequence[Layer]) -> tuple[Mapping[str, TensorInfo], Any]:
-        """Where they lie, and what has to be written for that."""
-        return lazy.origins, None
-
-    def routed(self, layer: Layer) -> Sequence[nn.Module]:
+    def switches_in(self, layer: Layer) -> Sequence[nn.Module]:
         """Modules that are called with numbers of experts."""
-        return ()
 
     def experts(
         self,
@@ -189,4 +180,3 @@ class Sources:
         to: Cast,
     ) -> tuple[Any, ExpertNumbers | None]:
         """A layer's experts, of which a token uses so many, and what they weigh; None where there are none."""
-        return None, None

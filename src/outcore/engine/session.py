@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,11 @@ from ..sizes import format_size
 from .binding import ReadSettings
 from .droppable_draft import Drafter, DroppableDraft
 from .engine import Engine, State
-from .experts import experts_for
 from .governor import room
-from .kv_disk import kv_for, scratch_for
+from .kv_offload import kv_offload
 from .memory_monitor import Watch
 from .model_profile import ModelProfile
-from .observers import Observers
+from .on_demand import on_demand
 from .replanner import come_down
 from .residency import Residency
 from .streaming import Streaming
@@ -75,12 +75,10 @@ class Session(Engine):
         plan, profile, reading, lazy: as of ``Engine``.
         govern: watch memory while it runs, and shed resident layers where it is short.
         cpu_streams: MLX streams that linear layers are split over.
-        prefill_step_size: tokens of a prompt at a time, if they were asked for.
+        prefill_step_size: tokens of a prompt at a time, if they were asked for (``residency.chunk``).
         notes: what the user should know already.
         prefix: keeps what was computed of prompts (``decode.prefix``); None: nothing does.
         experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
-        random_after: the state in which mlx-lm's ``load`` would have left MLX's random numbers; ours left them as they
-            were.
 
     Attributes:
         drafting: what drafts tokens for it; None for nothing.
@@ -113,14 +111,12 @@ class Session(Engine):
         notes: tuple[str, ...] = (),
         prefix: Any = None,
         experience: Any = None,
-        random_after: int = 0,
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
-        self.prefix, self.experience, self.random_after = prefix, experience, random_after
-        self.cpu_streams, self.prefill_step_size = cpu_streams, prefill_step_size
+        self.prefix, self.experience, self.cpu_streams = prefix, experience, cpu_streams
         self.found = self.in_cache = 0
-        self.closing, self._notes = Observers(), notes
+        self.closing, self._notes = list[Callable[[], object]](), notes
         self.drafting: Drafter | None = None
         self.watch: Watch | None = None
         self._tell_of_lost_folders(reading.mirrors)
@@ -132,7 +128,7 @@ class Session(Engine):
         super().__init__(smaller, profile, reading, lazy=lazy, exclusive=Exclusive())
         self.residency = Residency(self, calibration, prefill_step_size)
         self.residency.layers.shed_layers |= set(plan.resident) - set(smaller.resident)
-        if govern and self.residency.layers.spare_bytes:
+        if govern and self.residency.layers.movable()[0]:
             self.watch = Watch(self, self.residency)
 
     # What it is
@@ -221,11 +217,13 @@ class Session(Engine):
 
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
         """Raise a StoreError where the disk has no room for a plan's keys and values."""
-        if plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
-            scratch_for(size, plan, self.reading.kv_dir, self.reading.io).close()
+        offload = kv_offload()
+        if offload is not None and plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
+            offload.check_room(size, plan, self.reading.kv_dir, self.reading.io)
 
     def close(self) -> None:
-        self.closing()
+        for call in self.closing:
+            call()
         with self.exclusive:
             super().close()
             if self.drafting is not None:
@@ -245,8 +243,9 @@ class Session(Engine):
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
         assert isinstance(streaming, StreamedPasses)
-        experts = experts_for(streaming, self.profile, plan)
-        streaming.join(experts, kv_for(streaming, self, plan))
+        experts = None if (found := on_demand()) is None else found.experts_for(streaming, self.profile, plan)
+        offload = kv_offload()
+        streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))
 
     def _tell_of_lost_folders(self, mirrors: Mirrors | None) -> None:
         """Tell at once, and at the end, when one of the folders that are read from is lost."""

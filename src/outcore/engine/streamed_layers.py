@@ -19,6 +19,7 @@ from ..modules.layers import Layer
 if TYPE_CHECKING:
     from .executor import LayerExecutor
     from .seams import Stage
+    from .vocabulary import StreamedTable
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,24 @@ class StreamedUnit:
     modules: tuple[nn.Module, ...] = ()
     rows: slice | None = None
     decoders: tuple[Decoder | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a plan binds to a ring.
+
+    Attributes:
+        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
+        order: all of them in the order of a pass.
+        resident: the layers (their modules) that stay in memory for now; see ``Streaming.shed``.
+        tables: embeddings and heads that are not in memory.
+    """
+
+    ring: Ring
+    units: Sequence[StreamedUnit]
+    order: Sequence[int]
+    resident: Sequence[nn.Module]
+    tables: Sequence[StreamedTable]
 
 
 class Weights:
@@ -129,41 +148,33 @@ class StreamedLayers:
     """The layers that the units of one ring hold. Changed between passes only.
 
     Args:
-        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
-        order: all of them in the order of a pass.
-        resident: the layers (their modules) that stay in memory for now.
         copies: as in ``Weights``.
+
+    Attributes:
+        adopting: units that come to stay with this pass, and their weights where they have come.
     """
 
-    def __init__(
-        self,
-        units: Sequence[StreamedUnit],
-        ring: Ring,
-        turns: LayerExecutor,
-        order: Sequence[int],
-        resident: Sequence[nn.Module],
-        copies: bool,
-        transport: Stage,
-    ) -> None:
-        self.units, self.weights = units, Weights(units, ring, copies=copies)
-        self._turns, self._transport, self._order = turns, transport, list(order)
-        turns.bind(ring, self.weights, self.arrived)
+    def __init__(self, bound: Binding, turns: LayerExecutor, copies: bool, transport: Stage) -> None:
+        self.ring, self.units = bound.ring, bound.units
+        self.weights = Weights(bound.units, bound.ring, copies=copies)
+        self._turns, self._transport, self._order = turns, transport, list(bound.order)
+        turns.bind(self)
         self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
-        for i, u in enumerate(units):
+        for i, u in enumerate(self.units):
             if u.rows is None:
                 self._layers.setdefault(id(u.layer.module), []).append(i)
-        self._resident = {id(module) for module in resident}
-        self._adopting: dict[int, list[mx.array] | None] = {}  # units that come to stay, and their weights
+        self._resident = {id(module) for module in bound.resident}
+        self.adopting: dict[int, list[mx.array] | None] = {}
         for key, mine in self._layers.items():
             if key not in self._resident:
                 self._install(key)
             else:
-                transport.watch(units[mine[0]].layer.module)
+                transport.watch(self.units[mine[0]].layer.module)
 
     @property
     def order(self) -> list[int]:
         """The units of a pass as they come now."""
-        return [i for i in self._order if id(self.units[i].layer.module) not in self._resident]
+        return [i for i in self._order if self.module(i) not in self._resident]
 
     def is_resident(self, layer: nn.Module) -> bool:
         """Whether a layer that could be streamed stays in memory now."""
@@ -172,12 +183,15 @@ class StreamedLayers:
     @property
     def modules(self) -> list[int]:
         """The ids of the layers' modules as their turns begin."""
-        found = [id(self.units[i].layer.module) for i in self.order]
-        return [m for i, m in zip(self.order, found, strict=True) if self._layers.get(m, [None])[0] == i]
+        return [m for i in self.order if self._layers.get(m := self.module(i), [None])[0] == i]
+
+    def module(self, unit: int) -> int:
+        """The id of the module of a unit's layer."""
+        return id(self.units[unit].layer.module)
 
     def ends(self, unit: int) -> int | None:
         """The id of the layer's module whose turns end with this unit; None: it is none's last."""
-        module = id(self.units[unit].layer.module)
+        module = self.module(unit)
         return module if self._layers.get(module, [None])[-1] == unit else None
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
@@ -192,11 +206,11 @@ class StreamedLayers:
     def adopt(self, layers: Sequence[nn.Module]) -> None:
         """Keep what the next pass brings of these layers, and of no others: they stay in memory from the pass after
         that on."""
-        self._adopting = {i: None for module in layers for i in self._layers[id(module)]}
+        self.adopting = {i: None for module in layers for i in self._layers[id(module)]}
 
     def is_coming(self, layer: nn.Module) -> bool:
         """Whether the next pass brings a layer to stay."""
-        return any(i in self._adopting for i in self._layers.get(id(layer), ()))
+        return any(i in self.adopting for i in self._layers.get(id(layer), ()))
 
     def _install(self, key: int) -> None:
         units = [(i, self.units[i]) for i in self._layers[key]]
@@ -212,28 +226,27 @@ class StreamedLayers:
 
     def keep_adopted(self) -> bool:
         """Layers of which all has come stay in memory. Returns whether any does."""
-        if not self._adopting:
+        if not self.adopting:
             return False
-        whole = [k for k, mine in self._layers.items() if all(self._adopting.get(i) is not None for i in mine)]
+        whole = [k for k, mine in self._layers.items() if all(self.adopting.get(i) is not None for i in mine)]
         for key in whole:
             for i in self._layers[key]:
                 u = self.units[i]
                 for module in (u.layer.module, *u.modules):
                     unswap(module)
-                put(u.layer.parameters, self._adopting.pop(i) or [])
+                put(u.layer.parameters, self.adopting.pop(i) or [])
                 settle(u.layer.parameters, True)
             self._resident.add(key)
             self._transport.watch(self.units[self._layers[key][0]].layer.module)
         # What did not come in one pass (its order was another) will not be waited for.
-        self._adopting = {i: None for i, arrays in self._adopting.items() if arrays is None}
+        self.adopting = {i: None for i, arrays in self.adopting.items() if arrays is None}
         return bool(whole)
 
     def arrived(self, unit: int, slot: int) -> None:
-        """Copy a unit's weights out of its slot if it comes to stay."""
-        if unit in self._adopting:
-            arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
-            mx.eval(arrays)
-            self._adopting[unit] = arrays
+        """Copy the weights of a unit that comes to stay out of its slot."""
+        arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
+        mx.eval(arrays)
+        self.adopting[unit] = arrays
 
     def remove(self) -> None:
         """Give the layers their own classes back (their streamed weights stay absent)."""

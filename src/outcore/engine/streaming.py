@@ -11,17 +11,15 @@ import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from ..disk.metrics import Metrics
-from ..disk.ring import Lease, Ring
+from ..disk.ring import Lease
 from ..machine.allocator import clear_cache
 from ..machine.interrupts import check
 from ..modules.call_values import caches_in, handles
 from ..modules.hooks import absent, put, swap, unswap
-from .executor import InFlightQueue, LayerExecutor
-from .observers import Observers
+from .executor import LayerExecutor
 from .seams import ExpertCaches, KVOffloader, Stage
-from .streamed_layers import StreamedLayers, StreamedUnit
+from .streamed_layers import Binding, StreamedLayers
 from .undo import Undo
-from .vocabulary import StreamedTable
 
 BATCHED = {BatchKVCache, BatchRotatingKVCache}
 """Caches of a batch that is no more if a pass fails (``mlx_lm.generate.BatchGenerator``)."""
@@ -31,11 +29,11 @@ class Streaming:
     """The engine behind a streamed model; ``model.outcore`` gives access to it.
 
     Args:
+        bound: what is streamed through which ring.
         copies: as in ``Weights``.
         evaluates: as in ``LayerExecutor``.
         exclusive: who may compute with the model.
         transport: to the ranks that have other layers of the model.
-        ring, units, and what follows them: as of ``bind``.
 
     Attributes:
         experts: reads experts one by one; ``beside``: keeps keys and values elsewhere; None: nobody does. See ``join``.
@@ -47,11 +45,7 @@ class Streaming:
     def __init__(
         self,
         model: nn.Module,
-        ring: Ring,
-        units: Sequence[StreamedUnit],
-        order: Sequence[int],
-        resident: Sequence[nn.Module],
-        tables: Sequence[StreamedTable],
+        bound: Binding,
         *,
         metrics: Metrics,
         copies: bool,
@@ -61,47 +55,30 @@ class Streaming:
     ) -> None:
         self.model, self.metrics, self.exclusive = model, metrics, exclusive
         self.evaluates, self._copies, self._transport = evaluates, copies, transport
-        self.after_unit, self.before_sweep = Observers(), Observers()
-        self.after_unit.join(check)
+        self.after_unit: list[Callable[[], object]] = [check]
+        self.before_sweep: list[Callable[[], object]] = []
         self.experts: ExpertCaches | None = None
         self.beside: KVOffloader | None = None
         self.sweep_s: float | None = None
         self._began: tuple[float, float] | None = None  # when the sweep did, and seconds that ranks were waited for
         self._within = False  # a transaction
-        self._under_way = InFlightQueue(ring, metrics, transport)
-        self._turns = LayerExecutor(
-            self._under_way, handed_over=self.after_unit, evaluates=evaluates, transport=transport
-        )
+        self._several = False  # passes of one sweep
+        self._turns = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
         transport.attach(self._turns, lambda: None if self.experts is None else self.experts.settle())
-        self.bind(ring, units, order, resident, tables)
+        self.bind(bound)
 
     # Between sweeps
 
-    def bind(
-        self,
-        ring: Ring,
-        units: Sequence[StreamedUnit],
-        order: Sequence[int],
-        resident: Sequence[nn.Module],
-        tables: Sequence[StreamedTable],
-    ) -> None:
-        """Stream the model through this ring. Where there was another: after ``release``.
-
-        Args:
-            units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for
-                now.
-            order: all of them in the order of a sweep.
-            resident: the layers (their modules) that stay in memory for now; see ``shed``.
-            tables: embeddings and heads that are not in memory.
-        """
-        self.tables, self.ring = tables, ring
-        self.layers = StreamedLayers(units, ring, self._turns, order, resident, self._copies, self._transport)
-        for t in tables:
-            unswap(t.table.module)  # on another rank than the first, it had no head
-            put(t.table.parameters, absent([p.array for p in t.table.parameters]))
-            swap(t.table.module, "Streamed", *t.calls(self._turns.whole))
+    def bind(self, bound: Binding) -> None:
+        """Stream the model through this ring. Where there was another: after ``release``."""
+        self.tables, self.ring = bound.tables, bound.ring
+        self.layers = StreamedLayers(bound, self._turns, self._copies, self._transport)
+        for t in self.tables:
+            unswap(t.module)  # on another rank than the first, it had no head
+            put(t.table.layer.parameters, absent([p.array for p in t.table.layer.parameters]))
+            swap(t.module, "Streamed", *t.calls(self._turns.whole))
         if self.experts is not None:
-            self.experts.bind(ring, units)
+            self.experts.bind(self.ring, bound.units)
         swap(self.model, "Streamed", self._forward, whole_model=True)
         self._tell_order()
 
@@ -114,7 +91,7 @@ class Streaming:
             self._let_go()
         self.layers.remove()
         for t in self.tables:
-            unswap(t.table.module)
+            unswap(t.module)
         unswap(self.model)
 
     def join(self, experts: ExpertCaches | None, beside: KVOffloader | None) -> None:
@@ -123,7 +100,7 @@ class Streaming:
         if experts is not None:
             experts.bind(self.ring, self.layers.units)
         self.experts, self.beside, self._turns.beside = experts, beside, beside
-        self._under_way.done = self._done if beside is not None else None if experts is None else experts.done
+        self._turns.done = None if experts is None and beside is None else self._done
         self._tell_order()
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
@@ -155,10 +132,10 @@ class Streaming:
 
     def _let_go(self) -> None:
         """Of the ring and what goes with it."""
-        self._under_way.abandon()
+        self._turns.forget()
         for t in self.tables:
-            if t.lookup is not None:
-                t.lookup.close()
+            if t.reader is not None:
+                t.reader.close()
         self.layers.weights.close()
         self.ring.close()
 
@@ -170,7 +147,13 @@ class Streaming:
         return self._turns.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A sweep of one pass."""
+        """A sweep of one pass, or one of several passes of a sweep."""
+        if self._several:
+            out = original(*args, **kwargs)
+            if (recording := self._turns.recording) is not None:
+                recording.end(args, kwargs)
+                recording.moved = self._turns.moved()
+            return out
         caches = caches_in(args, kwargs)
         if not BATCHED.isdisjoint(map(type, caches)):
             caches = []
@@ -222,7 +205,7 @@ class Streaming:
             self._transport.abandon()
             if self.experts is not None:
                 self.experts.abandon()
-            self._under_way.abandon()
+            self._turns.forget()
             self.ring.abandon()
             if self.beside is not None:
                 self.beside.abandon()
@@ -234,40 +217,43 @@ class Streaming:
 
     def _begin_sweep(self, tokens: int | None) -> None:
         """``tokens``: of all passes; None: many."""
+        turns = self._turns
         self.drain()
         if self._began is not None:
             # What others took until then says nothing of this machine.
             began, waited = self._began
-            self.sweep_s = self._under_way.settled - began - (self._under_way.waited_s - waited)
+            self.sweep_s = turns.ended[0] - began - (turns.ended[1] - waited)
         if self.layers.keep_adopted():
             self.ring.reorder(self.layers.order)
             self._tell_order()
-        self.before_sweep()
-        if self._turns.undo is not None:
-            self._turns.undo.begin()
+        for call in self.before_sweep:
+            call()
+        if turns.undo is not None:
+            turns.undo.begin()
         self.ring.begin_sweep()
         if self.beside is not None:
             self.beside.begin_sweep()
         self.metrics.sweeps += 1
-        self._began, self._turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
-        self._turns.pooled = self.experts is not None and self.experts.begin(tokens)
-        if self._turns.pooled:
-            self._turns.tokens = tokens or 0
-        self._transport.begin_sweep(pooled=self._turns.pooled)
+        self._began, turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
+        turns.pooled = self.experts is not None and self.experts.begin(tokens)
+        if turns.pooled:
+            turns.tokens = tokens or 0
+        if not self._transport.alone:
+            self._transport.begin_sweep(pooled=turns.pooled)
 
     def _end_sweep(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
         if self.experts is not None:
             self.experts.end()
             if self._turns.pooled:
-                self._under_way.settle()
+                self._turns.all_done()
         if self._turns.undo is not None:
             self._turns.undo.passed()
         self.ring.check()
         for t in self.tables:
-            if t.lookup is not None:
-                t.lookup.reader.check()
+            if t.reader is not None:
+                t.reader.check()
 
     def drain(self) -> None:
         """Wait for all that was handed to the device, and give its slots back for reading ahead."""
-        self._under_way.drain()
+        self._turns.drain()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -19,17 +18,6 @@ Wanted = Collection[int] | None
 
 class StreamedPasses(Streaming):
     """Streaming that runs several passes in a sweep, too."""
-
-    _joined = False  # a sweep of several passes that read experts one by one
-
-    def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._joined and self._turns.recording is None:
-            return super()._forward(original, args, kwargs)
-        out = original(*args, **kwargs)
-        if self._turns.recording is not None:
-            self._turns.recording.end(args, kwargs)
-            self._turns.recording.moved = self._turns.moved()
-        return out
 
     def advance(self) -> None:
         """What a pass has built so far is about to be computed: caches that moved on are not taken back in part."""
@@ -54,15 +42,16 @@ class StreamedPasses(Streaming):
         """
         recorded: list[RecordedPass] = []
         made: dict[int, list[mx.array | None]] = {}
-        heads = {unit for t in self.tables if t.head for unit, _ in t.rows}
+        heads = {unit for t in self.tables if t.table.head for unit, _ in t.rows}
         if not self._transport.alone and len(passes) > 1:
             tokens = None  # what goes to pools goes pass by pass; all ranks have to go layer by layer
+        outputs: list[mx.array] = []
         with self.exclusive, self.transaction(None, 0):
             self._begin_sweep(tokens)
-            if self._turns.pooled:
-                return self._pooled(passes, wanted)
-            outputs: list[mx.array] = []
+            self._several = True
             try:
+                if self._turns.pooled:
+                    return self._pooled(passes, wanted)
                 with self._transport.passes() as next_pass:
                     for number, run in enumerate(passes):
                         self._turns.recording = RecordedPass(made)
@@ -74,7 +63,7 @@ class StreamedPasses(Streaming):
                         recorded.append(self._turns.recording)
                         check()
             finally:
-                self._turns.recording = None
+                self._turns.recording, self._several = None, False
                 made.clear()  # graphs have what they need
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._evaluate(unit)
@@ -88,17 +77,13 @@ class StreamedPasses(Streaming):
     def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
         """One pass after the other, each to its end: what one has read, the next finds in the caches."""
         outputs: list[mx.array] = []
-        self._joined = True
-        try:
-            for number, run in enumerate(passes):
-                result = run()
-                outputs += [result] if wanted is None or number in wanted else []
-                del result
-                assert self.experts is not None
-                self.experts.settle()
-                check()
-        finally:
-            self._joined = False
+        for number, run in enumerate(passes):
+            result = run()
+            outputs += [result] if wanted is None or number in wanted else []
+            del result
+            assert self.experts is not None
+            self.experts.settle()
+            check()
         self._end_sweep()
         return outputs
 
@@ -119,7 +104,7 @@ class StreamedPasses(Streaming):
             self._turns.arrive(lease)
         for recorded in passes:
             if not all(each.ready for each in recorded.arriving):
-                self._under_way.drain()
+                self.drain()
             for each in recorded.arriving:
                 each.wait()
             self._turns.reached(recorded.moved)
@@ -131,9 +116,10 @@ class StreamedPasses(Streaming):
                 with self._transport.working():
                     mx.eval(arrays)
                 if recorded is passes[-1]:
-                    self.after_unit()
+                    for call in self.after_unit:
+                        call()
                 else:
-                    self._under_way.drain()  # the unit before is computed too, and its slot may be read into
+                    self.drain()  # the unit before is computed too, and its slot may be read into
             del arrays
             self._transport.depart(recorded.leaving)
             recorded.leaving = []

@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from ..checkpoint.checkpoint import TensorInfo
 from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.packed_store import Overlay, overlay, places
+from ..checkpoint.packed_store import overlay, places
 from ..checkpoint.positions import longest_context, position_limit
 from ..errors import UsageError
 from ..machine.device import on_cpu
-from ..modules.layers import Layer, Projection
+from ..modules.layers import find_layers
 from ..modules.module_tree import named_modules
-from ..modules.switches import Switch, find_switch, switches_in
-from ..plan.expert_plan import ExpertSize
-from ..plan.partition import ExpertNumbers
 from ..plan.workload import planned_context
 from . import model_profile
-from .expert_cache import Stacked
-from .layer_sizes import Cast, Place, nbytes
+from .layer_sizes import Cast
 from .model_profile import ModelProfile
-from .seams import Sources
-
-
-class AllSources(Sources):
-    """Where a model's parameters lie: in its folder, or packed; and its experts."""
-
-    def loaded(self, lazy: LazyModel) -> Collection[str]:
-        return lazy.loaded
-
-    def places(self, lazy: LazyModel, layers: Sequence[Layer]) -> tuple[Mapping[str, TensorInfo], Overlay]:
-        planned = overlay(lazy)
-        return places(lazy, layers, planned), planned
-
-    def routed(self, layer: Layer) -> Sequence[nn.Module]:
-        return switches_in(layer)
-
-    def experts(
-        self,
-        layer: Layer,
-        pieces: Sequence[Projection],
-        casts: Sequence[mx.Dtype | None],
-        place: Place,
-        used: int,
-        to: Cast,
-    ) -> tuple[Switch | None, ExpertNumbers | None]:
-        switch = find_switch(layer, pieces)
-        return switch, None if switch is None or not used else expert_size(layer, switch, casts, place, used, to)
+from .on_demand import on_demand
 
 
 def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
-    """As ``model_profile.profile_of``, from all sources.
+    """As ``model_profile.profile_of``, with what lies, or will lie, in packed copies, and with experts.
 
     Args:
         context: tokens of prompt and answer; None: as many as are usual.
@@ -66,24 +34,9 @@ def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **ho
     """
     context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
-    return model_profile.profile_of(lazy, context=context, prompt=prompt, sources=AllSources(), **how)
-
-
-def expert_size(
-    layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
-) -> ExpertSize:
-    """What one of a layer's experts weighs."""
-    tensors = stacked(layer, switch, casts, place)
-    held = sum(t.held_bytes for t in tensors)
-    read = sum(t.read_bytes for t in tensors)
-    cast = any(t.dtype is not None for t in tensors)
-    copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
-    return ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
-
-
-def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
-    """A switch's tensors, as they lie on disk."""
-    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
+    planned = overlay(lazy)
+    how |= {"where": places(lazy, find_layers(lazy.model), planned), "overlay": planned, "experts": on_demand()}
+    return model_profile.profile_of(lazy, context=context, prompt=prompt, **how)
 
 
 def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:

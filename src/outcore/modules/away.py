@@ -138,6 +138,15 @@ def is_away(cache: Any) -> bool:
     return getattr(type(cache), "outcore_away", False)
 
 
+def in_memory(caches: Sequence[Any]) -> None:
+    """Bring back what is kept elsewhere of any of these caches: nobody keeps it any more."""
+    for cache in flat(caches):
+        if (keeper := keeper_of(cache)) is not None:
+            if isinstance(cache, Away):
+                keeper.bring_back(cache)
+            cache.__dict__.pop(KEEPER, None)
+
+
 def snapshot_bytes(cache: Sequence[Any]) -> int:
     """Bytes that a snapshot keeps from being freed once the caches have moved on: of all that is not taken back by an
     offset. Exact for caches that hold their arrays; 0 for empty ones."""

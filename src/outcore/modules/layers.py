@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from .module_tree import modules, named_modules
 
@@ -121,6 +122,17 @@ STREAMED = "outcore_streamed"
 def is_matrix(array: mx.array) -> bool:
     """Whether it has several dimensions, and not one row alone, as what a projection to one number consists of."""
     return array.ndim > 1 and not (array.ndim == 2 and array.shape[0] == 1)
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Whether a module's weights are stacked by expert.
+
+    They must lie row by row. Where a checkpoint keeps two in one tensor, mlx-lm takes slices of it, and sorted gathers
+    (a prompt's) of slices give wrong numbers: ``gather_mm`` on CUDA, whose ``ensure_batch_contiguous``
+    (mlx/backend/cuda/matmul.cpp, MLX 0.32.4) does not look at the first of three dimensions; ``gather_qmm`` on Metal
+    (https://github.com/ml-explore/mlx/issues/4055).
+    """
+    return isinstance(module, SwitchLinear | QuantizedSwitchLinear)
 
 
 def _is_leaf(module: nn.Module) -> bool:

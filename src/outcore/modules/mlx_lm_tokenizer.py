@@ -8,15 +8,11 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 
 
-def download(repo: str, revision: str | None, patterns: list[str] | None = None) -> Path:
-    """A model of the Hub, in its cache, as ``mlx_lm.load`` gets it (``mlx_lm.utils._download``, with its errors).
-
-    Args:
-        patterns: files that are downloaded; None: all that a model needs.
-    """
+def download(repo: str, revision: str | None) -> Path:
+    """A model of the Hub, in its cache, as ``mlx_lm.load`` gets it (``mlx_lm.utils._download``, with its errors)."""
     from mlx_lm.utils import _download
 
-    return Path(_download(repo, revision=revision, allow_patterns=patterns))
+    return Path(_download(repo, revision=revision))
 
 
 def byte_decoder() -> dict[str, int]:

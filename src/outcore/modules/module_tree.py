@@ -37,25 +37,6 @@ def named_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
     return found
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """The same modules anew, of the same arrays: other modules and arrays can be put into it."""
-    copy: nn.Module = _copied(model, {})
-    return copy
-
-
-def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
-    if isinstance(value, nn.Module):
-        if (new := made.get(id(value))) is None:
-            new = made[id(value)] = dict.__new__(type(value))
-            new.__dict__.update(value.__dict__)
-            for key, inside in value.items():
-                dict.__setitem__(new, key, _copied(inside, made))
-        return new
-    if isinstance(value, list):
-        return [_copied(inside, made) for inside in value]
-    return {key: _copied(inside, made) for key, inside in value.items()} if type(value) is dict else value
-
-
 def _modules_in(value: Any, path: str, found: list[tuple[str, nn.Module]]) -> None:
     if isinstance(value, nn.Module):
         found.append((path, value))

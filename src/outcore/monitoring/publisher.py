@@ -57,7 +57,7 @@ class Board:
             if not any(r.session is session for r in self._recorders):
                 recorder = SnapshotRecorder(session, name)
                 self._recorders.append(recorder)
-                session.closing.join(lambda: self._remove(recorder))
+                session.closing.append(lambda: self._remove(recorder))
 
     def begin(self) -> bool:
         """Write the first snapshot and start the thread; returns whether others can see the process."""

@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ..disk.layout import Unit
-from ..disk.metrics import Metrics
-from ..disk.reader import THREADS, FileReader, Read
-from ..disk.ring import Lease, Partly, Ring
-from ..disk.scratch import Scratch
-from ..errors import StoreError
-from ..machine.cache_folder import make_cache
-from ..machine.device import device_kind
-from ..modules.away import PLAIN, Away, keeper_of
-from ..modules.cache_rollback import KEEPER
-from ..modules.call_values import flat
-from ..plan.model_size import ModelSize
-from ..plan.plan import Plan
-from ..sizes import format_size
-from .kept_tokens import KeptTokens, in_memory
-from .seams import KVOffloader
+from outcore.disk.layout import Unit
+from outcore.disk.metrics import Metrics
+from outcore.disk.reader import THREADS, FileReader, Read
+from outcore.disk.ring import Lease, Partly, Ring
+from outcore.errors import StoreError
+from outcore.machine.cache_folder import make_cache
+from outcore.machine.device import device_kind
+from outcore.modules.away import PLAIN, Away, in_memory, keeper_of
+from outcore.modules.cache_rollback import KEEPER
+from outcore.modules.call_values import flat
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.sizes import format_size
+
+from .kept_tokens import KeptTokens
+from .scratch import Scratch
 
 if TYPE_CHECKING:
-    from .session import Session
-    from .streaming import Streaming
+    from outcore.engine.seams import KVOffloader
+    from outcore.engine.session import Session
+    from outcore.engine.streaming import Streaming
 
 SLOTS = 2
 
@@ -320,12 +321,13 @@ def _alone(cache: Any) -> bool:
     return bool(keys.shape[0] == 1)
 
 
-def scratch_for(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> Scratch:
-    """A file with room for the keys and values of a plan's context; ``kv_dir``: where; None: the cache folder.
+def check_room(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> None:
+    """Raise a StoreError where the disk has no room for a plan's keys and values."""
+    _scratch(size, plan, kv_dir, io).close()
 
-    Raises:
-        StoreError: there is none.
-    """
+
+def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> Scratch:
+    """A file with room for the keys and values of a plan's context; ``kv_dir``: where; None: the cache folder."""
     scratch = Scratch(make_cache() / KV_FOLDER if kv_dir is None else Path(kv_dir), io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):
@@ -338,14 +340,14 @@ def scratch_for(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str)
     return scratch
 
 
-def kv_for(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
+def offloader(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
     """What keeps keys and values of streamed layers on disk, if that is the plan.
 
     Raises:
         StoreError: the disk has no room for them.
     """
     kv = streaming.beside
-    if isinstance(kv, KvDisk) and plan.kv_slot:
+    if kv is not None and plan.kv_slot:
         kv.resize(plan.kv_slot)
     if kv is not None or not plan.kv_slot:
         return kv
@@ -357,7 +359,7 @@ def kv_for(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | 
 
     return KvDisk(
         [KvLayer(id(profile.layers[i].module), profile.layers[i].path, n) for i, n in profile.kept_apart.items()],
-        scratch_for(session.size, plan, reading.kv_dir, reading.io),
+        _scratch(session.size, plan, reading.kv_dir, reading.io),
         slot_bytes=plan.kv_slot,
         tokens=max(plan.context, min(session.max_context or 0, LONGEST)),
         drain=drain,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from .layers import Layer, Parameter, Projection, is_matrix
-from .module_tree import modules, named_modules
+from outcore.modules.layers import Layer, Parameter, Projection, is_matrix
+from outcore.modules.module_tree import modules, named_modules
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,6 @@ class Switch:
     pieces: tuple[int, ...]
     streamed: tuple[int, ...]
     held: tuple[Parameter, ...] = ()
-
-
-def is_stacked(module: nn.Module) -> bool:
-    """Whether a module's weights are stacked by expert.
-
-    They must lie row by row. Where a checkpoint keeps two in one tensor, mlx-lm takes slices of it, and sorted gathers
-    (a prompt's) of slices give wrong numbers: ``gather_mm`` on CUDA, whose ``ensure_batch_contiguous``
-    (mlx/backend/cuda/matmul.cpp, MLX 0.32.4) does not look at the first of three dimensions; ``gather_qmm`` on Metal
-    (https://github.com/ml-explore/mlx/issues/4055).
-    """
-    return isinstance(module, SwitchLinear | QuantizedSwitchLinear)
 
 
 def switches_in(layer: Layer) -> list[nn.Module]:

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import QuantizedKVCache
 
-from ..disk.layout import Extent
-from ..disk.scratch import Region, Scratch
-from ..modules.away import Away, as_away, as_plain, keeper_of
-from ..modules.cache_rollback import KEEPER
-from ..modules.call_values import flat
-from ..modules.hooks import handle
-from ..sizes import BLOCK, round_up
+from outcore.disk.layout import Extent
+from outcore.modules.away import Away, as_away, as_plain
+from outcore.modules.cache_rollback import KEEPER
+from outcore.modules.hooks import handle
+from outcore.sizes import BLOCK, round_up
+
+from .scratch import Region, Scratch
 
 TOKENS = 256
 """Of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""
@@ -254,15 +254,6 @@ class KeptTokens:
         kept = KeptTokens(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
         kept.leave(made)
         return made
-
-
-def in_memory(caches: Sequence[Any]) -> None:
-    """Bring back what is kept of any of these caches."""
-    for cache in flat(caches):
-        if isinstance(keeper := keeper_of(cache), KeptTokens):
-            if isinstance(cache, Away):
-                keeper.bring_back(cache)
-            cache.__dict__.pop(KEEPER, None)
 
 
 def _arrays(cache: Any) -> list[tuple[str, mx.array]]:

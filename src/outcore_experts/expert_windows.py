@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from ..disk.layout import Extent, SlotCopy, Unit
-from ..disk.reader import Read
-from ..disk.ring import Lease, Partly, Ring
-from ..plan.expert_policy import Load
-from ..sizes import BLOCK
+from outcore.disk.layout import Extent, SlotCopy, Unit
+from outcore.disk.reader import Read
+from outcore.disk.ring import Lease, Partly, Ring
+from outcore.engine.streamed_layers import StreamedUnit
+from outcore.sizes import BLOCK
+
 from .expert_cache import PooledSwitch
-from .streamed_layers import StreamedUnit
+from .expert_policy import Load
 
 LEAST = 4 * BLOCK
 """Bytes of an expert's part of a tensor from which leaving it out is worth another read."""

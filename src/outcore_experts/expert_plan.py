@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ..sizes import BLOCK, slot_bytes
-from .candidate import Candidate, Candidates
-from .machine_profile import Calibration
-from .model_size import ModelSize
-from .partition import LayerSize, unit_sizes
-from .plan import Plan
-from .prediction import Turn, computing_s, predict
+from outcore.plan.candidate import Candidate, Candidates
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.partition import LayerSize, unit_sizes
+from outcore.plan.plan import Plan
+from outcore.plan.prediction import Turn, computing_s, predict
+from outcore.sizes import BLOCK, slot_bytes
 
 
 @dataclass(frozen=True)

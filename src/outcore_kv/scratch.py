@@ -16,11 +16,11 @@ import weakref
 from collections import deque
 from pathlib import Path
 
-from ..errors import ClosedError, StoreError
-from ..sizes import BLOCK, format_size, round_up
-from . import disk_calls
-from .chunk import ShortRead, fill
-from .open_file import OpenFile
+from outcore.disk import disk_calls
+from outcore.disk.chunk import ShortRead, fill
+from outcore.disk.open_file import OpenFile
+from outcore.errors import ClosedError, StoreError
+from outcore.sizes import BLOCK, format_size, round_up
 
 PUNCH_HOLE = 3
 """``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h."""

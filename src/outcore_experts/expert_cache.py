@@ -17,20 +17,22 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.checkpoint import TensorInfo
-from ..checkpoint.lazy_model import DTYPES
-from ..disk.layout import Extent
-from ..disk.metrics import Metrics
-from ..disk.reader import Read, Reader
-from ..disk.ring import Slot
-from ..errors import ReadError
-from ..machine.device_memory import address_of, move
-from ..machine.device_stretches import DeviceMemory
-from ..modules.hooks import absent, put
-from ..modules.layers import Parameter
-from ..modules.switches import Switch
-from ..plan.expert_policy import ExpertPolicy, Load
-from ..sizes import BLOCK, round_up
+from outcore.checkpoint.checkpoint import TensorInfo
+from outcore.checkpoint.lazy_model import DTYPES
+from outcore.disk.layout import Extent
+from outcore.disk.metrics import Metrics
+from outcore.disk.reader import Read, Reader
+from outcore.disk.ring import Slot
+from outcore.engine.layer_sizes import Place
+from outcore.errors import ReadError
+from outcore.machine.device_memory import address_of, move
+from outcore.machine.device_stretches import DeviceMemory
+from outcore.modules.hooks import absent, put
+from outcore.modules.layers import Layer, Parameter
+from outcore.sizes import BLOCK, round_up
+
+from .expert_policy import ExpertPolicy, Load
+from .switches import Switch
 
 STAGED = 8
 """Experts that are read at a time where they are cast on their way into the cache."""
@@ -59,6 +61,11 @@ class Stacked:
         if self.dtype is None:
             return self.read_bytes
         return self.read_bytes // DTYPES[self.info.dtype].size * self.dtype.size
+
+
+def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
+    """A switch's tensors, as they lie on disk."""
+    return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..disk.metrics import Metrics
+from outcore.disk.metrics import Metrics
+
 from .expert_cache import ExpertReads, PooledSwitch
 
 MOST = 4

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..disk.layout import Extent
-from ..errors import CalibrationError
-from ..sizes import BLOCK, format_size
-from . import disk_calls
+from outcore.disk import disk_calls
+from outcore.disk.layout import Extent
+from outcore.errors import CalibrationError
+from outcore.sizes import BLOCK, format_size
 
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
 """Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from ..plan.expert_plan import ON_DEMAND
-from ..plan.machine_profile import Calibration
-from ..plan.model_size import ModelSize
-from ..plan.plan import Plan
-from ..plan.planner import ENOUGH_STEP, SLOTS, prefill_steps
+from outcore.engine.replanner import another
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.plan.planner import ENOUGH_STEP, SLOTS, prefill_steps
+
+from .expert_plan import ON_DEMAND
 from .experts import Experts
-from .replanner import another
 
 if TYPE_CHECKING:
-    from .session import Session
+    from outcore.engine.session import Session
 
 Counts = tuple[tuple[int, int], ...]
 """Layers, and slots of their caches."""

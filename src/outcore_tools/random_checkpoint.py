@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..machine.random_state import random_state_kept
-from ..modules.mlx_lm_compat import classes_of
-from .config import CONFIG
+from outcore.checkpoint.config import CONFIG
+from outcore.machine.random_state import random_state_kept
+from outcore.modules.mlx_lm_compat import classes_of
 
 _LAYERS, _BITS, _GROUP = 8, 4, 64
 

@@ -19,27 +19,27 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..disk.layout import GPU_ALIGN
-from ..disk.metrics import Metrics
-from ..disk.ring import Lease, Ring, Slot
-from ..machine.allocator import clear_cache
-from ..machine.device import device_kind, on_cuda, on_metal
-from ..machine.device_stretches import DeviceMemory
-from ..machine.interrupts import check
-from ..modules.hooks import Call, arrays_in, swap, unswap
-from ..modules.switches import block_of
-from ..plan.expert_plan import pooled_sweep
-from ..plan.plan import Plan
-from ..sizes import round_up
-from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit
+from outcore.disk.layout import GPU_ALIGN
+from outcore.disk.metrics import Metrics
+from outcore.disk.ring import Lease, Ring, Slot
+from outcore.engine.streamed_layers import StreamedUnit
+from outcore.machine.allocator import clear_cache
+from outcore.machine.device import device_kind, on_cuda, on_metal
+from outcore.machine.device_stretches import DeviceMemory
+from outcore.machine.interrupts import check
+from outcore.modules.hooks import Call, arrays_in, swap, unswap
+from outcore.plan.plan import Plan
+from outcore.sizes import round_up
+
+from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit, stacked
+from .expert_plan import pooled_sweep
 from .expert_windows import Windows
 from .look_ahead import LookAhead, Routed
-from .streamed_layers import StreamedUnit
-from .whole_profile import stacked
+from .switches import block_of
 
 if TYPE_CHECKING:
-    from .model_profile import ModelProfile
-    from .sweeps import StreamedPasses
+    from outcore.engine.model_profile import ModelProfile
+    from outcore.engine.sweeps import StreamedPasses
 
 
 class Experts:

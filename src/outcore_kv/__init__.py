@@ -1,0 +1,1 @@
+"""Keys and values on disk: KV offload, which joins the core at ``outcore.engine.kv_offload``."""
