@@ -35,7 +35,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import _support  # noqa: F401
 import outcore
 from held_models import TYPES, Model, Models
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.prompt import cached_tokens
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
@@ -215,7 +215,7 @@ def _drafting(text: list[int], wrong: int) -> Iterator[None]:
     """Drafts that are right but for every so many tokens, however little they are worth here."""
     with (
         replaced(Drafting, "source", lambda *_: Oracle(text, wrong)),
-        replaced(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True)),
+        replaced(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True)),
     ):
         yield
 

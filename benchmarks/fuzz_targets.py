@@ -23,14 +23,14 @@ import zoo
 from outcore import OutcoreError, load_model
 from outcore.calibration.calibration_file import store_calibration
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.cli.batch import read_requests
 from outcore.cli.engine import ProgressBar
 from outcore.cli.generate import prompt_cache
-from outcore.decode.batch_file import Output, line_error, read_lines
 from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import prepare
 from outcore.modules.cache_check import check_cache
 from outcore.plan.planner import ASSUMED
+from outcore_batch.command import read_requests
+from outcore_batch.files import Output, line_error, read_lines
 from outcore_bench.report.inputs import read_inputs
 from outcore_packs.full_copy import pack_model
 
@@ -225,7 +225,7 @@ def _report(folder: Path) -> Target:
 def _memory() -> Target:
     units = st.sampled_from(["", "B", "GB", "GiB", "%", " mb", "k", "TB", "auto", "e9", "."])
     sizes = st.builds(lambda n, unit: f"{n}{unit}", st.integers() | st.floats() | st.text(max_size=5), units)
-    return Target(sizes | st.text() | mutations.values, lambda size: asked_budget(size, "balanced"))
+    return Target(sizes | st.text() | mutations.values, lambda size: asked_budget(size))
 
 
 def _draft(folder: Path) -> Target:

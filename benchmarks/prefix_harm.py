@@ -27,16 +27,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import _support  # noqa: F401
 import zoo
-from outcore.decode import blocks as on_disk
-from outcore.decode.blocks import BlockFiles
-from outcore.decode.prefix import GRID, PrefixCache
+from outcore.decode.prefix_cache import GRID
+from outcore_prefix import blocks as on_disk
+from outcore_prefix.blocks import BlockFiles
+from outcore_prefix.prompts import StoredPrompts
 from result_file import write_result
 
 SHARED = [(7 * i * i + 3 * i + 1) % 59 + 1 for i in range(2 * GRID)]
 PROMPTS = [[*SHARED[: GRID + 100 * n], *([n + 2] * 90)] for n in range(5)]
 
 
-def answered(model: Any, prefix: PrefixCache | None, prompt: list[int]) -> npt.NDArray[np.float32]:
+def answered(model: Any, prefix: StoredPrompts | None, prompt: list[int]) -> npt.NDArray[np.float32]:
     """The logits of a prompt's last position and of two tokens behind it, computed from what is there, and kept."""
     found = prefix.find(prompt) if prefix is not None else None
     cache, held = (found.cache, found.tokens) if found is not None else (make_prompt_cache(model), 0)
@@ -58,8 +59,8 @@ def answered(model: Any, prefix: PrefixCache | None, prompt: list[int]) -> npt.N
     return np.concatenate(rows)
 
 
-def opened(model: Any) -> PrefixCache:
-    return PrefixCache(BlockFiles("model-0000000000000000-00000000"), ["harm"], lambda: make_prompt_cache(model))
+def opened(model: Any) -> StoredPrompts:
+    return StoredPrompts(BlockFiles("model-0000000000000000-00000000"), ["harm"], lambda: make_prompt_cache(model))
 
 
 def writer(seed: int, ready: Any) -> None:

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 import outcore
 from outcore.checkpoint.find_model import resolve_model
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.passes import HiddenKeeper
 from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
@@ -90,7 +90,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(one_text)["DraftLengthPolicy"] = lambda _, experience: DiskLimited(args.most, experience)
+    vars(text_drafts)["DraftLengthPolicy"] = lambda _, experience: DiskLimited(args.most, experience)
     found = []
     try:
         with model.outcore as session:
@@ -130,7 +130,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
                     print(*vars(found[-1]).values(), sep="\t", file=sys.stderr, flush=True)
     finally:
         Drafting.source = usual  # type: ignore[method-assign]
-        vars(one_text)["DraftLengthPolicy"] = DraftLengthPolicy
+        vars(text_drafts)["DraftLengthPolicy"] = DraftLengthPolicy
     return found
 
 

@@ -23,7 +23,7 @@ import _support  # noqa: F401
 import outcore
 import zoo
 from outcore.checkpoint.find_model import resolve_model
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.errors import OutcoreError
@@ -46,7 +46,7 @@ class Found:
 
 def answer(folder: Path, draft: str, prompt: Sequence[int], n: int, most: int) -> tuple[list[int], int, int]:
     """Tokens, and how many were drafted and accepted."""
-    vars(one_text)["DraftLengthPolicy"] = lambda *_: DraftLengthPolicy(most, fixed=True)
+    vars(text_drafts)["DraftLengthPolicy"] = lambda *_: DraftLengthPolicy(most, fixed=True)
     options: dict[str, Any] = {"resident": 0, "dtype": "float32", "context": len(prompt) + n, "prompt": len(prompt)}
     model, _ = outcore.load_model(folder, draft=draft, govern=False, **options)
     with model.outcore as session:

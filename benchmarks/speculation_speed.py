@@ -25,7 +25,7 @@ import outcore
 from limited_reader import limit_reads
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import parse_size
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     folder = resolve_model(args.model)
-    vars(one_text)["DraftLengthPolicy"] = Timed
+    vars(text_drafts)["DraftLengthPolicy"] = Timed
     if args.wrong:
         usual = Drafting.source
         Drafting.source = lambda *given: Wrong(usual(*given))  # type: ignore[method-assign]

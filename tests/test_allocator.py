@@ -15,8 +15,8 @@ from mlx_lm.generate import stream_generate as their_stream_generate
 
 import outcore
 import zoo
+from outcore.decode.passes import generating
 from outcore.decode.preparation import prepare
-from outcore.decode.served import generating
 from outcore.machine import allocator
 from outcore.machine.allocator import AllocatorLimits, Needs
 from outcore.machine.allocator import limits as process

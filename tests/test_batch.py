@@ -19,8 +19,8 @@ import outcore
 import zoo
 from outcore import BudgetError, PromptError, UsageError
 from outcore.decode.batch import Progress, answers
-from outcore.decode.batch_engine import Request
 from outcore.decode.preparation import prepare
+from outcore.decode.request import Request
 from outcore.decode.sampling import own_sampler
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
@@ -254,7 +254,7 @@ def test_a_seed_is_repeatable_and_no_seed_is_not() -> None:
 
 PEAKS: list[tuple[str, dict[str, Any], int, int]] = [
     ("short", {"resident": 0}, 9, 4),
-    ("short", {"resident": 3, "placement": "last"}, 9, 4),
+    ("short", {"resident": 3}, 9, 4),
     ("short", {"resident": 4, "head_resident": False}, 9, 4),
     ("short", {"resident": 2, "prefill_step_size": 16}, 33, 3),
     ("short", {}, 9, 4),

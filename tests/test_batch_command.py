@@ -21,11 +21,11 @@ from interrupts import heard
 from outcore import BudgetError, OutputError, RequestError, UsageError
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
-from outcore.decode.batch_file import CHAT, COMPLETION, NO_MEMORY, BatchRequest, Output, read_lines
 from outcore.decode.preparation import prepare
-from outcore.serve import batch_lines
-from outcore.serve.batch_lines import line_request
 from outcore.serve.prompting import Prompter
+from outcore_batch import lines as batch_lines
+from outcore_batch.files import CHAT, COMPLETION, NO_MEMORY, BatchRequest, Output, read_lines
+from outcore_batch.lines import line_request
 from quick_transformers import python_path
 
 

@@ -36,7 +36,7 @@ from outcore.cli.answering import interruptible
 from outcore.cli.chat import session_file
 from outcore.cli.kept_chat import KeptChat
 from outcore.cli.main import main
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.conversation import ChatTemplate
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
@@ -111,7 +111,7 @@ def tokenizer(demo_model: Path) -> TokenizerWrapper:
 def test_three_turns_equal_the_whole_conversation_computed_anew(
     memory: str, draft: str, anew: Any, tokenizer: Any, demo_model: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda most, *_: DraftLengthPolicy(min(most, 6), fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda most, *_: DraftLengthPolicy(min(most, 6), fixed=True))
     options = ["--memory", memory, "--draft", draft, "-m", "6", "--context", "256"]
     record, out, _ = chat(capsys, monkeypatch, demo_model, MESSAGES, *options)
     streamed = memory == "29MB"

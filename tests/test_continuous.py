@@ -18,11 +18,11 @@ from mlx_lm.sample_utils import make_logits_processors
 import outcore
 import zoo
 from outcore import BudgetError
-from outcore.decode import one_text
-from outcore.decode.batch_engine import Request
+from outcore.decode import text_drafts
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder
 from outcore.decode.preparation import prepare
+from outcore.decode.request import Request
 from outcore.decode.sampling import own_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.modules.hooks import arrays_in
@@ -125,7 +125,7 @@ def test_one_that_stays_alone_keeps_its_drafts_and_gets_them_back(
     tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How much is drafted does not depend on how long things take here.
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", functools.partial(DraftLengthPolicy, fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", functools.partial(DraftLengthPolicy, fixed=True))
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
     with model.outcore as session:

@@ -16,7 +16,7 @@ import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy
 from outcore.disk.disk_calls import DiskCalls
@@ -177,7 +177,7 @@ def test_the_first_text_begins_with_what_is_expected(
     draft: str, folder: Path, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What a guess takes on a machine that does other things at that moment decides nothing here.
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", partial(DraftLengthPolicy, clock=lambda: 0.0))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", partial(DraftLengthPolicy, clock=lambda: 0.0))
     options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
     memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
     model, _ = outcore.load_model(folder, memory=memory, govern=False, draft=draft, **options)

@@ -13,7 +13,7 @@ import pytest
 
 import outcore
 from outcore import packages
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.decode.speculative.proposers import Guess
@@ -66,7 +66,7 @@ def said(folder: Path, draft: str) -> tuple[list[int], str, int]:
 def test_one_class_brings_a_kind_of_draft(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = said(demo_model, "none")[0]
     bring(monkeypatch, Echo())
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(4, fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(4, fixed=True))
     tokens, name, drafted = said(demo_model, "echo:2")
     assert tokens == plain and name == "echo:2" and drafted > 0
     with pytest.raises(UsageError, match=r"draft ehco: no folder, and not echo, .* auto, none, ngram, echo:TIMES"):

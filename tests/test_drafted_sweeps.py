@@ -16,12 +16,13 @@ from mlx_lm.generate import generate_step
 import outcore
 import zoo
 from outcore import BudgetError
-from outcore.decode import one_text, sequence_room
-from outcore.decode.batch_engine import BatchDecoder, Request
+from outcore.decode import sequence_room, text_drafts
+from outcore.decode.batch_engine import BatchDecoder
 from outcore.decode.continuous import Continuous
 from outcore.decode.drafted_sweeps import SpeculativeDecoder
 from outcore.decode.one_text import Computed
 from outcore.decode.preparation import prepare
+from outcore.decode.request import Request
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.plan.draft_choice import pays_for_several
 from outcore.plan.machine_profile import Calibration
@@ -34,7 +35,7 @@ AGAIN_TOKENS = 20
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts, whatever they take here."""
     monkeypatch.setattr(sequence_room, "pays_for_several", lambda *_, **__: True)
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", functools.partial(DraftLengthPolicy, fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", functools.partial(DraftLengthPolicy, fixed=True))
 
 
 def plainly(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[tuple[int, mx.array]]]:

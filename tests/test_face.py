@@ -341,7 +341,7 @@ def test_budgets_are_told_with_the_flags_that_they_are_for(
     # Where all is resident nothing drafts, so that no draft counts.
     assert sizes[0] == sizes[1]
     assert main(["info", str(demo_model), "--memory", "1KB"]) == 1
-    assert "(--context, --prompt-tokens)" in capsys.readouterr().err
+    assert "(fewer need less: --context, --prompt-tokens)" in capsys.readouterr().err
     assert "--context" in refused(capsys, "plan", str(demo_model), "--memory", "1KB", "--no-calibrate", status=1)
     text = ["--num-samples", "1", "--memory", "1KB"]
     assert "--sequence-length" in refused(capsys, "perplexity", str(demo_model), *text, status=1)

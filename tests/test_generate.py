@@ -275,7 +275,7 @@ def test_a_closed_model_says_so(demo_model: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"resident": 7, "placement": "last"},
+        {"resident": 7},
         {"resident": 8, "head_resident": False},
         {"parts": True, "resident": 0},
     ],

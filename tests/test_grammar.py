@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import chat_tokenizers
 import outcore
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
 from outcore.serve.events import Called, GenerationRequest
@@ -405,7 +405,7 @@ def test_without_llguidance_the_extra_is_named(thinker: TokenizerWrapper, monkey
 
 
 def test_a_models_answer_is_json_with_and_without_drafts(short_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda most, _: DraftLengthPolicy(min(most, 6), fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda most, _: DraftLengthPolicy(min(most, 6), fixed=True))
     names = {"type": "array", "items": {"enum": ["alpha", "beta"]}, "minItems": 4, "maxItems": 6}
     wanted = {
         "type": "object",

@@ -83,9 +83,9 @@ def test_a_limit_that_the_user_set_for_the_gpu_counts_where_it_is_less() -> None
         assert (limit.total, limit.available) == (total, total - 3 * GB)
 
 
-def budget_of(fake: FakeDarwin, profile: str = "balanced") -> int:
+def budget_of(fake: FakeDarwin) -> int:
     with fake.here():
-        return memory.default_budget(profile=profile)
+        return memory.default_budget()
 
 
 def test_the_default_budget_stays_off_the_warning() -> None:
@@ -97,7 +97,6 @@ def test_the_default_budget_stays_off_the_warning() -> None:
     # Almost all free: the working set is what there is.
     empty = FakeDarwin(total=16 * GIB, wired=GB, idle=0, busy=GB, files=0, compressed=0)
     assert 0.8 * 16 * GIB * 2 / 3 - 2 * reserve < budget_of(empty) < 0.8 * 16 * GIB * 2 / 3
-    assert budget_of(empty, "safety") < budget_of(empty) < budget_of(empty, "performance")
     # Free, but the compressor holds nearly as much as is not wired: macOS would warn.
     near = FakeDarwin(total=16 * GIB, wired=4 * GB, idle=GB, busy=GB, files=4 * GB, compressed=15 * GB)
     assert near.level == 1

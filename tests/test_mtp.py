@@ -19,7 +19,7 @@ import outcore
 import zoo
 from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
-from outcore.decode import one_text, preparation
+from outcore.decode import one_text, preparation, text_drafts
 from outcore.decode.sampling import make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.proposers import Guess
@@ -39,7 +39,9 @@ def tokens(model: Any, n: int = 24, prompt: Sequence[int] = PROMPT, **kwargs: An
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch, most: int = 4) -> None:
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda asked, _: DraftLengthPolicy(min(asked, most), fixed=True))
+    monkeypatch.setattr(
+        text_drafts, "DraftLengthPolicy", lambda asked, _: DraftLengthPolicy(min(asked, most), fixed=True)
+    )
 
 
 def folders(model_type: str, tmp_path: Path, **how: Any) -> tuple[Path, str]:

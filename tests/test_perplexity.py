@@ -175,20 +175,16 @@ def test_what_a_batch_takes_is_counted_by_every_later_plan(quick_model: Path) ->
         assert session.plan.smallest_budget_bytes > logits
 
 
-def test_without_memory_the_profile_decides_and_the_machine_bounds_it(
+def test_without_memory_what_is_free_decides_and_the_machine_bounds_it(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = memory.MemoryLimit(1_000_000_000, 1_000_000_000, "machine", common=True)
     for module in (memory, budget):
         monkeypatch.setattr(module, "memory_limits", lambda *_, **__: (limit,))
     monkeypatch.setattr(memory, "rss", lambda: memory.PROCESS_BYTES)
-    budgets = []
-    for profile in memory.SHARES:
-        model, _ = load_for_batches(served, 2, 32, profile=profile, govern=False)
-        with model.outcore as session:
-            budgets.append(session.plan.budget_bytes)
-            assert session.plan.budget_bytes == memory.default_budget(profile=profile)
-    assert budgets == sorted(set(budgets)) and len(budgets) == 3
+    model, _ = load_for_batches(served, 2, 32, govern=False)
+    with model.outcore as session:
+        assert session.plan.budget_bytes == memory.default_budget()
     with pytest.raises(BudgetError, match=r"larger than what there is: 1\.00 GB"):
         load_for_batches(served, 2, 32, memory=1_001_000_000)
 

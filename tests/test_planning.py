@@ -99,14 +99,15 @@ def test_the_smallest_budget_that_any_command_says_works_and_a_byte_less_does_no
 def test_it_says_for_which_context_prompt_and_draft(folders: dict[str, Path]) -> None:
     with pytest.raises(BudgetError) as plain:
         prepare(folders["llama"], memory=1000)
-    assert "a context of 512 tokens: " in str(plain.value)
+    assert "a context of 512 tokens (fewer need less: context, prompt): " in str(plain.value)
     with pytest.raises(BudgetError) as short:
         prepare(folders["llama"], memory=1000, context=300, prompt=20)
-    assert "a context of 300 tokens, 20 of them a prompt's: " in str(short.value)
+    assert "a context of 300 tokens, 20 of them a prompt's (fewer" in str(short.value)
     with pytest.raises(BudgetError) as drafting:
         prepare(folders["llama"], memory=1000, context=300, draft="self:4")
     assert re.search(
-        r"300 tokens, and --draft self:4 \(its weights take [0-9.]+ [kKM]B\): the smallest", str(drafting.value)
+        r"prompt\), and draft self:4 \(its weights take [0-9.]+ [kKM]B\): the smallest",
+        str(drafting.value),
     )
     assert len({plain.value.smallest, short.value.smallest, drafting.value.smallest}) == 3
 
@@ -199,7 +200,7 @@ def test_what_a_model_weighs_is_told_however_much_that_is(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outcore.decode.preparation.last_resort", lambda: 1000)
-    monkeypatch.setattr("outcore.decode.preparation.asked_budget", lambda memory, profile: 1000)
+    monkeypatch.setattr("outcore.decode.preparation.asked_budget", lambda memory: 1000)
     main(["info", str(folders["llama"]), "--json", "--context", "100"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "too small" in record["error"] and record["smallest_budget_bytes"] > 1000

@@ -24,13 +24,13 @@ import outcore
 import zoo
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
-from outcore.decode import blocks as on_disk
-from outcore.decode import prefix as prompts
 from outcore.decode import prefix_cache as made
-from outcore.decode.batch_engine import Request
-from outcore.decode.blocks import BlockFiles
 from outcore.decode.continuous import Continuous
+from outcore.decode.request import Request
 from outcore.serve.events import Begun, Finished, GenerationRequest
+from outcore_prefix import blocks as on_disk
+from outcore_prefix import prompts
+from outcore_prefix.blocks import BlockFiles
 from test_service import heard, serving, text_of
 
 BLOCK = 16

@@ -14,11 +14,11 @@ import pytest
 
 import outcore
 import zoo
-from outcore.decode import blocks as on_disk
 from outcore.options import LoadOptions
 from outcore.serve.events import Begun, Event, GenerationRequest, TextPart
 from outcore.serve.service import ModelService, ServiceOptions
 from outcore.serve.shelf import Shelf
+from outcore_prefix import blocks as on_disk
 from stand_ins import TokensOnly
 from test_service import heard, text_of
 

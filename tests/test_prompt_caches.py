@@ -23,9 +23,9 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import outcore
 import zoo
 from outcore import BudgetError, PromptError, ReadError
-from outcore.decode import one_text
+from outcore.decode import text_drafts
 from outcore.decode.batch import answers as batch_answers
-from outcore.decode.batch_engine import Request
+from outcore.decode.request import Request
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
@@ -95,7 +95,7 @@ def test_a_cache_holds_what_mlx_lm_leaves_there(
     theirs, _ = mlx_lm.utils.load_model(folders(name))
     whole = tokens(mlx_lm.stream_generate(theirs, TokensOnly(), PROMPT, max_tokens=12))
     monkeypatch.setattr(Drafting, "source", lambda *_: Oracle([*PROMPT, *whole], 3))
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
     model = load(folders(name), way, draft="ngram" if draft else "none")
     with model.outcore as session:
         for n, left in ((1, False), (7, False), (1, True), (7, True)):

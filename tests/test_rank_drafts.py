@@ -18,8 +18,8 @@ from link_ranks import in_threads, linked
 from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.drafted_sweeps import Waits
+from outcore.decode.one_text import Sampler
 from outcore.decode.opening import Opening
-from outcore.decode.sampling import Sampler
 from outcore.disk.metrics import Metrics
 from outcore.engine.transport import Solo
 from outcore.errors import LinkError

@@ -298,7 +298,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_cached_unless_direct_wa
 ) -> None:
     files = {tmp_path / n: make_file(tmp_path / n, 50_001) for n in "ab"}
     before = descriptors()
-    with using(calls), pytest.raises(UsageError, match=f"{tmp_path / 'a'}.*refuses direct reads.*--io auto"):
+    with using(calls), pytest.raises(UsageError, match=f"{tmp_path / 'a'}.*refuses direct reads.*io auto"):
         FileReader(list(files), io="direct")
     assert (descriptors(), reader_threads()) == (before, [])
     with using(calls), reading(*files) as reader:

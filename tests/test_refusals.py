@@ -31,7 +31,8 @@ from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
 from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
-from outcore_tools import calibrate, demo, doctor
+from outcore_calibrate import command as calibrate
+from outcore_tools import demo, doctor
 from stand_ins import TokensOnly
 
 Output = pytest.CaptureFixture[str]
@@ -117,7 +118,7 @@ def test_no_value_of_any_flag_ends_in_a_traceback(
     for where, name in (
         (Runner, "run"),
         (MatrixRunner, "run"),
-        (calibrate, "calibrated"),
+        (calibrate, "measuring"),
         (demo, "_run"),
         (doctor, "examine"),
         (serve, "open_service"),
@@ -315,7 +316,7 @@ def test_a_few_bytes_are_told_to_be_bytes(model: Path, memory: int, meant: str) 
         {"slots": "3"}, {"context": 0}, {"context": 10**30}, {"context": True}, {"prompt": 0}, {"prompt": float("nan")},
         {"prefill_step_size": 0}, {"prefill_step_size": "8"}, {"cpu_streams": 1.5}, {"cpu_streams": False},
         {"sequences": 0}, {"sequences": 1.5}, {"sequences": True}, {"draft": 3}, {"draft": None}, {"dtype": mx.float32},
-        {"priority": []}, {"profile": None}, {"placement": 1}, {"io": ["auto"]},
+        {"priority": []}, {"io": ["auto"]},
     ],
     ids=str,
 )  # fmt: skip

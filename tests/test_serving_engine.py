@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from outcore.decode.batch_engine import Token
 from outcore.decode.continuous import Continuous
+from outcore.decode.request import Token
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, CheckpointError, RequestError
 from outcore.serve.choice import Choice

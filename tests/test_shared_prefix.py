@@ -18,12 +18,12 @@ import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli import serve
 from outcore.cli.commands import parser_of
-from outcore.decode import prefix as prompts
 from outcore.decode.conversation import ChatTemplate, Conversation
 from outcore.errors import UsageError
 from outcore.serve import prompting
 from outcore.serve.events import Finished, GenerationRequest
 from outcore.serve.prompting import Prompter
+from outcore_prefix import prompts
 from test_chat import chat
 from test_prefix import BLOCK, TEXT, answer, opened, same, small_blocks
 from test_service import heard, serving, text_of

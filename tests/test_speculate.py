@@ -20,8 +20,9 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 import outcore
 import zoo
 from outcore.cli.main import main
-from outcore.decode import one_text
-from outcore.decode.sampling import MlxLmSampler, Sampler, make_sampler
+from outcore.decode import one_text, text_drafts
+from outcore.decode.one_text import Sampler
+from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import TextState
 from outcore.decode.speculative.proposers import Both, Guess, NGram, Proposer, drawn
@@ -41,12 +42,12 @@ def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
 
 def with_oracle(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, most: int = 7) -> None:
     monkeypatch.setattr(outcore.decode.speculative.drafting.Drafting, "source", lambda *_: oracle)
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(most, fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(most, fixed=True))
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft whether it is worth it here or not: a small model's weights are read in no time."""
-    monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda most, _: DraftLengthPolicy(min(most, 6), fixed=True))
+    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda most, _: DraftLengthPolicy(min(most, 6), fixed=True))
 
 
 CASES = [(t, n % 2 == 1) for n, t in enumerate(TYPES)]
@@ -90,7 +91,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
             return copies[-1]
 
         monkeypatch.setattr(outcore.decode.speculative.drafting.Drafting, "source", source)
-        monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
+        monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(5, fixed=True))
         model, _ = outcore.load_model(folder, resident=0, context=64, prompt=9, draft="ngram", govern=False)
         with model.outcore as session:
             assert tokens(model, prompt, 24) == plain
@@ -230,7 +231,7 @@ def test_one_seed_gives_one_text_drafted_or_not(
     texts: list[list[int]] = []
     drafted = [(draft, "80MB", most) for draft, most in (("ngram", 6), ("self:2", 3), ("self:8", 6))]
     for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), *drafted):
-        monkeypatch.setattr(one_text, "DraftLengthPolicy", lambda *_, most=most: DraftLengthPolicy(most, fixed=True))
+        monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_, most=most: DraftLengthPolicy(most, fixed=True))
         # So much that nothing depends on it but what drafts and what is streamed.
         resident: dict[str, Any] = {"dtype": "float32"} | ({"resident": 2} if memory == "80MB" else {})
         model, tokenizer = outcore.load(str(short_model), memory=memory, draft=way, context=128, prompt=30, **resident)
@@ -382,7 +383,7 @@ def test_a_texts_last_sweep_is_learnt_from(taken: int, short_model: Path, monkey
     controls: list[DraftLengthPolicy] = []
     with_oracle(monkeypatch, Oracle([*prompt, *plain], 1000))
     monkeypatch.setattr(
-        one_text, "DraftLengthPolicy", lambda *_: controls.append(DraftLengthPolicy(7, fixed=True)) or controls[-1]
+        text_drafts, "DraftLengthPolicy", lambda *_: controls.append(DraftLengthPolicy(7, fixed=True)) or controls[-1]
     )
     model, _ = outcore.load_model(short_model, resident=0, context=64, prompt=9, draft="ngram", govern=False)
     with model.outcore as session:

@@ -5,7 +5,8 @@ A message is one line: what was wrong, where (file, tensor, unit, byte), and wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class OutcoreError(Exception):
@@ -112,6 +113,33 @@ class BusyError(OutcoreError):
 
 class ClosedError(OutcoreError):
     """A streamed model was used after it was closed."""
+
+
+FLAGS = {"prompt": "--prompt-tokens"}
+"""Flags whose names are not their arguments'."""
+
+_known: Collection[str] = ()
+
+
+def flag_of(argument: str) -> str:
+    """The flag of an argument."""
+    return FLAGS.get(argument, "--" + argument.replace("_", "-"))
+
+
+def called(argument: str) -> str:
+    """What the user calls an argument: in a command by its flag, if the command has it."""
+    return flag if (flag := flag_of(argument)) in _known else argument
+
+
+@contextmanager
+def by_flags(flags: Collection[str]) -> Iterator[None]:
+    """While this process is a command, errors and notes name these flags of it, not arguments."""
+    global _known
+    before, _known = _known, flags
+    try:
+        yield
+    finally:
+        _known = before
 
 
 def no_mlx(error: ImportError) -> str | None:

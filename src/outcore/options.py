@@ -1,21 +1,17 @@
-"""What a user asks for: how a model is to be held in memory."""
+"""What a user asks for: how a model is opened and held in memory. Declared once, for Python and for commands."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 from .checks import choice, parse_size, refuse_unknown, shown_value, whole
-from .errors import BudgetError, OutcoreError, UsageError
+from .errors import UsageError, called
 from .sizes import MOST_BYTES
 from .text import shortened
-
-FEW_BYTES = 1_000_000
-"""A number of bytes below which some other unit was meant."""
 
 AUTO = "auto"
 """What is chosen for the user: memory, drafts, the way of reading."""
@@ -27,17 +23,8 @@ PRIORITIES = {"speed": 512, "balanced": 1024, "context": None}
 """Tokens of context that memory is reserved for at first; None: as many as are expected. More is made room for as it
 comes, by streaming layers that were resident."""
 
-PUBLISHED_PRIORITIES = {"maxTPS": "speed", "maxContext": "context"}
-"""Other names for them, from the literature."""
-
-PROFILES = ("safety", "balanced", "performance")
-PLACEMENTS = ("even", "interleaved", "first", "last")
-KV_DISK = (AUTO, "on", "off")
 IO_MODES = ("auto", "direct", "cached")
 DTYPES = ("float32", "bfloat16", "float16")
-
-FLAGS = {"prompt": "--prompt-tokens"}
-"""Flags whose names are not their arguments'."""
 
 
 class SequenceCount(Protocol):
@@ -47,48 +34,10 @@ class SequenceCount(Protocol):
     def most(self) -> int: ...
 
 
-class MemoryArguments(TypedDict, total=False):
-    """The fields of ``LoadOptions`` that are no arguments of mlx-lm's ``load``, as keywords of ours."""
-
-    memory: int | float | str | None
-    resident: int | None
-    slots: int | None
-    priority: str
-    profile: str
-    placement: str
-    io: str
-    context: int | None
-    prompt: int | None
-    prefill_step_size: int | None
-    dtype: str | None
-    cpu_streams: int | None
-    head_resident: bool | None
-    experts: int | None
-    sequences: int | SequenceCount
-    batch: int | None
-    threads: int | None
-    govern: bool
-    resumable: bool
-    prefix_cache: int | str
-    kv_disk: str
-    kv_dir: str | Path | None
-    mirror: str | Path | Sequence[str | Path] | None
-    draft: str
-
-
-class LoadArguments(MemoryArguments, total=False):
-    """All of them."""
-
-    model_config: dict[str, Any] | None
-    trust_remote_code: bool
-    adapter_path: str | None
-    lazy: bool
-
-
 def _option(
     default: Any, help: str, least: int | None = None, words: Iterable[str] = (), metavar: str | None = None
 ) -> Any:
-    """A field of ``LoadOptions``, told once for Python and for the command line.
+    """A field of ``LoadOptions``.
 
     Args:
         default: of the argument; a flag may have another one for a command.
@@ -101,12 +50,8 @@ def _option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """How a model is opened and held in memory. Checked when it is made, before a model is opened.
-
-    Raises:
-        UsageError: a value is of another kind, or out of range.
-    """
+class MemoryOptions:
+    """What memory is used for."""
 
     memory: int | float | str | None = _option(
         None,
@@ -120,16 +65,24 @@ class LoadOptions:
     slots: int | None = _option(
         None, "Slots of the ring that layers are streamed through. Default: 3, or 2.", least=2, metavar="N"
     )
+    head_resident: bool | None = _option(
+        None,
+        "Whether the head stays in memory. Default: it does, unless layers would fit in parts alone beside it, and it "
+        "is faster to stream it too.",
+    )
+    experts: int | None = _option(
+        None,
+        "Mixture of experts: keep all but the experts in memory, and N of those of each layer; others are read when a "
+        "token needs them. 0: stream layers whole. Default: what is fastest.",
+        least=0,
+        metavar="N",
+    )
     priority: str = _option(
         "context",
-        "Reserve memory for 512, 1024 or all tokens of the context (speed, balanced, context); room for more is made "
-        "as they come, by streaming layers that were resident.",
+        "Reserve memory for 512, 1024 or all tokens of the context at first; room for more is made as they come, by "
+        "streaming layers that were resident.",
+        words=PRIORITIES,
         metavar="WHAT",
-    )
-    profile: str = _option("balanced", "How much of what is free to use without a budget.", words=PROFILES)
-    placement: str = _option("even", "Where resident layers lie; even is the fastest.", words=PLACEMENTS)
-    io: str = _option(
-        AUTO, "How to read weights, around (direct) or through the page cache.", words=IO_MODES, metavar="HOW"
     )
     context: int | None = _option(
         None,
@@ -147,22 +100,6 @@ class LoadOptions:
     prefill_step_size: int | None = _option(
         None, "Prompt tokens computed at a time. Default: 2048, or what fits.", least=1, metavar="N"
     )
-    dtype: str | None = _option(None, "Type to compute in. Default: as the checkpoint says.", words=DTYPES)
-    cpu_streams: int | None = _option(
-        None, "CPU device: cores that a linear layer uses. Default: all.", least=1, metavar="N"
-    )
-    head_resident: bool | None = _option(
-        None,
-        "Whether the head stays in memory. Default: it does, unless layers would fit in parts alone beside it, and it "
-        "is faster to stream it too.",
-    )
-    experts: int | None = _option(
-        None,
-        "Mixture of experts: keep all but the experts in memory, and N of those of each layer; others are read when a "
-        "token needs them. 0: stream layers whole. Default: what is fastest.",
-        least=0,
-        metavar="N",
-    )
     sequences: int | SequenceCount = _option(
         1,
         "Sequences that share each sweep, each with its own context, without drafts; or a Workload: as many as answer "
@@ -174,24 +111,48 @@ class LoadOptions:
         "(mlx-lm's eval_ppl). Default: memory for such calls is not set aside.",
         least=1,
     )
-    threads: int | None = _option(None, "Reads in flight at once. Default: 4, or 8 where there are as many cores.", 1)
     govern: bool = _option(True, "Watch memory while the model runs, and stream resident layers where it gets short.")
     resumable: bool = _option(
         False,
         "One prompt cache will serve several texts: set memory aside for taking it back where a sweep fails. Otherwise "
         "that is found when such a cache is used, in place of resident layers.",
     )
-    prefix_cache: int | str = _option(
-        "off",
-        "Keep what was computed of prompts on disk, for those that begin in the same way, after a restart too. on: up "
-        "to 20 GB, or a tenth of what is free, and nothing below 10 GB free; a size: up to that.",
-        metavar="on|off|SIZE",
+
+    @property
+    def asked(self) -> bool:
+        """Whether a budget was asked for; else it is made of what is free."""
+        return budget_bytes(self.memory, lambda: 100) is not None
+
+    @property
+    def reserved(self) -> int | None:
+        """Tokens of context that memory is reserved for at first; None: all."""
+        return PRIORITIES[self.priority]
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that share sweeps at most."""
+        return self.sequences if isinstance(self.sequences, int) else self.sequences.most
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskOptions:
+    """How weights are read, and what else lies on disk."""
+
+    io: str = _option(
+        AUTO, "How to read weights, around (direct) or through the page cache.", words=IO_MODES, metavar="HOW"
+    )
+    threads: int | None = _option(None, "Reads in flight at once. Default: 4, or 8 where there are as many cores.", 1)
+    mirror: str | Path | Sequence[str | Path] | None = _option(
+        None,
+        "A copy of the model's folder on another disk, or a folder that has one, or several: what is streamed is read "
+        "from all at once, and from the others where one fails. Default: none.",
+        metavar="DIR",
     )
     kv_disk: str = _option(
         AUTO,
         "Keys and values of streamed layers on disk, which every token reads; auto: where the context does not fit "
         "otherwise. Of one text at a time, and not with a draft of the model itself.",
-        words=KV_DISK,
+        words=(AUTO, "on", "off"),
         metavar="WHEN",
     )
     kv_dir: str | Path | None = _option(
@@ -199,11 +160,26 @@ class LoadOptions:
         "Folder for them, made if it alone is missing; files there have no name and go with the process. Default: the "
         "cache folder.",
     )
-    mirror: str | Path | Sequence[str | Path] | None = _option(
-        None,
-        "A copy of the model's folder on another disk, or a folder that has one, or several: what is streamed is read "
-        "from all at once, and from the others where one fails. Default: none.",
-        metavar="DIR",
+    prefix_cache: int | str = _option(
+        "off",
+        "Keep what was computed of prompts on disk, for those that begin in the same way, after a restart too. on: up "
+        "to 20 GB, or a tenth of what is free, and nothing below 10 GB free; a size: up to that.",
+        metavar="on|off|SIZE",
+    )
+
+    @property
+    def mirrors(self) -> tuple[Path, ...]:
+        """Folders with copies of the model."""
+        return tuple(Path(m) for m in self.mirror) if isinstance(self.mirror, tuple) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How the model is opened and computed, and what drafts for it."""
+
+    dtype: str | None = _option(None, "Type to compute in. Default: as the checkpoint says.", words=DTYPES)
+    cpu_streams: int | None = _option(
+        None, "CPU device: cores that a linear layer uses. Default: all.", least=1, metavar="N"
     )
     draft: str = _option(
         AUTO,
@@ -224,33 +200,40 @@ class LoadOptions:
         "As in mlx_lm.load: where nothing is streamed, weights are read by the model's first call. It refuses files "
         "that were written to since; whoever evaluates parameters before is not told.",
     )
-    flags: bool = field(default=False, repr=False, compare=False)
-    """The values came from a command line: errors name its flags."""
     ranks: Any = field(default=None, repr=False, compare=False)
-    """Other machines that have layers of the model (``loading.preparation.Ranks``); None: it is all here."""
+    """Other machines that have layers of the model (``decode.preparation.Ranks``); None: it is all here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
+    """How a model is opened and held in memory. Checked when it is made, before a model is opened.
+
+    Raises:
+        UsageError: a value is of another kind, or out of range.
+    """
 
     def __post_init__(self) -> None:
         checked = {each.name: self._checked(each) for each in fields(self)}
-        checked |= {"mirror": self._mirrors(), "prefix_cache": self._prefix_bytes(), "memory": self._bytes()}
+        checked |= {"mirror": self._mirrors(), "prefix_cache": self._prefix_bytes()}
+        if self.asked and not isinstance(self.memory, str):
+            checked["memory"] = budget_bytes(self.memory, lambda: 100)
         if not hasattr(self.sequences, "most"):
-            checked["sequences"] = whole(self.name("sequences"), self.sequences)
+            checked["sequences"] = whole(called("sequences"), self.sequences)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.kv_dir is not None and not (isinstance(self.kv_dir, str | Path) and str(self.kv_dir).strip()):
-            raise UsageError(f"{shown_value(self.name('kv_dir'), self.kv_dir)}: a folder")
+            raise UsageError(f"{shown_value(called('kv_dir'), self.kv_dir)}: a folder")
         if self.kv_disk == "on" and self.sequences != 1:
-            raise UsageError(f"{self.name('kv_disk')} on: only for one text at a time; leave it out")
+            raise UsageError(f"{called('kv_disk')} on: only for one text at a time; leave it out")
         if self.experts and self.resident is not None:
             raise UsageError(
-                f"{self.name('experts')} {self.experts} and {self.name('resident')} {self.resident}: give one or the "
-                "other; where experts are read one by one, all other layers stay in memory"
+                f"{called('experts')} {self.experts} and {called('resident')} {self.resident}: give one or the other; "
+                "where experts are read one by one, all other layers stay in memory"
             )
 
     def _checked(self, each: Field[Any]) -> Any:
         """A field's value, as its declaration has it: a count from ``least``, one of ``words``, or a truth."""
-        name, value, said = self.name(each.name), getattr(self, each.name), each.metadata
-        if each.name == "priority":
-            choice(name, PUBLISHED_PRIORITIES.get(value, value) if isinstance(value, str) else value, PRIORITIES)
+        name, value, said = called(each.name), getattr(self, each.name), each.metadata
         if not said or (value is None and each.default is None):
             return value
         if said["least"] is not None:
@@ -262,7 +245,7 @@ class LoadOptions:
         return value
 
     def _prefix_bytes(self) -> int | str:
-        name, size = self.name("prefix_cache"), self.prefix_cache
+        name, size = called("prefix_cache"), self.prefix_cache
         if size in ("on", "off"):
             return size
         if isinstance(size, str) and not any(c.isdigit() for c in size):
@@ -273,47 +256,10 @@ class LoadOptions:
         given: Any = self.mirror
         mirrors = () if given is None else (given,) if isinstance(given, str | Path) else given
         if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
-            raise UsageError(f"{shown_value(self.name('mirror'), given)}: a folder, or several")
+            raise UsageError(f"{shown_value(called('mirror'), given)}: a folder, or several")
         if len({str(Path(m)) for m in mirrors}) < len(mirrors):
-            raise UsageError(f"{self.name('mirror')}: one folder is there twice")
+            raise UsageError(f"{called('mirror')}: one folder is there twice")
         return tuple(mirrors) or None
-
-    def _bytes(self) -> int | float | str | None:
-        memory, name = self.memory, self.name("memory")
-        if not self.asked:
-            return memory
-        if not isinstance(memory, str):
-            return whole(name, memory, most=MOST_BYTES)
-        share = SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
-        if share is None:
-            parse_size(memory, flag=name)
-        elif not 0 < float(share[1]) <= 100:
-            raise UsageError(f"{shown_value(name, memory.strip())}: from 1% to 100% of what may be used now")
-        return memory
-
-    def name(self, argument: str) -> str:
-        """What the user calls an argument."""
-        return FLAGS.get(argument, "--" + argument.replace("_", "-")) if self.flags else argument
-
-    @property
-    def asked(self) -> bool:
-        """Whether a budget was asked for; else it is made of what is free."""
-        return not (self.memory is None or (isinstance(self.memory, str) and self.memory.strip().lower() == AUTO))
-
-    @property
-    def reserved(self) -> int | None:
-        """Tokens of context that memory is reserved for at first; None: all."""
-        return PRIORITIES[PUBLISHED_PRIORITIES.get(self.priority, self.priority)]
-
-    @property
-    def most_sequences(self) -> int:
-        """Sequences that share sweeps at most."""
-        return self.sequences if isinstance(self.sequences, int) else self.sequences.most
-
-    @property
-    def mirrors(self) -> tuple[Path, ...]:
-        """Folders with copies of the model."""
-        return tuple(Path(m) for m in self.mirror) if isinstance(self.mirror, tuple) else ()
 
 
 def said_of(name: str) -> str:
@@ -348,23 +294,25 @@ def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOpt
     return options
 
 
-@contextmanager
-def named_as_arguments(options: LoadOptions) -> Iterator[None]:
-    """Errors inside name flags, as commands do; outside of commands they name the arguments."""
-    try:
-        yield
-    except OutcoreError as e:
-        if not options.flags:
-            e.args = tuple(in_python(a) if isinstance(a, str) else a for a in e.args)
-            if isinstance(e, BudgetError) and e.smallest is not None:
-                e.args = (f"{e.args[0]}; fewer tokens need less (context, prompt)", *e.args[1:])
-            if isinstance(e, BudgetError) and isinstance(memory := options.memory, int) and memory < FEW_BYTES:
-                unit = "GB" if memory < 1000 else "MB"
-                e.args = (f'{e.args[0]}; memory={memory} is {memory} bytes: write memory="{memory}{unit}"', *e.args[1:])
-        raise
+def budget_bytes(memory: Any, available: Callable[[], int], name: str | None = None) -> int | None:
+    """Bytes of a budget as it was given, whether or not there is so much; None: it is to be made of what is free.
 
+    Args:
+        memory: bytes; a size such as ``"4GB"``; ``"50%"`` of what is available; None or ``"auto"``.
+        available: bytes that may be used now.
+        name: what an error calls it; None: as the user does.
 
-def in_python(text: str) -> str:
-    """A text with arguments' names in place of flags'."""
-    flags = {FLAGS.get(name, "--" + name.replace("_", "-")): name for name in LoadOptions.__dataclass_fields__}
-    return re.sub(r"(?<![\w-])--[a-z][a-z-]*[a-z]", lambda m: flags.get(m[0], m[0]), text)
+    Raises:
+        UsageError: it is not positive, or no size.
+    """
+    name = name or called("memory")
+    if memory is None or (isinstance(memory, str) and memory.strip().lower() == AUTO):
+        return None
+    if not isinstance(memory, str):
+        return whole(name, memory, most=MOST_BYTES)
+    share = SHARE.fullmatch(memory.strip()) if len(memory) < 40 else None
+    if share is None:
+        return parse_size(memory, flag=name)
+    if not 0 < float(share[1]) <= 100:
+        raise UsageError(f"{name} {memory.strip()}: from 1% to 100% of what may be used now")
+    return max(1, int(available() * float(share[1]) / 100))

@@ -11,7 +11,7 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.decode.preparation import Preparation, draft_kind
 from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
 from outcore.engine.model_profile import ModelProfile
-from outcore.errors import UsageError
+from outcore.errors import UsageError, called
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import AUTO, NONE
 from outcore.plan.joint_plan import Planning
@@ -55,12 +55,12 @@ class RankGroup:
         kind, _ = parse_draft(o.draft)
         if kind not in OWN and not draft_source(kind).over_ranks:
             raise UsageError(
-                f"{o.name('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts"
+                f"{called('draft')} {o.draft}: not over several machines; ngram, self:BITS or a model drafts"
             )
         if o.kv_disk == "on":
-            raise UsageError(f"{o.name('kv_disk')} on: not over several machines; leave it out")
+            raise UsageError(f"{called('kv_disk')} on: not over several machines; leave it out")
         if o.prefix_cache != "off":
-            raise UsageError(f"{o.name('prefix_cache')}: not over several machines; leave it out")
+            raise UsageError(f"{called('prefix_cache')}: not over several machines; leave it out")
         return replace(o, kv_disk="off", lazy=False)
 
     def share_out(

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 
 import mlx.nn as nn
 
-from outcore.decode.batch_engine import Request
 from outcore.decode.continuous import Continuous
-from outcore.decode.served import generating
+from outcore.decode.passes import generating
+from outcore.decode.request import Request
 from outcore.decode.step import StepResult
 from outcore.engine.session import Session
 from outcore.machine.allocator import clear_cache

@@ -17,7 +17,7 @@ from outcore.decode.opening import Opening
 from outcore.decode.preparation import draft_kind
 from outcore.decode.speculative.sources import with_draft
 from outcore.engine.model_profile import ModelProfile
-from outcore.errors import OutcoreError, UsageError
+from outcore.errors import OutcoreError, UsageError, called
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import NGRAM, Draft
 from outcore.plan.machine_profile import Calibration
@@ -89,7 +89,7 @@ def shared_out(
             there = dict(zip(cuts.order, mine, strict=True))
             if is_filled(draft) and (profile.evaluates or not fillable(cuts, there)):
                 raise UsageError(
-                    f"{o.name('draft')} {name}: a copy of this model cannot draft over several machines; ngram or "
+                    f"{called('draft')} {name}: a copy of this model cannot draft over several machines; ngram or "
                     "another model can"
                 )
             found = {"owners": mine, "filled": is_filled(draft), "draft": name}

@@ -22,9 +22,9 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from outcore.decode.batch_engine import Request, Token
 from outcore.decode.continuous import Continuous
 from outcore.decode.prompt import cached_tokens
+from outcore.decode.request import Request, Token
 from outcore.engine.session import Session
 from outcore.errors import UsageError
 from outcore.machine.allocator import limits

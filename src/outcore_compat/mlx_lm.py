@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib import metadata
-from typing import Unpack
+from typing import Any
 
 from outcore.errors import UsageError
-from outcore.options import LoadOptions, MemoryArguments
+from outcore.options import LoadOptions
 
 from .patched_calls import PAIRS
 from .request_guard import guard_requests, unguard_requests
@@ -55,7 +55,7 @@ class Patch:
         self.remove()
 
 
-def apply_patch(**options: Unpack[MemoryArguments]) -> Patch:
+def apply_patch(**options: Any) -> Patch:
     """From now on, have ``mlx_lm.load`` stream models that are larger than memory, and mlx-lm's functions run them.
 
     Every name in a loaded module that is mlx-lm's ``load``, ``generate``, ``stream_generate``, ``batch_generate``,

@@ -8,7 +8,7 @@ import functools
 import sys
 from typing import Any
 
-from outcore.decode.batch import check_prompt_length
+from outcore.decode.prompt import check_length
 from outcore.engine.session import Session
 from outcore.errors import PromptError
 from outcore.sizes import format_size
@@ -53,7 +53,7 @@ def check_room(session: Session, tokens: int, prompt: int, held: int = 0) -> Non
     Raises:
         PromptError: it is one.
     """
-    check_prompt_length(prompt, held, session, "the prompt")
+    check_length(prompt, session, "the prompt", held)
     if tokens < session.plan.context and prompt <= session.size.prompt:
         return
     if session.residency is not None and not session.residency.holds(tokens + 1, prompt):

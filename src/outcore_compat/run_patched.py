@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outcore.errors import OutcoreError, UsageError
-from outcore.options import FLAGS, IO_MODES, PRIORITIES, PROFILES, LoadOptions
+from outcore.errors import OutcoreError, UsageError, by_flags, flag_of
+from outcore.options import IO_MODES, PRIORITIES, LoadOptions
 
 from .mlx_lm import Patch, remove_patch
 from .settings import PatchSettings
@@ -34,10 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--memory", metavar="SIZE", help="bytes that its models may use together, such as 4GB or 50%%")
     for name in NUMBERS:
-        p.add_argument(FLAGS.get(name, "--" + name.replace("_", "-")), dest=name, type=int, metavar="N")
+        p.add_argument(flag_of(name), dest=name, type=int, metavar="N")
     p.add_argument("--io", choices=IO_MODES)
     p.add_argument("--priority", choices=tuple(PRIORITIES))
-    p.add_argument("--profile", choices=PROFILES)
     p.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16")
     p.add_argument("--draft", metavar="DRAFT", help="auto, none, ngram, self, self:BITS, or a model")
     return p
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         p.error("name a program: -m MODULE, or a script")
     try:
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        with Patch(PatchSettings(LoadOptions(**options, flags=True))):
+        with by_flags(p._option_string_actions), Patch(PatchSettings(LoadOptions(**options))):
             _run(program)
     except OutcoreError as e:
         remove_patch()

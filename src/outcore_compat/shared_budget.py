@@ -56,7 +56,7 @@ class SharedBudget:
                 gc.collect()  # a model that nobody has any more may be there until then
             others = self.sessions
             if not others:
-                self._total = asked_budget(options.memory, options.profile)
+                self._total = asked_budget(options.memory)
                 return self._kept(load(replace(options, memory=self._total)))
             free = max(0, self._total - sum(s.plan.budget_bytes for s in others))
             shared = f"{len(others) + 1} models share {format_size(self._total)}"

@@ -24,7 +24,7 @@ from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.whole_profile import profile_of
-from outcore.errors import CheckpointError, UsageError
+from outcore.errors import CheckpointError, UsageError, called
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from outcore.modules.cache_rollback import Snapshot
@@ -72,7 +72,7 @@ class DraftModels(DraftSource):
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
         o = opening.options
-        its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False, flags=o.flags)
+        its = LoadOptions(dtype=o.dtype, cpu_streams=o.cpu_streams, draft=NONE, govern=False)
         memory = resident_budget(prepare(draft.detail, its).profile.size)
         model, _ = load_model(draft.detail, replace(its, memory=memory), progress=progress)
         return ByModel(model, draft.name, own=True)
@@ -197,7 +197,8 @@ def check_tokenizers(model: Path, draft: Path) -> None:
     ours, theirs = _tokens(model), _tokens(draft)
     if ours != theirs:
         raise UsageError(
-            f"--draft {draft}: has another tokenizer than {model}; a model drafts only for one with the same tokens"
+            f"{called('draft')} {draft}: has another tokenizer than {model}; a model drafts only for one with the same "
+            "tokens"
         )
 
 

@@ -24,7 +24,7 @@ from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.session import Session
-from outcore.errors import StoreSpaceError, UsageError
+from outcore.errors import StoreSpaceError, UsageError, called
 from outcore.plan.draft_cost import AUTO, Draft
 from outcore.plan.plan import Plan
 from outcore.text import shortened
@@ -52,7 +52,9 @@ class SelfDrafts(DraftSource):
     def parse(self, asked: str, argument: str | None) -> int:
         bits = argument or str(DEFAULT_BITS)
         if bits not in map(str, BITS):
-            raise UsageError(f"--draft {shortened(asked)}: give the number of bits, one of {', '.join(map(str, BITS))}")
+            raise UsageError(
+                f"{called('draft')} {shortened(asked)}: give the number of bits, one of {', '.join(map(str, BITS))}"
+            )
         return int(bits)
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, int, int]]:
@@ -72,8 +74,8 @@ class SelfDrafts(DraftSource):
         if profile.size.kv_disk != "off":
             if o.kv_disk == "on":
                 raise UsageError(
-                    f"{o.name('kv_disk')} on and {o.name('draft')} {o.draft}: a copy of the model reads all keys and "
-                    f"values for every token that it drafts; with {o.name('draft')} ngram it need not"
+                    f"{called('kv_disk')} on and {called('draft')} {o.draft}: a copy of the model reads all keys and "
+                    f"values for every token that it drafts; with {called('draft')} ngram it need not"
                 )
             profile = replace(profile, size=replace(profile.size, kv_disk="off"))
         copied, size = low_bit_copy(profile, which), profile.size
@@ -100,23 +102,26 @@ class SelfDrafts(DraftSource):
         write_copy(profile, draft.detail, progress)
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        return ByCopy(draft, profile, opening.options.draft == AUTO, progress)
+        return ByCopy(draft, opening.options.draft == AUTO, progress)
 
 
 class ByCopy(Drafting):
-    """A copy of the model, made if it is not there yet, and in memory once the model is."""
+    """A copy of the model, made if it is not there yet, and in memory once the model is.
+
+    Args:
+        auto: nobody asked for it.
+    """
 
     kind, holds_head = SELF, True
 
-    def __init__(self, draft: Draft, profile: ModelProfile, auto: bool, progress: Progress) -> None:
+    def __init__(self, draft: Draft, auto: bool, progress: Progress) -> None:
         super().__init__(draft.name)
-        self._copied, self._profile = draft.detail, profile
-        self._auto, self._progress = auto, progress
+        self._copied, self._auto, self._progress = draft.detail, auto, progress
         self._high_bits: Mapping[str, TensorInfo] = {}  # of nested layers, where they lie on disk
         self._stamps: Mapping[Path, Stamp | None] = {}
 
     def join(self, session: Session) -> Drafting:
-        profile, copied = self._profile, self._copied
+        profile, copied = session.profile, self._copied
         try:
             write_copy(profile, copied, self._progress)
         except StoreSpaceError as error:
@@ -146,7 +151,7 @@ class ByCopy(Drafting):
         return None if self.model is None else CopyProposer(self.model, how, vocabulary, state)
 
     @property
-    def intact(self) -> bool:  # type: ignore[override]
+    def intact(self) -> bool:
         """Whether the files of the high bits are there, and nobody has written to them since they were read."""
         return None not in self._stamps.values() and file_stamps(self._high_bits) == self._stamps
 

@@ -33,12 +33,15 @@ from outcore.plan.plan import Plan
 from outcore.sizes import format_size
 
 from .kept_tokens import KeptTokens
-from .scratch import Scratch
+from .scratch import Scratch, try_folder
 
 if TYPE_CHECKING:
     from outcore.engine.seams import KVOffloader
     from outcore.engine.session import Session
     from outcore.engine.streaming import Streaming
+
+__all__ = ["check_room", "offloader", "try_folder"]
+"""What ``outcore.engine.kv_offload.KVOffload`` is."""
 
 SLOTS = 2
 

@@ -2,6 +2,5 @@
 
 from .compact_copy import about, or_compact
 from .forms import as_used
-from .full_copy import pack_model
 
-__all__ = ["about", "as_used", "or_compact", "pack_model"]
+__all__ = ["about", "as_used", "or_compact"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outcore.cli.commands import CARE, HUB, LOOK, Command
+from outcore.cli.commands import HUB, KEEP, LOOK, Command
 
 
 def _command(name: str, about: str, example: str, kind: str, **more: Any) -> tuple[str, Command]:
@@ -43,7 +43,7 @@ COMMANDS = dict([
         "demo",
         "Run the demo model under a budget smaller than its weights, and check it against the resident one.",
         "--memory 15MB",
-        CARE,
+        LOOK,
     ),
     _command(
         "doctor",
@@ -51,15 +51,8 @@ COMMANDS = dict([
         "come from the disk; slots are what the device sees; reading and computing overlap; streamed answers are the "
         "resident ones.",
         HUB,
-        CARE,
+        LOOK,
         needs_model=False,
-    ),
-    _command(
-        "pack",
-        "Copy a model into the aligned layout that reads fastest. A pack that was cut off goes on where it was. "
-        "Without --output it goes to the cache and is used whenever that model is loaded.",
-        HUB,
-        CARE,
     ),
     _command(
         "cache",
@@ -67,20 +60,12 @@ COMMANDS = dict([
         "that this machine was looked at, and what was computed of prompts are there, too. All of it is made again "
         "when it is needed; what is in use stays.",
         "ls",
-        CARE,
-    ),
-    _command(
-        "calibrate",
-        "Measure this machine: its disk, and how long a model's layers take. It takes less than a minute, and is kept "
-        "for this machine, device, disk and version of MLX.",
-        HUB,
-        CARE,
-        needs_model=False,
+        KEEP,
     ),
     _command(
         "completion",
         "Print what lets a shell complete commands and flags. For zsh, save it as _outcore in a folder of $fpath.",
         "bash > ~/.local/share/bash-completion/completions/outcore",
-        CARE,
+        KEEP,
     ),
 ])  # fmt: skip

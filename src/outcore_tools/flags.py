@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outcore.cli.core_flags import PLANNED
-from outcore.cli.flags import FLAGS, MODEL
+from outcore.cli.flags import FLAGS
 from outcore.cli.parser import Flag, flag, switch
 
 SHELLS, ACTIONS = ("bash", "zsh", "tcsh"), ("ls", "rm", "clear")
@@ -32,40 +32,10 @@ DOCTOR: list[str | Flag] = [
 
 MONITOR: list[str | Flag] = [switch("--once", "Show it once, after a second, and end."), "output-flags"]
 
-PACK: list[str | Flag] = [
-    "model-flags",
-    FLAGS["output"].but(help="A folder that can then be given as --model. Default: the cache.", metavar="DIR"),
-    FLAGS["force"].but(help="Pack again, even where a copy is there."),
-    flag(
-        "--coding",
-        "compact: store layers' bf16 matrices in three quarters of their bytes; decoded in each sweep, to the same "
-        "bits. planes:BITS: of quantized layers so many high bits lie apart, so that --draft self:BITS drafts with "
-        "them and reads the others alone, with nothing written twice; that draft is made, too. plain: as they are "
-        "used. auto: compact on a GPU, plain on a processor, which decodes too slowly.",
-        "auto",
-    ),
-    FLAGS["draft"].but(
-        group="",
-        metavar="self:BITS",
-        help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when first "
-        "asked for. Default: none.",
-    ),
-    "output-flags",
-]
-
 CACHE: list[str | Flag] = [
     flag("action", "Show what there is, largest first; remove some; remove all.", metavar="ls | rm | clear"),
     flag("names", "What rm removes: as ls shows it, or a beginning that only one has.", (), nargs="*", metavar="NAME"),
     FLAGS["force"].but("--yes", "-y", help="Do not ask before all of it is removed."),
-    "output-flags",
-]
-
-CALIBRATE: list[str | Flag] = [
-    "model_named",
-    FLAGS["model"].but(help=f"{MODEL} Default: none; the disk of the cache folder alone."),
-    "revision trust-remote-code",
-    *(FLAGS[name].but(group="") for name in ("dtype", "cpu-streams")),
-    FLAGS["force"].but(help="Measure again what is known already."),
     "output-flags",
 ]
 

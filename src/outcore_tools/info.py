@@ -12,7 +12,7 @@ from outcore.checkpoint.manifest import PLAIN
 from outcore.checkpoint.packed_store import missing_bytes
 from outcore.cli.arguments import loading_options
 from outcore.cli.console import console, listing
-from outcore.cli.plan import FEWER_TOKENS, facts, held
+from outcore.cli.plan import facts, held
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
 from outcore.plan.draft_cost import AUTO, NONE
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     args.result.record = describe(prepared)
     _show(args.result.record, prepared)
     if prepared.refused:
-        raise BudgetError(prepared.refused + FEWER_TOKENS)
+        raise BudgetError(prepared.refused)
 
 
 def describe(prepared: Preparation) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     if args.context is not None:
         whole("--context", args.context)
-    budget = asked_budget(args.memory, "balanced")
+    budget = asked_budget(args.memory)
     rows: list[dict[str, Any]] = []
     try:
         info = scan_cache_dir(args.cache_dir)

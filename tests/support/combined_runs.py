@@ -22,9 +22,10 @@ from combined_faces import BLOCK, FACES, Clients, Face, Place, disturbing, exact
 from combined_faults import Fault
 from combined_models import Shelf
 from combined_reference import SEED, Reference, Text, unlikely
-from outcore.decode import one_text, prefix
+from outcore.decode import one_text, text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore_cluster.group import RankGroup
+from outcore_prefix import prompts
 
 EQUAL, DIFFERENT, REFUSED, FAILED = "equal", "different", "refused", "failed"
 ROUNDED, NO_REFERENCE = "rounded", "no reference"
@@ -257,10 +258,10 @@ def always_drafting(one_by_one: bool) -> Iterator[None]:
         return DraftLengthPolicy(min(most, 3), *args, fixed=True)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(one_text, "DraftLengthPolicy", control))
+        stack.enter_context(patch.object(text_drafts, "DraftLengthPolicy", control))
         if one_by_one:
             stack.enter_context(patch.object(one_text, "on_cpu", lambda: True))
-            stack.enter_context(patch.object(one_text.OneText, "_fit_to_pools", lambda _: True))
+            stack.enter_context(patch.object(text_drafts.TextDrafts, "_fit_to_pools", lambda *_: True))
         yield
 
 
@@ -269,9 +270,9 @@ def small_blocks() -> Iterator[None]:
     """Few tokens fill a block of the prefix cache, and tiny models' states are kept behind so few."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("outcore.") and "GRID" in vars(module):
+            if name.startswith(("outcore.", "outcore_prefix.")) and "GRID" in vars(module):
                 stack.enter_context(patch.object(module, "GRID", BLOCK))
-        stack.enter_context(patch.object(prefix, "STATE_SHARE", 1e6))
+        stack.enter_context(patch.object(prompts, "STATE_SHARE", 1e6))
         yield
 
 

@@ -20,11 +20,11 @@ from mlx_lm.perplexity import eval_ppl
 
 import outcore
 import outcore_cluster.sharing
-from outcore.decode import one_text
-from outcore.decode.batch_engine import Request
+from outcore.decode import one_text, text_drafts
 from outcore.decode.continuous import Continuous
 from outcore.decode.model_runner import ModelRunner
 from outcore.decode.preparation import prepare
+from outcore.decode.request import Request
 from outcore.decode.sampling import make_sampler, own_sampler
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.decode.speculative.acceptance import AcceptanceStats
@@ -87,7 +87,7 @@ def always(most: int, experience: AcceptanceStats) -> DraftLengthPolicy:
 
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
     """A model in memory that is large enough, on this rank's share of layers or alone; what drafts is asked always."""
-    one_text.DraftLengthPolicy = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
+    text_drafts.DraftLengthPolicy = always  # type: ignore[assignment, misc, attr-defined, unused-ignore]
     if in_turn:
         outcore_cluster.sharing.share_layers = alternate  # type: ignore[attr-defined, unused-ignore]
     else:
@@ -467,7 +467,7 @@ def sequences(
     How much is drafted does not depend on how long things take.
     """
     fit, control = SequenceRoom._fit_here, DraftLengthPolicy
-    vars(one_text)["DraftLengthPolicy"] = functools.partial(control, fixed=True)
+    vars(text_drafts)["DraftLengthPolicy"] = functools.partial(control, fixed=True)
     if link is not None and room is not None and link.rank == link.size - 1:
         _room_for(room)
     if link is not None and link.rank == alone:
@@ -485,7 +485,7 @@ def sequences(
             return written | {"streams": session.plan.streams, "drafted": session.metrics.drafted, "by": by}
     finally:
         SequenceRoom._fit_here = fit  # type: ignore[method-assign]
-        vars(one_text)["DraftLengthPolicy"] = control
+        vars(text_drafts)["DraftLengthPolicy"] = control
 
 
 def _written(
@@ -586,7 +586,7 @@ def told_apart(
                     raise BudgetError(f"no room for {tokens}")
                 return make_room(session, tokens, *more, **how)
 
-            with patch("outcore.decode.generate.make_room", made):
+            with patch("outcore.decode.prefix_cache.make_room", made):
                 try:
                     text = outcore.stream_generate(model, TokensOnly(), prompts[link.rank], most[link.rank])
                     found.append([r.token for r in itertools.islice(text, 9)])

@@ -45,9 +45,6 @@ class Codings(Protocol):
     def about(self, profile: Any, plan: Any) -> tuple[str, ...]:
         """What a user should know where a plan streams weights that are decoded on their way."""
 
-    def pack_model(self, folder: Path, output: Path | None, **how: Any) -> Any:
-        """Pack a whole model into a folder of its own, or (None) into the cache: ``outcore_packs.full_copy``."""
-
 
 def codings() -> Codings | None:
     """The package that knows forms; None: it is not there."""

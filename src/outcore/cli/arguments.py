@@ -27,7 +27,7 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
         given["draft"] = args.draft or AUTO
     if hasattr(args, "prompt_tokens"):
         given["prompt"] = args.prompt_tokens
-    return given | {"flags": True}
+    return given
 
 
 def check_numbers(args: argparse.Namespace) -> None:

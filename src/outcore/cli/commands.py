@@ -28,8 +28,8 @@ RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
 TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
 """Set where standard input is lines that somebody types at a launcher elsewhere."""
 
-RUN, LOOK, CARE = "run a model", "look at models and processes", "take care of this machine"
-KINDS = (RUN, LOOK, CARE, "measure", "several machines")
+RUN, LOOK, KEEP = "run a model", "look at models, processes and this machine", "what is kept on this machine"
+KINDS = (RUN, LOOK, KEEP, "measure", "several machines")
 """Headings of ``outcore --help``, in their order; those of packages may be others."""
 
 
@@ -101,12 +101,6 @@ CORE = dict([
         common="model host port api-key-file max-tokens temp top-p decode-concurrency context prefix-cache memory "
         "draft adapter-path json quiet",
         needs_model=False,  # it takes several, and looks for itself
-    ),
-    _core(
-        "batch",
-        "Answer a file of requests in OpenAI's batch format. As many as there is memory for share each sweep over the "
-        "weights, and new ones join as others finish. A run that was killed goes on with --resume.",
-        " --input requests.jsonl --output answers.jsonl",
     ),
     _core(
         "cache-prompt",

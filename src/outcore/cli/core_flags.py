@@ -107,15 +107,6 @@ SERVE: list[str | Flag] = [
     f"prefill-step-size engine-flags {_DRAFT} output-flags",
 ]
 
-BATCH: list[str | Flag] = [
-    "model-flags adapter-path input",
-    FLAGS["output"].but(help="Answers, one JSON a line.", required=True),
-    FLAGS["max-tokens"].but(default=512, help="Most tokens of an answer, where a request does not say."),
-    "decode-concurrency prefill-step-size force",
-    switch("--resume", "Go on with an output that is there already."),
-    "engine-flags output-flags",
-]
-
 CACHE_PROMPT: list[str | Flag] = [
     "model-flags adapter-path",
     FLAGS["prompt"].but(required=True),

@@ -78,7 +78,7 @@ class KeptChat:
             return None
         if self._session.plan.kv_slot:
             return None  # all of it would have to be in memory at once
-        cache = self._conversation.new_cache()
+        cache = self._conversation.make_cache()
         name = prefix.kept(saved.tokens[: saved.held], cache)
         if name is not None:
             self._conversation.goes_on(saved.tokens, cache, saved.held)
@@ -111,8 +111,9 @@ class KeptChat:
                 self._say(f"the conversation is not kept: {e}", WARN)
 
     def _write(self, path: Path) -> None:
-        text, held = self._conversation.text, self._conversation.held
-        saved_conversation.save(path, self._name, self._tokenizer, Saved(self.turns, text, random_state(), held))
+        tokens, held = self._conversation.text, self._conversation.held
+        said = {"model": self._name, "turns": self.turns, "text": self._tokenizer.decode(tokens), "held": held}
+        saved_conversation.save(path, **said, tokens=tokens, random=random_state())
 
     def _keep_caches(self) -> None:
         """Keep what was computed of the conversation, for whoever goes on with it."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 
-from ..errors import BudgetError, OutcoreError, UsageError
+from ..errors import BudgetError, OutcoreError, UsageError, by_flags
 from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
@@ -131,7 +131,7 @@ def _run(name: str, words: list[str], result: Result, alone: bool) -> int:
                 _look_for_compiler()
             # What a command says of its peak is its own: another one may have run in this process.
             importlib.import_module("..machine.allocator", __package__).reset_peak()
-        with _named(filled):
+        with _named(filled), by_flags(parser._option_string_actions):
             return run(args) or 0
 
 

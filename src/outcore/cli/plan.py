@@ -27,10 +27,6 @@ from .console import console, listing, table
 from .engine import ProgressBar
 from .output import tell
 
-FEWER_TOKENS = "; fewer tokens need less (--context, --prompt-tokens)"
-"""For those whose budget is too small for what these flags say."""
-
-
 SPREAD, ASSUMED_SPREAD = 1.25, 2.0
 """Times as long, or as short, as predicted that a token may take: where the machine was measured, and where it was not.
 Fixed numbers: what a calibration alone foresaw of predictions-cpu.json, and of predictions-qwen3.5-9b-8bit-h200.json,
@@ -65,13 +61,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
         if opened.refused is not None:  # before anything is measured, which takes a while
-            raise BudgetError(f"{opened.refused}{FEWER_TOKENS}", opened.planning.smallest)
+            raise BudgetError(opened.refused, opened.planning.smallest)
         with ProgressBar() as bar:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
-    try:
-        prepared = prepare(folder, **options)
-    except BudgetError as e:
-        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+    prepared = prepare(folder, **options)
     if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
         # A draft that was asked for by its name, beside what there would be without.
         plain = prepare(folder, **(options | {"draft": NONE}))

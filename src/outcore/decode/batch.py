@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,19 +22,83 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.session import Session
-from ..errors import BudgetError, PromptError, UsageError
+from ..errors import BudgetError, UsageError
+from ..machine.exclusive import served
 from ..machine.interrupts import check
 from ..modules.cache_check import check_cache
 from ..modules.side_by_side import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
-from .batch_engine import Request
 from .continuous import Continuous
-from .prompt import cached_tokens, check_positions, encode, note_length
-from .served import generating, served
-from .writing import RequestOutput, Writing, tokens_of
+from .passes import generating
+from .prompt import cached_tokens, check_length, encode
+from .request import Request, Token
 
 Failed = Callable[[Request, Exception], None]
+
+
+@dataclass
+class RequestOutput:
+    """An answer that is generated.
+
+    Attributes:
+        tokens: generated, the one that ended it included.
+        logprobs: of each token, where they were asked for.
+        finish_reason: ``stop`` or ``length``; "" before it has ended.
+        text: of the tokens without that one, and without a stop string; "" before it has ended.
+        cache: the sequence's caches, where they were asked for; they hold all tokens but the last.
+    """
+
+    request: Request
+    tokenizer: TokenizerWrapper
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    text: str = ""
+    cache: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._text = self.tokenizer.detokenizer
+        self._seen = 0  # characters in which no stop string begins
+        self._end: int | None = None
+
+    def add(self, token: Token) -> bool:
+        """Take the next token; whether it was the last."""
+        self.tokens.append(token.token)
+        if token.logprob is not None:
+            self.logprobs.append(token.logprob)
+        if token.token in self.tokenizer.eos_token_ids:
+            self.finish_reason = "stop"
+        else:
+            self._text.add_token(token.token)
+            if self._stopped():
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.request.max_tokens:
+                self.finish_reason = "length"
+        return bool(self.finish_reason)
+
+    def _stopped(self) -> bool:
+        """Whether a stop string is there; the first one ends the text."""
+        if not self.request.stop:
+            return False
+        text = self._text.text
+        places = [at for stop in self.request.stop if (at := text.find(stop, self._seen)) >= 0]
+        self._seen = max(0, len(text) - max(map(len, self.request.stop)))
+        self._end = min(places, default=None)
+        return bool(places)
+
+    def end(self, cache: list[Any] | None) -> RequestOutput:
+        """It has ended."""
+        self._text.finalize()
+        if self._end is None and self._stopped():
+            self.finish_reason = "stop"
+        self.text, self.cache = self._text.text[: self._end], cache
+        return self
+
+
+def tokens_of(request: Request) -> tuple[int, int]:
+    """Of the prompt, and of the answer at most."""
+    return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
 
 
 @dataclass
@@ -163,23 +227,10 @@ def _checked(
     for i, prompt in enumerate(ids):
         check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
         held = cached_tokens(caches[i] or ())
-        check_prompt_length(len(prompt), held, session, f"prompt {i}")
-        note_length(held + len(prompt), session, f"prompt {i}")
+        check_length(len(prompt), session, f"prompt {i}", held)
         if session is not None and session.positions is not None:
             limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
     return limits, caches
-
-
-def check_prompt_length(tokens: int, held: int, session: Session | None, name: str) -> None:
-    """Refuse a prompt that is empty, or that the model has no positions for.
-
-    Raises:
-        PromptError: says which, by ``name``.
-    """
-    if tokens == 0:
-        raise PromptError(f"{name} is empty; give at least one token")
-    if session is not None:
-        check_positions(held + tokens, session, name)
 
 
 def make_room(model: nn.Module, workload: Workload) -> None:
@@ -239,7 +290,7 @@ def answers(
         session.bind_again()
         waiting = deque(sorted(requests, key=lambda r: -sum(tokens_of(r))))
         requested = {r.uid: r for r in requests}
-        writing: dict[int, Writing] = {}
+        writing: dict[int, RequestOutput] = {}
         most = session.size.sequences
         sequences = Continuous(model, most=most, prefill_step=prefill_step, draft_tokens=0, planned=True)
         with generating(model), contextlib.closing(sequences):
@@ -247,7 +298,7 @@ def answers(
                 check()
                 while waiting and sequences.running + sequences.waiting < sequences.sequences:
                     request = waiting.popleft()
-                    writing[request.uid] = Writing(request, tokenizer)
+                    writing[request.uid] = RequestOutput(request, tokenizer)
                     sequences.add(request)
                 step = sequences.step()
                 done.sweeps += bool(step.tokens)
@@ -261,7 +312,7 @@ def answers(
                         if writing[token.uid].add(token):
                             cache = sequences.take_out(token.uid)[0] if return_caches else None
                             sequences.remove([token.uid])
-                            outputs.append(writing.pop(token.uid).output(cache))
+                            outputs.append(writing.pop(token.uid).end(cache))
                     except Exception as e:  # a model may have more tokens than its tokenizer has texts for
                         sequences.remove([token.uid])
                         errors[token.uid] = e

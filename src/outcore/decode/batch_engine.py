@@ -10,11 +10,11 @@ that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py`
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,130 +25,10 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..engine.session import Session
 from ..engine.transport import sweeps_of
 from ..machine.allocator import clear_cache, note_held
-from ..modules.call_values import caches_in
 from ..modules.side_by_side import own_memory
-from .passes import KvBits, Pass, chunks, run_passes
-from .sampling import Draw, Processor
-
-
-class Recorder(Protocol):
-    """Keeps what is computed of a prompt (``prefix.Recording``)."""
-
-    def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A chunk's graph was built behind which the caches hold so many tokens of the prompt."""
-
-    def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
-        """The prompt was computed, or its first ``tokens``, of which ``cache`` holds no others."""
-
-
-@dataclass(frozen=True)
-class KnownPrefix:
-    """What is known of a prompt before it is computed.
-
-    Attributes:
-        held: its first tokens, which the caches hold.
-        logits: (1, vocabulary) of its last position, where they hold all of it.
-        recording: what keeps the rest; None: nothing does.
-    """
-
-    held: int = 0
-    logits: mx.array | None = None
-    recording: Recorder | None = None
-
-    def passed(self, cache: Sequence[Any], tokens: int) -> None:
-        """A chunk's graph was built that ends behind so many tokens of those that are computed."""
-        if self.recording is not None:
-            self.recording.passed(self.held + tokens, cache)
-
-
-@dataclass(frozen=True)
-class Alone:
-    """What a text can ask for that is written by itself.
-
-    Attributes:
-        keeps: somebody goes on with its caches: whatever fails, they are what they were before it.
-        whole: they hold the answer's last token too when it has ended; else all but that.
-        kv: how keys and values are quantized; None: they are not.
-        bound: tokens that its caches hold at most; None: as many as it has.
-        embeddings: (tokens, hidden), in place of the prompt's.
-        progress: called with the tokens of the prompt that are computed, and all of them.
-        history: tokens before the prompt that the caches hold, as far as they are known: drafts may repeat them.
-        draft_model: drafts in place of what was loaded for it.
-    """
-
-    keeps: bool = False
-    whole: bool = False
-    kv: KvBits | None = None
-    bound: int | None = None
-    embeddings: mx.array | None = None
-    progress: Callable[[int, int], object] = lambda *_: None
-    history: Sequence[int] = ()
-    draft_model: nn.Module | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a sequence begins with.
-
-    Attributes:
-        uid: names it; no other that runs at the same time has the same.
-        tokens: ids of the prompt, at least one.
-        max_tokens: of the answer, at least one.
-        sampler: log-probabilities of shape (1, vocabulary) to a token of shape (1,); None: the likeliest.
-        processors: mlx-lm's logits processors.
-        stop: strings that end the answer; not part of it.
-        cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
-        given: the cache is taken over instead, out of the list.
-        earlier: the tokens of that text, where a processor looks at them.
-        known: what ``cache`` holds of ``tokens`` themselves.
-        begun: ``tokens`` are the last of an answer that goes on, and not a prompt.
-        shared: the first of ``tokens``, with which others' texts begin too.
-        logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
-        scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
-        alone: it is written by itself, and into its own ``cache``; None: others may share its passes.
-    """
-
-    uid: int
-    tokens: Sequence[int]
-    max_tokens: int
-    sampler: Draw | None = None
-    processors: Sequence[Processor] = ()
-    stop: tuple[str, ...] = ()
-    cache: Sequence[Any] | None = None
-    given: bool = False
-    earlier: Sequence[int] = ()
-    known: KnownPrefix = field(default_factory=KnownPrefix)
-    begun: bool = False
-    shared: int = 0
-    logprobs: int | None = None
-    scores: bool = False
-    alone: Alone | None = None
-
-
-@dataclass(frozen=True)
-class Token:
-    """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
-    log-probabilities of all, where that was asked for; whether it was drafted."""
-
-    uid: int
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    scores: mx.array | None = None
-    drafted: bool = False
-
-
-def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
-    """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
-    scores = logprobs if request.scores else None
-    if request.logprobs is None:
-        return Token(request.uid, token, scores=scores, drafted=drafted)
-    top: list[int] = []
-    if count := min(request.logprobs, logprobs.size):
-        best = mx.argpartition(-logprobs, count - 1)[:count]
-        top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
-    values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
-    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores, drafted)
+from .one_text import to_token
+from .passes import Pass, chunks, run_passes
+from .request import Request, Token, grow_by, own_cache
 
 
 @dataclass
@@ -160,7 +40,7 @@ class _Row:
 
 
 class BatchDecoder:
-    """Sequences that run side by side, a row of the caches each.
+    """Sequences that run side by side, a row of the caches each; none is drafted, or has tokens without a pass.
 
     Args:
         prefill_step: tokens of a prompt computed at a time.
@@ -168,6 +48,9 @@ class BatchDecoder:
     Attributes:
         failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
+
+    ready = False
+    drafts: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
     def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
         self._model, self._session = model, session
@@ -179,21 +62,31 @@ class BatchDecoder:
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
         """``beside``: passes over a part of a prompt whose sequence does not join yet."""
+        session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
-            passes: list[Callable[[], mx.array]] = [each.run for each in beside]
+            runs: list[Callable[[], mx.array]] = [each.run for each in beside]
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)
                 # What is computed from here on is computed in others' caches.
                 if request.known.recording is not None:
                     request.known.recording.save(cache, None, request.known.held)
-                self._set_step(cache)
+                grow_by(cache, session.size.step)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
                 for part in chunks(len(prompt), self.prefill_step)[:-1]:
-                    passes.append(functools.partial(self._prompt, prompt[part], cache))
+                    runs.append(functools.partial(self._prompt, prompt[part], cache))
                 self._rows.append(_row(request))
-            logits = self._sweep([*passes, functools.partial(self._decode, joined)])
+            runs.append(functools.partial(self._decode, joined))
+            if streaming is None:
+                session.before_pass()
+            # If it fails, nobody goes on with these caches.
+            with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
+                passes = [Pass(run, 0) for run in runs]
+                (logits,) = run_passes(session, passes, [len(passes) - 1], lambda *_: None)
+            mx.eval(logits, [c.state for c in self._caches])
+            if streaming is not None:
+                streaming.drain()  # all slots are free to read ahead into while tokens are chosen
             note_held()
             tokens = self._choose(logits[:, -1, :])
             if joining:
@@ -211,7 +104,7 @@ class BatchDecoder:
             # Lazily, like all that is merged: layer by layer as the sweep comes to it.
             self._transport.merging([*joined, *([self._caches] if self._caches else [])])
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
-            self._set_step(merged)
+            grow_by(merged, self._session.size.step)
             for cache in joined:
                 # The passes hold these lists for as long as the sweep runs.
                 cache.clear()
@@ -224,27 +117,6 @@ class BatchDecoder:
                     mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
         return self._model(last[:, None], cache=self._caches)
-
-    def _set_step(self, caches: list[Any]) -> None:
-        """Have caches grow by as much as was planned."""
-        for cache in caches_in(caches):
-            if hasattr(cache, "step"):
-                cache.step = self._session.size.step
-
-    def _sweep(self, passes: Sequence[Callable[[], mx.array]]) -> mx.array:
-        """Run them, and return what the last one does."""
-        streaming = self._session.streaming
-        if streaming is None:
-            self._session.before_pass()
-        # If it fails, nobody goes on with these caches.
-        with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
-            every = [Pass(run, 0) for run in passes]
-            (logits,) = run_passes(self._session, every, [len(every) - 1], lambda *_: None)
-        mx.eval(logits, [c.state for c in self._caches])
-        if streaming is not None:
-            # All slots are free to read ahead into while tokens are chosen.
-            streaming.drain()
-        return logits
 
     def _choose(self, logits: mx.array) -> list[Token]:
         """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
@@ -319,20 +191,6 @@ class BatchDecoder:
 
 def _is_empty(cache: Any) -> bool:
     return isinstance(cache, BatchKVCache | BatchRotatingKVCache) and cache.keys is None
-
-
-def own_cache(model: nn.Module, request: Request) -> list[Any]:
-    """Caches that a sequence's tokens may be written to."""
-    if request.cache is None:
-        return make_prompt_cache(model)
-    if request.alone is not None:
-        return cast(list[Any], request.cache)
-    if not request.given:
-        return copy.deepcopy(list(request.cache))
-    cache = list(request.cache)
-    # Whoever refers to a cache's arrays has MLX copy them for every token.
-    cast(list[Any], request.cache).clear()
-    return cache
 
 
 def _row(request: Request) -> _Row:

@@ -26,12 +26,13 @@ from ..machine.allocator import clear_cache
 from ..modules.side_by_side import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
-from .batch_engine import BatchDecoder, Request, own_cache
+from .batch_engine import BatchDecoder
 from .drafted_sweeps import SpeculativeDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
-from .sequence_room import Placed, SequenceRoom
+from .request import Request, own_cache
+from .sequence_room import SequenceRoom
 from .step import ScheduledSequence, StepResult
 
 
@@ -44,7 +45,7 @@ class Continuous:
         prefill_step: tokens of a prompt computed at a time; None: as planned.
         draft_tokens: drafted for a sweep at most; None: as many as are worth it.
         planned: the model's plan has room for all sequences that share sweeps, to the ends of their answers.
-        alone: one text is written whose request says so, and for which there is room.
+        alone: one text is written whose request says so, and which makes room for itself as it grows.
 
     Attributes:
         ends: as above; of sequences that begin from now on.
@@ -63,13 +64,12 @@ class Continuous:
         alone: bool = False,
     ) -> None:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
-        self._planned, self._alone = planned, alone
+        self._planned = planned
         session: Session = model.outcore
         self._session, self._transport = session, session.transport
-        self._room: SequenceRoom | Placed = Placed(prefill_step or session.plan.prefill_step)
+        self._room = None if alone else SequenceRoom(session, prefill_step, draft_tokens, planned=planned)
         self.sequences = 1
         if not alone:
-            self._room = SequenceRoom(session, prefill_step, draft_tokens, planned=planned)
             single = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
             (self.sequences,) = self._transport.leasts([1 if single else most])
         self._waiting: deque[ScheduledSequence] = deque()
@@ -172,19 +172,21 @@ class Continuous:
     def _make(self, step: StepResult) -> None:
         """Compute it, and write down what it brought."""
         self._session.bind_again()
-        if self._session.residency is not None:
-            self._session.residency.layers.note_arrivals()
-        # Who joins is computed with all others, when these have no tokens left of the sweep before.
-        waits = isinstance(self._batch, SpeculativeDecoder) and self._batch.ready
-        admitted = [] if waits else self._admit(step)
-        self._grow(admitted, step)
+        self._session.residency.layers.note_arrivals()
+        if self._room is None:
+            self._write_alone(step)
+            return
+        # Who joins is computed with all others, when these have no tokens left of the pass before.
+        waits = self._batch is not None and self._batch.ready
+        admitted = [] if waits else self._admit(self._room, step)
+        self._grow(self._room, admitted, step)
         if not self._rows:
             self._room.rest()
             return
         try:
-            joined = self._sweep(admitted, step, waits=waits)
+            joined = self._sweep(self._room, admitted, step, waits=waits)
         except Exception as e:
-            if self._alone or not self._transport.alone:
+            if not self._transport.alone:
                 raise  # others are in the middle of it
             if isinstance(e, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
                 step.full += self._rows
@@ -192,8 +194,6 @@ class Continuous:
                 step.failed += [(uid, e) for uid in self._rows]
             self._drop()
         except BaseException:
-            if self._alone:
-                raise
             # What the caches hold is not known: all under way wait.
             rows = sorted(self._rows.values(), key=lambda row: row.order)
             self._drop()
@@ -203,7 +203,20 @@ class Continuous:
             new = {uid: row for uid in joined if (row := self._rows[uid]).answered == 0}
             step.joined = {uid: time.monotonic() - row.began for uid, row in new.items()}
             step.found = {uid: row.found for uid, row in new.items()}
-            self._take(step)
+            for token in step.tokens:
+                self._rows[token.uid].text.append(token.token)
+            if self._batch is not None and self._batch.failed:
+                # What a sequence's own sampler or processors raised ends it alone.
+                step.failed += self._batch.failed.items()
+                self.remove([*self._batch.failed])
+
+    def _write_alone(self, step: StepResult) -> None:
+        """One more token of the only text: nobody waits for it, or shares its passes."""
+        if self._batch is None:
+            self._batch = self._decoder(self._asked_step or self._session.plan.prefill_step, together=False)
+        step.tokens = self._batch.step([row.request for row in self._waiting])
+        self._waiting.clear()
+        self._session.metrics.tokens += len(step.tokens)
 
     def close(self) -> None:
         """End all of them. Safe to call twice."""
@@ -213,16 +226,16 @@ class Continuous:
 
     # Who is under way
 
-    def _admit(self, step: StepResult) -> list[ScheduledSequence]:
+    def _admit(self, room: SequenceRoom, step: StepResult) -> list[ScheduledSequence]:
         """Those of the waiting who join now, which there is room for."""
         while self._waiting:
-            joining = self._next()
+            joining = self._next(room)
             asked = (*self._rows, None, *(row.request.uid for row in joining))
             if not joining or asked == self._refused:
                 return []
             while joining:
                 try:
-                    self._fit([*self._rows.values(), *joining], joining)
+                    self._fit(room, [*self._rows.values(), *joining], joining)
                     break
                 except BudgetError as e:
                     refusal = e
@@ -234,7 +247,7 @@ class Continuous:
                 return joining
             if self._rows:
                 try:
-                    self._room.check_alone(self._waiting[0].length, self._waiting[0].new)
+                    room.check_alone(self._waiting[0].length, self._waiting[0].new)
                     self._refused = asked
                     return []
                 except BudgetError as e:
@@ -244,24 +257,24 @@ class Continuous:
             (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
         return []
 
-    def _next(self) -> list[ScheduledSequence]:
+    def _next(self, room: SequenceRoom) -> list[ScheduledSequence]:
         """The next of the waiting, as many as may share a sweep."""
         found: list[ScheduledSequence] = []
         needs, prompts = [row.need for row in self._rows.values()], [0]
         for row in self._waiting:
             needs.append(row.need)
             prompts.append(len(row.text))
-            if len(needs) > self.sequences or (len(needs) > 1 and not self._room.may_share(needs, prompts, len(found))):
+            if len(needs) > self.sequences or (len(needs) > 1 and not room.may_share(needs, prompts, len(found))):
                 break
             found.append(row)
         return found
 
-    def _grow(self, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
+    def _grow(self, room: SequenceRoom, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
         """Room for one more token of everybody; where there is none, the newest waits; or where there should be, the
         longest fails."""
         while len(self._rows) > len(self._prefills) and not joining:
             try:
-                self._fit(list(self._rows.values()), [])
+                self._fit(room, list(self._rows.values()), [])
                 return
             except BudgetError as e:
                 if self._planned and self._transport.alone:
@@ -292,35 +305,33 @@ class Continuous:
                 batch.close()
             clear_cache()
 
-    def _fit(self, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
+    def _fit(self, room: SequenceRoom, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
         """Room for these sequences, and the prompts of those that join, beside those that are not all computed; or a
         ``BudgetError``."""
         begun = [self._rows[uid].new for uid in self._prefills]
-        self._room.fit([row.length for row in rows], [row.new for row in joining], begun)
+        room.fit([row.length for row in rows], [row.new for row in joining], begun)
 
     # How a sweep is done
 
-    def _sweep(self, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool) -> list[int]:
+    def _sweep(
+        self, room: SequenceRoom, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool
+    ) -> list[int]:
         """A token of each sequence whose prompt is computed, and a part of the prompts that are not.
 
         Args:
-            admitted: who is new. waits: there are tokens without a sweep, and prompts wait.
+            admitted: who is new. waits: there are tokens without a pass, and prompts wait.
 
         Returns:
             those whose prompts are all computed now.
         """
-        chunk = self._room.step
+        chunk, metrics = room.step, self._session.metrics
         if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
         together = sweeps_of(self._session.streaming, self._transport) is not None
-
-        def kind_of(sequences: int) -> type[SpeculativeDecoder | BatchDecoder]:
-            return SpeculativeDecoder if sequences <= 1 or self._room.apart else BatchDecoder
-
-        whole = kind_of(len(self._rows)) is not BatchDecoder
+        apart = len(self._rows) == 1 or room.apart
         for row in admitted:
-            request = row.begin(self._session, chunk, whole=whole, finds=not self._planned, records=self._room.records)
+            request = row.begin(self._session, chunk, whole=apart, finds=not self._planned, records=room.records)
             self._prefills[row.request.uid] = Prefill(self._model, self._session, request, chunk)
         joining, part = ([], None) if waits else self._next_prompts(chunk, together=together)
         if part is not None and not together:
@@ -334,32 +345,30 @@ class Continuous:
         here = len(self._rows) - len(self._prefills)
         if not here:
             return []
-        kind = kind_of(len(self._rows) if together else here)
-        if not isinstance(self._batch, kind):
+        several = (len(self._rows) if together else here) > 1 and not room.apart
+        if self._batch is None or several != isinstance(self._batch, BatchDecoder):
             others = self._taken_out({*joining, *self._prefills})
             requests = [*(row.go_on() for row in others), *requests]
-        if self._batch is None and kind is SpeculativeDecoder:
-            self._batch = SpeculativeDecoder(
-                self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted
-            )
-        elif self._batch is None:
-            self._batch = BatchDecoder(self._model, self._session, prefill_step=chunk)
+            self._batch = self._decoder(chunk, together=several)
         self._batch.prefill_step = chunk
-        if part is None or not together:
-            step.tokens = self._batch.step(requests)
-        else:
-            metrics = self._session.metrics
-            began, waited = metrics.clock(), metrics.stall_s
-            step.tokens = self._batch.step(requests, part.passes)
-            part.computed()
-            step.prompts[part.uid] = part.held
+        beside = part if together else None
+        began, waited = metrics.clock(), metrics.stall_s
+        step.tokens = self._batch.step(requests, [] if beside is None else beside.passes)
+        if beside is not None:
+            beside.computed()
+            step.prompts[beside.uid] = beside.held
             if metrics.stall_s - waited > (metrics.clock() - began) / 2:
-                # It was weights that the sweep waited for: there is time for twice as many chunks.
+                # It was weights that the pass waited for: there is time for twice as many chunks.
                 self._prefills.chunks *= 2
-        if isinstance(self._batch, SpeculativeDecoder):
-            step.drafts = self._batch.drafts()
-        self._session.metrics.tokens += len(step.tokens)
+        step.drafts = self._batch.drafts
+        metrics.tokens += len(step.tokens)
         return joining
+
+    def _decoder(self, chunk: int, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
+        """What computes sequences in caches of their own, or ``together`` in the rows of the same ones."""
+        if together:
+            return BatchDecoder(self._model, self._session, prefill_step=chunk)
+        return SpeculativeDecoder(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
         """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
@@ -368,7 +377,7 @@ class Continuous:
             chunk: tokens of one. together: as in ``_sweep``.
         """
         going = len(self._rows) > len(self._prefills)
-        if self._planned or self._alone or not self._transport.alone or (together and not going):
+        if self._planned or not self._transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
             return self._prefills.next(chunk, math.inf)
         # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
@@ -387,11 +396,3 @@ class Continuous:
             row.rewind()
         batch.close()
         return rows
-
-    def _take(self, step: StepResult) -> None:
-        """Write tokens down; what a sequence's own sampler or processors raised ends it alone."""
-        for token in step.tokens:
-            self._rows[token.uid].text.append(token.token)
-        if self._batch is not None and self._batch.failed:
-            step.failed += self._batch.failed.items()
-            self.remove([*self._batch.failed])

@@ -124,13 +124,13 @@ class Conversation:
 
     def __init__(self, template: ChatTemplate, make_cache: Callable[[], list[Any]]) -> None:
         self._template = template
-        self._make_cache = make_cache
+        self.make_cache = make_cache
         self.clear()
 
     def clear(self) -> None:
         """Begin anew."""
         self.text: list[int] = []
-        self.cache = self._make_cache()
+        self.cache = self.make_cache()
         self.held = self._answer = 0
 
     def goes_on(self, text: Sequence[int], cache: list[Any] | None, held: int) -> None:
@@ -139,10 +139,6 @@ class Conversation:
         self.text = list(text)
         if cache is not None:
             self.cache, self.held = cache, held
-
-    def new_cache(self) -> list[Any]:
-        """That holds nothing."""
-        return self._make_cache()
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt other conversations begin with too: those of a system prompt."""
@@ -176,4 +172,4 @@ class Conversation:
             trim_prompt_cache(self.cache, surplus)
             self.held -= surplus
         else:
-            self.cache, self.held = self._make_cache(), 0
+            self.cache, self.held = self.make_cache(), 0

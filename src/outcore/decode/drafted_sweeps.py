@@ -1,14 +1,15 @@
 """Texts in caches and passes of their own, one or several: each has the bits that it has alone, and where tokens are
 drafted, several of each come from one sweep.
 
-One text whose model is all in memory, and that is not drafted, is decoded ahead (``lookahead``).
+One text whose model is all in memory, and that is not drafted, is decoded ahead (``OneText.look_ahead``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +19,12 @@ from mlx_lm.generate import generation_stream
 from ..disk.metrics import Metrics
 from ..engine.session import Session
 from ..engine.transport import Transport
+from ..engine.undo import Undo
 from ..machine.allocator import clear_cache
 from ..modules.away import in_memory
-from .batch_engine import Request, Token, to_token
-from .one_text import Chosen, Computed, OneText
+from .one_text import Computed, OneText
 from .passes import Pass, run_passes
+from .request import Request, Token
 from .speculative.draft_length import SharedPass
 from .speculative.proposers import Guess
 
@@ -36,6 +38,7 @@ class SpeculativeDecoder:
         most: tokens drafted of a text for a sweep at most; None: as many as are worth it.
 
     Attributes:
+        drafts: of the last step, tokens that were drafted for each text, and those that were right.
         failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
 
@@ -52,7 +55,7 @@ class SpeculativeDecoder:
         self.prefill_step = prefill_step
         self._texts: dict[int, OneText] = {}
         self._ended = session.metrics.clock()  # the last sweep
-        self._drafts: dict[int, tuple[int, int]] = {}
+        self.drafts: dict[int, tuple[int, int]] = {}
         self.failed: dict[int, Exception] = {}
 
     @property
@@ -61,13 +64,13 @@ class SpeculativeDecoder:
         return any(text.now is not None for text in self._texts.values())
 
     def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each that has one without another sweep; where none has, or some join, of all from one.
-        Who joins while others are ``ready`` has a sweep without them.
+        """One more token of each that has one without another pass; where none has, or some join, of all from one.
+        Who joins while others are ``ready`` has a pass without them.
 
         Args:
             beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
         """
-        self._drafts, self.failed = {}, {}
+        self.drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
             text.begin(self.prefill_step)
@@ -77,7 +80,7 @@ class SpeculativeDecoder:
         if one is not None:
             one.undo = None
             if not beside and not one.prompt and (found := one.look_ahead()) is not None:
-                return [self._token(one, found)]
+                return [found]
         elif joining:
             for text in texts:
                 text.stop_ahead()
@@ -94,10 +97,6 @@ class SpeculativeDecoder:
             one.tell(one.total)
         return given
 
-    def drafts(self) -> dict[int, tuple[int, int]]:
-        """Of the last step, tokens that were drafted for each text, and those that were right."""
-        return self._drafts
-
     def end(self, error: BaseException | None = None) -> None:
         """The text, which is alone, is over: as ``OneText.end``."""
         for text in self._texts.values():
@@ -105,58 +104,49 @@ class SpeculativeDecoder:
         self._texts = {}
 
     def _sweep(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
-        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one sweep; then
-        tokens of all texts that have one. What fails leaves the caches of ``one`` as they were."""
-        metrics, session = self._session.metrics, self._session
-        going = [text for text in texts if not text.prompt]
+        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one pass over
+        the weights; then tokens of all texts that have one. What fails leaves the caches of ``one`` as they were; of
+        several texts nobody goes on with the caches then."""
+        session, clock = self._session, self._session.metrics.clock
+        going = texts if one is not None and not one.prompt else [text for text in texts if not text.prompt]
         drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
-        waits, began = Waits(metrics, session.transport), metrics.clock()
+        controls = [text.drafts.control for text in going if text.drafts.control is not None]
+        waits, began = Waits(session.metrics, session.transport) if controls else None, clock()
         idle_s, given = began - self._ended, list[Token]()
-        plain = one if going and not drafted[0] and not beside and one is not None and not one.target.behind else None
-        tokens = sum(each.tokens for text in texts for each in text.prompt)
-        if one is not None and going:
-            tokens = one.target.behind + 1 + len(drafted[0])
-        with mx.stream(generation_stream), self._transaction(one, tokens):
-            if plain is not None:
+        within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
+        if one is not None:
+            fed = len(one.target.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)
+            within = one.target.transaction(fed)
+        elif session.streaming is not None:
+            within = session.streaming.transaction(None, 0)
+        with mx.stream(generation_stream), within as undo:
+            plain = one is not None and going and not (drafted[0] or beside or one.target.pending)
+            if one is not None and plain:
                 # What chooses the token is computed together with its logits.
-                plain.now = Computed([plain.target.step(plain.sampler.text[-1])])
+                one.now = Computed([one.target.step(mx.array(one.sampler.text[-1:], dtype=mx.int32))])
                 given = self._given()
-                plain.target.drain()
+                one.target.drain()
             else:
                 self._compute(texts, drafted, beside, began)
-            self._ended = metrics.clock()
-            controls = [text.control for text in going if text.control is not None]
+            self._ended = clock()
+            seconds = self._ended - began
             # What prompts take says nothing of what is drafted.
-            if controls and len(going) == len(texts) and not beside:
-                seconds, stall_s = self._ended - began, waits.for_disks()
-                computed = 1 if plain is not None else sum(text.target.computed for text in going)
-                controls[0].swept(computed, seconds, stall_s, idle_s)
+            if waits is not None and len(going) == len(texts) and not beside:
+                computed = 1 if plain else sum(text.target.computed for text in going)
+                controls[0].swept(computed, seconds, waits.for_disks(), idle_s)
             for text in going:
                 if text.now is not None:
-                    text.now.seconds = (self._ended - began) / len(texts)
-                elif text.control is not None:
-                    text.control.judged((), (), self._ended - began)
-            if plain is None:
+                    text.now.seconds = seconds / len(texts)
+                elif text.drafts.control is not None:
+                    text.drafts.control.judged((), (), seconds)
+            if not plain:
                 given = self._given()
                 texts[0].target.drain()  # all slots are free to read ahead into while the caller looks at tokens
             if not going and one is not None:
                 one.tell(one.total)
-        return given
-
-    @contextlib.contextmanager
-    def _transaction(self, one: OneText | None, tokens: int) -> Iterator[None]:
-        """What fails inside leaves the ring whole; of several texts nobody goes on with the caches then."""
-        streaming = self._session.streaming
         if one is not None:
-            with one.target.transaction(tokens) as undo:
-                first = bool(one.prompt)
-                yield
-            one.undo = undo if first else None
-        elif streaming is not None:
-            with streaming.transaction(None, 0):
-                yield
-        else:
-            yield
+            one.undo = None if going else undo
+        return given
 
     def _compute(
         self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], beside: Sequence[Pass], began: float
@@ -194,16 +184,16 @@ class SpeculativeDecoder:
 
     def _draft_alone(self, text: OneText) -> list[Guess]:
         """Guesses for the only text, for which there is room; of ranks that share a model the first one guesses."""
-        control, transport, size = text.control, self._session.transport, self._session.size
+        control, transport, size = text.drafts.control, self._session.transport, self._session.size
         if control is None:
             text.reserve(text.total + text.answered)
             return []
         control.beside = SharedPass()
-        control.most = text.most if self._session.streaming is None else min(text.most, size.drafted)
+        control.most = text.drafts.most if self._session.streaming is None else min(text.drafts.most, size.drafted)
         self._share_snapshots([text])
         guesses: list[Guess] = []
         if transport.chooses:
-            guesses = text.guesses(text.left - 1)
+            guesses = text.drafts.guesses(text.sampler.text, text.left - 1)
             text.reserve(text.total + text.answered + len(guesses))
             # The room that drafted tokens took may have been needed.
             del guesses[control.most :]
@@ -221,15 +211,15 @@ class SpeculativeDecoder:
         self._share_snapshots(texts)
         found: list[list[Guess]] = []
         for n, text in enumerate(texts):
-            control, guesses = text.control, list[Guess]()
-            if control is not None and text.source is not None:
+            control, source, guesses = text.drafts.control, text.drafts.source, list[Guess]()
+            if control is not None and source is not None:
                 share = room // (len(texts) - n)
                 control.most = share if self._most is None else min(self._most, share)
-                text.look()
+                text.drafts.look()
                 control.beside, began = done, metrics.clock()
                 if control.most and text.left > 1:
-                    guesses = text.guesses(control.most)
-                    text.source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
+                    guesses = text.drafts.guesses(text.sampler.text, min(control.most, text.left - 1))
+                    source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
                 room -= len(guesses)
                 worth = control.expected - 1 if guesses else 0.0
                 done = SharedPass(
@@ -252,25 +242,21 @@ class SpeculativeDecoder:
         with mx.stream(generation_stream):
             for text in self._texts.values():
                 if (now := text.now) is not None:
-                    chosen = text.choose()
-                    self._drafts[text.request.uid] = len(now.guesses) if now.given == 1 else 0, int(chosen[2])
+                    token = text.choose()
+                    self.drafts[token.uid] = len(now.guesses) if now.given == 1 else 0, int(token.drafted)
                     if text.sampler.failed is None:
-                        tokens.append(self._token(text, chosen))
+                        tokens.append(token)
                     else:
-                        self.failed[text.request.uid] = text.sampler.failed
+                        self.failed[token.uid] = text.sampler.failed
         return tokens
-
-    def _token(self, text: OneText, chosen: Chosen) -> Token:
-        token, logprobs, drafted = chosen
-        return to_token(text.request, token, logprobs, drafted)
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
         """End a sequence; its caches, and how many tokens of its prompt and answer they hold: all but the last, or
         fewer where drafted tokens had to be taken back."""
         text = self._texts.pop(uid)
         text.stop()
-        in_memory(text.cache)
-        return text.cache, text.target.in_cache
+        in_memory(text.target.cache)
+        return text.target.cache, text.target.in_cache
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = self._texts.keys() & set(uids)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
 
@@ -20,17 +19,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checks import refuse_unknown
 from ..checks import whole as whole_number
 from ..engine.session import Session
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
+from ..machine.exclusive import pass_on, served
 from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
 from ..modules.call_values import caches_in
-from .batch_engine import Alone, KnownPrefix, Request, Token
 from .continuous import Continuous
-from .one_text import make_room
-from .passes import MLX_LM_STEP, KvBits
-from .prefix_cache import block_step, captured_bytes, look_up, unkept
-from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
-from .served import generating, pass_on, served
+from .passes import MLX_LM_STEP, KvBits, generating
+from .prefix_cache import block_step, look_up, room_to_record, unkept
+from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds
+from .request import Alone, KnownPrefix, Request, Token
 from .speculative.drafting import check_draft_length
 
 Tokens = Generator[Token, None, None]
@@ -84,86 +82,99 @@ def stream_generate(
     """
     refuse_unknown(kwargs, _KNOWN)
     session: Session | None = getattr(model, "outcore", None)
-    if session is not None:
-        # Here and not where the text begins: Python handles signals before a generator's first instruction.
-        session.in_cache = 0
-    return _encoded(model, session, tokenizer, prompt, max_tokens, kwargs)
+    if session is None:
+        return _resident(model, tokenizer, prompt, max_tokens, kwargs)
+    # Here and not where the text begins: Python handles signals before a generator's first instruction.
+    session.in_cache = 0
+    steps = _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
+    return served(session.exclusive, steps, lambda response: response.finish_reason is not None)
 
 
-def _encoded(
-    model: nn.Module,
-    session: Session | None,
-    tokenizer: Any,
-    prompt: str | mx.array | Sequence[int],
-    max_tokens: int,
-    kwargs: dict[str, Any],
-) -> Iterator[GenerationResponse]:
+def _asked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapper, mx.array, int]:
+    """mlx-lm's tokenizer, the prompt's token ids, and how many may follow; all checked."""
     max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    ids = encode(tokenizer, prompt)
-    if session is None:
-        check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
-        for name in ("history", "leave_last", "shared_prefix"):
-            kwargs.pop(name, None)
-        yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
-        return
-    steps = _stream(model, session, tokenizer, ids, max_tokens, kwargs)
-    yield from served(session.exclusive, steps, lambda response: response.finish_reason is not None)
+    return tokenizer, encode(tokenizer, prompt), max_tokens
+
+
+def _resident(
+    model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
+) -> Iterator[GenerationResponse]:
+    """A text of a model that mlx-lm has loaded."""
+    tokenizer, ids, max_tokens = _asked(tokenizer, prompt, max_tokens)
+    check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
+    for name in ("history", "leave_last", "shared_prefix"):
+        kwargs.pop(name, None)
+    yield from generate_resident(model, tokenizer, ids, max_tokens=max_tokens, **kwargs)
 
 
 def _stream(
-    model: nn.Module,
-    session: Session,
-    tokenizer: TokenizerWrapper,
-    ids: mx.array,
-    max_tokens: int,
-    kwargs: dict[str, Any],
+    model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Generator[GenerationResponse, None, None]:
+    """Tokens as mlx-lm hands them out, with their text."""
     session.in_cache = 0
+    tokenizer, ids, max_tokens = _asked(tokenizer, prompt, max_tokens)
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
-    text = _begun(model, session, ids, max_tokens, kwargs)
+    request, step = _request(model, session, ids, max_tokens, kwargs)
+    drafted = kwargs.get("num_draft_tokens")
+    drafted = None if drafted is None else check_draft_length(drafted)
+    detokenizer = tokenizer.detokenizer
     with generating(model):
-        tokens = _tokens(model, session, text, tokenizer.eos_token_ids)
-        yield from _responses(tokens, tokenizer, ids.size, text.max_tokens)
+        tokens = _tokens(model, session, request, step, drafted, tokenizer.eos_token_ids)
+        began = first = time.perf_counter()
+        for n, token in enumerate(tokens, start=1):
+            if n == 1:
+                first = time.perf_counter()
+            stop = token.token in tokenizer.eos_token_ids
+            last = stop or n == request.max_tokens
+            if not stop:
+                detokenizer.add_token(token.token)
+            if last:
+                detokenizer.finalize()
+            since = time.perf_counter() - first
+            response = GenerationResponse(
+                text=detokenizer.last_segment,
+                token=token.token,
+                logprobs=cast(mx.array, token.scores),
+                from_draft=token.drafted,
+                prompt_tokens=ids.size,
+                prompt_tps=ids.size / (first - began),
+                generation_tokens=n,
+                generation_tps=(n - 1) / since if n > 1 else 0.0,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if stop else "length") if last else None,
+            )
+            try:
+                yield response
+            except GeneratorExit:
+                raise
+            except BaseException as e:
+                pass_on(tokens, e)
+                raise
+            if last:
+                tokens.close()
+                return
 
 
-def _held(kwargs: dict[str, Any]) -> int:
-    return cached_tokens(kwargs.get("prompt_cache") or ())
+def _tokens(
+    model: nn.Module, session: Session, request: Request, step: int, drafted: int | None, ends: Collection[int]
+) -> Tokens:
+    """The tokens of a text; caches that somebody goes on with hold what was handed out of it, however it ends.
 
-
-def _length(ids: mx.array, kwargs: dict[str, Any]) -> int:
-    embeddings = kwargs.get("input_embeddings")
-    return ids.size if embeddings is None else len(embeddings)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A text that there is room for.
-
-    Attributes:
-        max_tokens: that its answer can have; -1: any number. ``step``: tokens of its prompt to compute at a time.
+    Args:
+        step: tokens of its prompt to compute at a time.
         drafted: for a pass at most; None: as many as are worth it.
-        forget: has the caller's caches be as they were, if the text leaves nothing in them.
     """
-
-    request: Request
-    max_tokens: int
-    step: int
-    drafted: int | None
-    forget: Callable[[], object] = lambda: None
-
-
-def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[int]) -> Tokens:
-    """The tokens of a text; caches that somebody goes on with hold what was handed out of it, however it ends."""
-    sequences = Continuous(model, ends=ends, prefill_step=text.step, draft_tokens=text.drafted, alone=True)
-    sequences.add(text.request)
+    assert request.alone is not None
+    sequences = Continuous(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
+    sequences.add(request)
     error: BaseException | None = None
     try:
-        for _ in range(text.request.max_tokens):
+        for _ in range(request.max_tokens):
             yield from sequences.step().tokens
     except GeneratorExit:
         raise
@@ -175,16 +186,18 @@ def _tokens(model: nn.Module, session: Session, text: _Begun, ends: Collection[i
             sequences.end(error)
         finally:
             if session.in_cache == 0:
-                text.forget()
+                request.alone.forget()
 
 
-def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]) -> _Begun:
-    """A text that there is room for, of which is found what was computed before; ``kwargs`` are
-    ``stream_generate``'s."""
+def _request(
+    model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]
+) -> tuple[Request, int]:
+    """A text that there is room for, of which is found what was computed before, and tokens of its prompt to compute
+    at a time; ``kwargs`` are ``stream_generate``'s."""
     given: list[Any] | None = kwargs.get("prompt_cache")
     shared = whole_number("shared_prefix", kwargs.get("shared_prefix", 0), 0)
     embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
-    length, held = _length(ids, kwargs), _held(kwargs)
+    length, held = ids.size if embeddings is None else len(embeddings), cached_tokens(given or ())
     asked = kwargs.get("prefill_step_size")
     theirs = asked or session.residency.chunk or MLX_LM_STEP
     bounds = given is None and window is not None and note_bounds(model, session)
@@ -194,18 +207,15 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
         asked = theirs
     bound = kept_at_most(model, given, window, min(length, theirs))
     room = held + length + 1 if bound is None else min(held + length + 1, bound)
-    kept, kv = 0 if given is None else max(snapshot_bytes(given), session.size.states), _kv_bits(kwargs, theirs)
-    captured = captured_bytes(session, length)
+    kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
+    alone = _alone(kwargs, theirs, bound)
+    records = True
 
     def has_room() -> tuple[int, int]:
-        nonlocal captured
+        nonlocal records
         tokens = check_prompt(length, max_tokens, session, held, window is None)
-        note_length(held + length, session, "the prompt")
-        # For caches, and for what is kept on disk of the prompt if there is some.
-        with contextlib.suppress(BudgetError):
-            return tokens, make_room(session, room, length, asked, kept=kept + captured)
-        captured = -1
-        return tokens, make_room(session, room, length, asked, kept=kept)
+        step, records = room_to_record(session, room, length, asked, kept)
+        return tokens, step
 
     # Ranks that share a model cut a prompt in the same way.
     tokens = cast(list[int], ids.tolist())
@@ -213,34 +223,39 @@ def _begun(model: nn.Module, session: Session, ids: mx.array, max_tokens: int, k
     found, known = None, KnownPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
-        session.note("" if kv is None else "prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
+        if alone.kv is not None:
+            session.note("prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
         same = given is None or session.prefix.like(given)
-        if same and not held and not window and embeddings is None and kv is None:
+        if same and not held and not window and embeddings is None and alone.kv is None:
             found, known = look_up(session, tokens, step, shared=shared)
-            known = known if captured >= 0 else unkept(session, known, length)
+            known = known if records else unkept(session, known, length)
     session.found = 0 if found is None else found.tokens
-    cache = make_prompt_cache(model, max_kv_size=window) if given is None and found is None else given
-    forget = _filled(given, found.cache) if found is not None and given is not None else lambda: None
+    cache = given
+    if found is not None and given is not None:
+        alone = replace(alone, forget=_filled(given, found.cache))
+    elif given is None:
+        cache = make_prompt_cache(model, max_kv_size=window) if found is None else found.cache
+    limit = ENDLESS if max_tokens < 0 else max_tokens
+    processors = tuple(kwargs.get("logits_processors") or ())
     request = Request(
-        0,
-        tokens,
-        ENDLESS if max_tokens < 0 else max_tokens,
-        kwargs.get("sampler"),
-        tuple(kwargs.get("logits_processors") or ()),
-        cache=found.cache if cache is None and found is not None else cache,
-        known=known,
-        scores=True,
-        alone=_alone(kwargs, kv, bound),
+        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, known=known, scores=True, alone=alone
     )
-    return _Begun(request, max_tokens, step, _drafted(kwargs), forget)
+    return request, step
 
 
-def _alone(kwargs: dict[str, Any], kv: KvBits | None, bound: int | None) -> Alone:
-    """What the caller asks of a text that is written by itself."""
-    given = kwargs.get("prompt_cache") is not None
+def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
+    """What the caller asks of a text that is written by itself.
+
+    Args:
+        step: tokens of mlx-lm's chunks of its prompt. bound: tokens that its caches hold at most.
+    """
+    keeps, bits, kv = kwargs.get("prompt_cache") is not None, kwargs.get("kv_bits"), None
+    if bits is not None:
+        start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
+        kv = KvBits(bits, kwargs.get("kv_group_size", 64), start, step)
     return Alone(
-        keeps=given,
-        whole=given and not kwargs.get("leave_last", False),
+        keeps=keeps,
+        whole=keeps and not kwargs.get("leave_last", False),
         kv=kv,
         bound=bound,
         embeddings=kwargs.get("input_embeddings"),
@@ -263,59 +278,6 @@ def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
             vars(c).update(was)
 
     return forget
-
-
-def _kv_bits(kwargs: dict[str, Any], step: int) -> KvBits | None:
-    if kwargs.get("kv_bits") is None:
-        return None
-    start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
-    return KvBits(kwargs["kv_bits"], kwargs.get("kv_group_size", 64), start, step)
-
-
-def _drafted(kwargs: dict[str, Any]) -> int | None:
-    asked = kwargs.get("num_draft_tokens")
-    return None if asked is None else check_draft_length(asked)
-
-
-def _responses(
-    tokens: Tokens, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int
-) -> Iterator[GenerationResponse]:
-    """Tokens as mlx-lm hands them out, with their text."""
-    detokenizer = tokenizer.detokenizer
-    began = time.perf_counter()
-    first = began
-    for n, token in enumerate(tokens, start=1):
-        if n == 1:
-            first = time.perf_counter()
-        stop = token.token in tokenizer.eos_token_ids
-        last = stop or n == max_tokens
-        if not stop:
-            detokenizer.add_token(token.token)
-        if last:
-            detokenizer.finalize()
-        since = time.perf_counter() - first
-        response = GenerationResponse(
-            text=detokenizer.last_segment,
-            token=token.token,
-            logprobs=cast(mx.array, token.scores),
-            from_draft=token.drafted,
-            prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / (first - began),
-            generation_tokens=n,
-            generation_tps=(n - 1) / since if n > 1 else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=("stop" if stop else "length") if last else None,
-        )
-        try:
-            yield response
-        except GeneratorExit:
-            raise
-        except BaseException as e:
-            pass_on(tokens, e)
-            raise
-        if last:
-            tokens.close()
-            return
 
 
 def generate(
@@ -360,6 +322,5 @@ def generate_step(
     alone = Alone(keeps=keeps, whole=keeps and not leave_last, kv=kv)
     tokens = cast(list[int], prompt.tolist())
     request = Request(0, tokens, max_tokens, cache=prompt_cache, scores=True, alone=alone)
-    text = _Begun(request, max_tokens, prefill_step_size or session.plan.prefill_step, 0)
-    for token in _tokens(model, session, text, ()):
+    for token in _tokens(model, session, request, prefill_step_size or session.plan.prefill_step, 0, ()):
         yield token.token, cast(mx.array, token.scores)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import mlx.nn as nn
 
@@ -20,12 +20,12 @@ from ..engine.droppable_draft import DroppableDraft
 from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
-from ..options import LoadArguments, LoadOptions, MemoryArguments, chosen, named_as_arguments
+from ..options import LoadOptions, chosen
 from ..plan.draft_choice import expected
 from ..plan.draft_cost import AUTO, NGRAM, NONE
 from ..plan.joint_plan import Planned
 from .opening import Opening
-from .prefix_cache import NO_BLOCKS, prefix_cache
+from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.acceptance import AcceptanceStats
 from .speculative.drafting import Drafting
@@ -45,7 +45,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     progress: Progress | None = None,
-    **options: Unpack[MemoryArguments],
+    **options: Any,
 ) -> Any:
     """Load a model and its tokenizer so that the model runs within a memory budget.
 
@@ -99,7 +99,7 @@ def load_model(
     options: LoadOptions | None = None,
     *,
     progress: Progress | None = None,
-    **arguments: Unpack[LoadArguments],
+    **arguments: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model from a local folder so that it runs within a memory budget.
 
@@ -113,12 +113,7 @@ def load_model(
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError, ReadError: see their docstrings.
     """
-    o = chosen(options, arguments)
-    with named_as_arguments(o):
-        return _load_model(model_path, o, progress or (lambda *_: None))
-
-
-def _load_model(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[nn.Module, dict[str, Any]]:
+    o, report = chosen(options, arguments), progress or (lambda *_: None)
     try:
         return _loaded(model_path, o, report)
     except StoreSpaceError as error:
@@ -147,10 +142,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     with contextlib.ExitStack() as unless:
         if drafting is not None:
             unless.callback(drafting.close)
-        prefix = prefix_cache(profile.lazy, o)
-        notes = prepared.notes
-        if prefix is None and o.prefix_cache != "off":
-            notes += (NO_BLOCKS.format(name=o.name("prefix_cache"), step=o.prefill_step_size),)
+        prefix, notes = prefix_cache(profile.lazy, o)
         session = Session(
             prepared.plan,
             profile,
@@ -160,7 +152,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             govern=o.govern,
             lazy=o.lazy,
             prefill_step_size=o.prefill_step_size,
-            notes=notes,
+            notes=(*prepared.notes, *notes),
             prefix=prefix,
             experience=_expectations(prepared),
         )
@@ -217,7 +209,7 @@ def _with_options(function: Any) -> None:
     """Have ``help`` and editors that ask at run time show each option."""
     own = signature(function).parameters.values()
     named = [p for p in own if p.kind is not Parameter.VAR_KEYWORD]
-    known = {p.name for p in named} | {"flags", "ranks"}
+    known = {p.name for p in named} | {"ranks"}
     asked = signature(LoadOptions).parameters.values()
     function.__signature__ = signature(function).replace(
         parameters=[*named, *(p for p in asked if p.name not in known)]

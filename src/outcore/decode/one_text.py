@@ -1,15 +1,17 @@
 """One text in caches of its own: what it begins with, what its last forward pass brought, and how it ends.
 
-Whatever breaks a text off, its caches hold tokens that were handed out and no others.
+Where its model is all in memory, a token's successor is on the device's queue before the token is looked at, as in
+mlx-lm: so the device is not idle while Python builds a graph. Whatever breaks a text off, its caches hold tokens that
+were handed out and no others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,26 +21,24 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.engine import State
 from ..engine.session import Session
+from ..engine.transport import Solo, Transport
 from ..engine.undo import Undo
 from ..errors import ClosedError
+from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
+from ..machine.exclusive import NotHandedOut
 from ..modules.call_values import caches_in
-from ..plan.draft_cost import MOST
-from .batch_engine import Alone, Request, own_cache
-from .lookahead import look_ahead
 from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens
-from .sampling import Sampler, foresee
-from .served import NotHandedOut, pass_on
-from .speculative.acceptance import AcceptanceStats
-from .speculative.draft_length import DraftLengthPolicy
-from .speculative.drafting import Drafting
-from .speculative.proposers import Guess, Proposer
-from .speculative.sources import for_models
+from .request import Alone, Request, Token, own_cache
+from .sampling import Draw, Guessed, MlxLmSampler, Processor, judge
+from .speculative.proposers import Guess
+from .text_drafts import TextDrafts
 
-Chosen = tuple[int, mx.array, bool]
-"""A token, its log-probabilities (vocabulary,), and whether it was drafted."""
+CLEAR_TOKENS = 256
+"""Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
+first cuts windows to their size, and what the prompt had of them is free then."""
 
 
 @dataclass
@@ -59,6 +59,17 @@ class Computed:
     given: int = 0
 
 
+@dataclass
+class _Drawn:
+    """A token (1,) on the device's queue, its log-probabilities (vocabulary,), the text with it where processors look
+    at that, and what takes the token before it out of the caches."""
+
+    token: mx.array
+    logprobs: mx.array
+    text: mx.array | None
+    back: Callable[[], None]
+
+
 class OneText:
     """A text under way.
 
@@ -67,10 +78,11 @@ class OneText:
         most: tokens drafted for a forward pass at most; None: as many as are worth it.
 
     Attributes:
-        control: decides how much is drafted for it; None: nothing is, or not yet.
+        drafts: what is drafted for it.
         prompt: passes over its prompt that are to be computed.
         now: what the last pass brought and is not given out; None: another pass is needed.
         undo: takes the caches back to before the prompt, until the second token is asked for.
+        total: tokens of its prompt.
     """
 
     def __init__(
@@ -83,38 +95,35 @@ class OneText:
         most: int | None = None,
     ) -> None:
         own = request.alone or Alone()
-        self.session, self.request, self._own, self.ends = session, request, own, ends
-        drafting, self.most = drafting_of(session, own.draft_model, most)
-        self._drafting = drafting if self.most else None
-        self.control: DraftLengthPolicy | None = None
-        self.source: Proposer | None = None
+        self.session, self.request, self._own = session, request, own
+        self.drafts = TextDrafts(session, request, ends, most)
         cache, known = own_cache(model, request), request.known.held
         self._held = max(len(request.earlier), cached_tokens(cache) - known)
-        # What is drawn ahead in memory is taken back where the sequence goes on with others.
-        owned = own.keeps if request.alone is not None else session.streaming is None
-        hidden = None if self._drafting is None else self._drafting.hidden()
-        # Where a window keeps a prompt's first tokens, tokens of one pass see others than token by token.
-        windows = any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))
-        in_blocks = not (on_cpu() or windows)
-        self.target = ModelRunner(model, session, cache, owned=owned, kv=own.kv, in_blocks=in_blocks, hidden=hidden)
-        self.target.in_cache = known
-        text = [*request.earlier, *request.tokens]
-        sampler = request.sampler or greedy_sampler
-        forgives = request.alone is None
-        self.sampler = Sampler(sampler, request.processors, text, transport=session.transport, forgives=forgives)
+        self.target = ModelRunner(
+            model,
+            session,
+            cache,
+            # What is drawn ahead in memory is taken back where the sequence goes on with others.
+            owned=own.keeps if request.alone is not None else session.streaming is None,
+            kv=own.kv,
+            hidden=self.drafts.hidden,
+            # Where a window keeps a prompt's first tokens, tokens of one pass see others than token by token.
+            in_blocks=not (on_cpu() or any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))),
+            in_cache=known,
+        )
+        self.sampler = Sampler(
+            request.sampler or greedy_sampler,
+            request.processors,
+            [*request.earlier, *request.tokens],
+            transport=session.transport,
+            forgives=request.alone is None,
+        )
+        self.total = len(request.tokens) if own.embeddings is None else len(own.embeddings)
         self.prompt: list[Pass] = []
         self.now: Computed | None = None
         self.undo: Undo | None = None
-        self._ahead: Generator[Chosen, None, int] | None = None
-
-    @property
-    def cache(self) -> list[Any]:
-        return self.target.cache
-
-    @property
-    def total(self) -> int:
-        """Tokens of its prompt."""
-        return len(self.request.tokens) if self._own.embeddings is None else len(self._own.embeddings)
+        self._ahead: _Drawn | None = None
+        self._failed: Exception | None = None  # where a token was drawn ahead
 
     @property
     def answered(self) -> int:
@@ -131,7 +140,7 @@ class OneText:
         request, known, target = self.request, self.request.known, self.target
         self.tell(known.held)
         if request.begun:
-            target.goes_on(request.tokens[:-1])
+            target.pending = list(request.tokens[:-1])
         elif known.logits is not None:
             self.now = Computed([known.logits])
         else:
@@ -147,10 +156,10 @@ class OneText:
         """Its prompt is computed."""
         logits = self.target.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
         if self.request.known.recording is not None:
-            self.request.known.recording.save(self.cache, logits)
+            self.request.known.recording.save(self.target.cache, logits)
         self.now, self.prompt = Computed([logits]), []
 
-    def choose(self) -> Chosen:
+    def choose(self) -> Token:
         """The next token, by what the last pass brought."""
         now = self.now
         assert now is not None
@@ -159,11 +168,11 @@ class OneText:
         now.kept += right
         now.given += 1
         self.session.metrics.accepted += right
-        if self.source is None and self._drafting is not None and self.left:
-            self._draft_like(logprobs)
+        if self.drafts.drafting is not None and self.left:
+            self.drafts.begin(logprobs, self.target)
         if not right:
             self.settle()
-        return token, logprobs, right
+        return to_token(self.request, token, logprobs, right)
 
     def settle(self) -> None:
         """Nothing more is taken of the last pass: caches go back to what was given out, but for the last token."""
@@ -171,38 +180,55 @@ class OneText:
         if now is None or not now.verified:
             return
         self.target.keep(now.given - 1)
-        if self.control is not None:
-            self.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
+        if self.drafts.control is not None:
+            self.drafts.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
 
-    def look_ahead(self) -> Chosen | None:
-        """The next token, whose successor is under way then; None: something is streamed, or drafted."""
-        if self._ahead is None:
-            # Several ranks have nothing of a token before the one that it follows was handed out.
-            alone = self.target.resident and self.session.transport.alone
-            if not alone or self.source is not None or not self.answered or self.target.behind or self.now is not None:
+    def look_ahead(self) -> Token | None:
+        """The next token, whose successor is on the queue then; None: something is streamed, or drafted."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+        now, self._ahead, target, before = self._ahead, None, self.target, self.answered
+        # Several ranks have nothing of a token before the one that it follows was handed out.
+        resident = self.session.streaming is None and self.session.transport.alone
+        if now is None:
+            if not resident or self.drafts.source is not None or not before or target.pending or self.now is not None:
                 return None
-            begin = self.total + self.answered - 1
-            self._ahead = look_ahead(
-                self.sampler.text[-1],
-                self.target,
-                self.sampler,
-                tokens=self.left,
-                reserve=lambda tokens: self.reserve(begin + tokens),
-                whole=self._own.whole,
-            )
+            text = mx.array(self.sampler.text, dtype=mx.int32) if self.sampler.processors else None
+            now = self._draw(mx.array(self.sampler.text[-1:], dtype=mx.int32), text, self.total + before)
         try:
-            return next(self._ahead)
-        except StopIteration:
-            self._ahead = None
-            return None
+            if self.session.streaming is None and (self._own.whole or self.left > 1):
+                self._ahead = self._draw(now.token, now.text, self.total + before + 1)
+            token = cast(int, now.token.item())
+        except Exception as e:
+            # The token before it is computed and will be handed out first, as it would be without looking ahead.
+            self._failed, token = e, cast(int, now.token.item())
+        self.sampler.text.append(token)
+        if before % CLEAR_TOKENS == 1:
+            clear_cache()
+        return to_token(self.request, token, now.logprobs)
+
+    def _draw(self, token: mx.array, text: mx.array | None, tokens: int) -> _Drawn:
+        """What follows a token, which need not be computed; there are to be so many ``tokens`` then."""
+        self.reserve(tokens)
+        sampler = self.sampler
+        with mx.stream(generation_stream):
+            logits, back = self.target.attempt(token)
+            try:
+                logprobs = sampler.logprobs(logits, text)
+                drawn = sampler.draw(logprobs).astype(mx.int32)
+                mx.async_eval(drawn, logprobs)
+                return _Drawn(drawn, logprobs[0], None if text is None else mx.concatenate([text, drawn]), back)
+            except BaseException:
+                back()
+                raise
 
     def stop_ahead(self, error: BaseException | None = None) -> None:
-        """Take back what was computed ahead; ``error``: what ends the text."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and error is not None:
-            pass_on(ahead, error)
-        elif ahead is not None:
-            ahead.close()
+        """Take back what was computed ahead, but where caches are to hold the last token; ``error``: what ends the
+        text."""
+        ahead, self._ahead, self._failed = self._ahead, None, None
+        if ahead is not None and (error is not None or not self._own.whole):
+            ahead.back()
 
     def stop(self, error: BaseException | None = None) -> None:
         """Nothing more is asked for; ``error``: what ends it."""
@@ -251,77 +277,103 @@ class OneText:
         make_room(self.session, tokens if bound is None else min(tokens, bound))
         # Where nothing is streamed, a look at memory too, which a streamed model takes by itself.
         self.session.before_pass()
-        if self.session.streaming is not None and self.control is not None:
-            self.control.most = min(self.control.most, self.session.size.drafted)
-            self.look()
-
-    # Drafts
-
-    def look(self) -> None:
-        """Tell what drafts of the disk, as it is now."""
-        session, control = self.session, self.control
-        if control is None:
-            return
-        streaming = session.streaming
-        reads = streaming is not None and not control.by_token
-        control.own = session.transport.alone
-        control.ahead = streaming.ring.share_ahead if streaming is not None and reads else 0.0
-        sweep = session.plan.bytes_per_token if reads else 0
-        control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
-
-    def guesses(self, most: int) -> list[Guess]:
-        """What follows the text perhaps, as is worth a pass's time, up to a token that ends the text."""
-        assert self.control is not None and self.source is not None
-        found = self.control.draft(self.source, [*self._own.history, *self.sampler.text], min(most, self.left - 1))
-        end = next((i + 1 for i, g in enumerate(found) if g.token in self.ends), len(found))
-        return found[:end]
-
-    def _draft_like(self, logprobs: mx.array) -> None:
-        """Have tokens be drafted whose log-probabilities are like these, if that can be worth its time."""
-        session, target, drafting = self.session, self.target, self._drafting
-        if drafting is None or not target.verifies or (session.plan.pools and not self._fit_to_pools()):
-            self._drafting = None
-            return
-        if session.experience is None:
-            session.experience = AcceptanceStats()
-        self.control = DraftLengthPolicy(self.most, session.experience)
-        self.most = self.control.most
-        self.control.by_token = bool(session.plan.pools)
-        self.control.foreseen_s = target.prompt_s
-        how = foresee(self.request.sampler, logprobs.dtype)
-        self.source = drafting.source(self.control, how, logprobs.size, target.state, target.hidden)
-
-    def _fit_to_pools(self) -> bool:
-        """Whether drafts can be worth their time where experts are read one by one: passes of a token each would read,
-        and compute, as much for each as plain decoding. No more are drafted than go to the pools."""
-        plan, size = self.session.plan, self.session.size
-        experts = size.on_demand
-        fits = (n for n in range(self.most, 0, -1) if experts is not None and experts.reads(plan, size, n + 1))
-        self.most = next(fits, 0)
-        return self.target.in_blocks and self.most > 0
+        control = self.drafts.control
+        if self.session.streaming is not None and control is not None:
+            control.most = min(control.most, self.session.size.drafted)
+            self.drafts.look()
 
 
-def drafting_of(
-    session: Session, model: nn.Module | None = None, asked: int | None = None
-) -> tuple[Drafting | None, int]:
-    """What drafts (``Drafting``; None: nothing), and how many tokens for a pass at most.
+@dataclass
+class Sampler:
+    """Chooses tokens by logits, as mlx-lm does.
 
     Args:
-        model: in place of what was loaded for it. asked: how many; None: as many as are worth it.
+        sampler: from log-probabilities (1, vocabulary) to a token.
+        processors: change logits before that.
+        text: tokens so far.
+        drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
+        transport: to the ranks that have other layers of the model.
+        forgives: an error of the sampler or a processor is kept as ``failed``, and the likeliest token stands in, as
+            others share the passes.
     """
-    if asked == 0:
-        return None, 0
-    drafting = cast(Drafting | None, session.drafting) if model is None else for_models("draft_model").of_model(model)
-    most = MOST if session.streaming is None else session.size.drafted
-    if not session.transport.alone:
-        # Who has experts in pools would read as many for each guess; what evaluates on the way cannot be verified while
-        # it is streamed, on whichever rank. Then nobody drafts, whatever was asked for.
-        evaluates = session.streaming is not None and session.streaming.evaluates
-        none = drafting is None or session.plan.pools or evaluates
-        (most,) = session.transport.leasts([0 if none else most])
-    elif asked is not None and not most:
-        most = asked
-    return drafting, most if asked is None else min(asked, most)
+
+    sampler: Draw
+    processors: Sequence[Processor]
+    text: list[int]
+    drawn: int = 0
+    seen: mx.array | None = None
+    transport: Transport = field(default_factory=Solo)
+    forgives: bool = False
+    failed: Exception | None = None
+
+    def draw(self, logprobs: mx.array) -> mx.array:
+        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
+        self.drawn, self.seen = self.drawn + 1, logprobs
+        return self.sampler(logprobs)
+
+    def draw_ahead(self, tokens: int) -> None:
+        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text.
+
+        The sampler is called once more, as mlx-lm calls it, whoever made it; what it returns is dropped unevaluated.
+        """
+        if self.drawn == tokens and self.seen is not None:
+            # An error of this call concerns no token of the text.
+            with contextlib.suppress(Exception):
+                self.sampler(self.seen)
+
+    def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
+        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
+        for process in self.processors:
+            assert text is not None
+            logits = process(text, logits)
+        return logits - mx.logsumexp(logits, keepdims=True)
+
+    def choose(self, logits: mx.array, guess: Guessed | None = None) -> tuple[int, mx.array, bool]:
+        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
+
+        Args:
+            logits: (1, vocabulary).
+        """
+        if not self.transport.chooses:
+            return self._told(logits, guess)
+        try:
+            logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
+            if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
+                self.drawn += 1
+                token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
+                mx.eval(logprobs)
+            else:
+                drawn = self.draw(logprobs)
+                mx.eval(drawn, logprobs)
+                token = cast(int, drawn.item())
+        except Exception as e:
+            if not self.forgives:
+                self.transport.give_up(e)
+                raise
+            self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
+        if not self.transport.alone:
+            self.transport.numbers(lambda: [token])
+        self.text.append(token)
+        return token, logprobs[0], guess is not None and token == guess.token
+
+    def _told(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array, bool]:
+        """The token that another rank chose, which has the logits."""
+        (token,) = self.transport.numbers(list)
+        self.text.append(token)
+        return token, logits[0], guess is not None and token == guess.token
+
+
+def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
+    """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
+    scores = logprobs if request.scores else None
+    if request.logprobs is None:
+        return Token(request.uid, token, scores=scores, drafted=drafted)
+    top: list[int] = []
+    if count := min(request.logprobs, logprobs.size):
+        best = mx.argpartition(-logprobs, count - 1)[:count]
+        top = cast(list[int], best[mx.argsort(-logprobs[best])].tolist())
+    values = cast(list[float], logprobs[mx.array([token, *top])].astype(mx.float32).tolist())
+    return Token(request.uid, token, values[0], tuple(zip(top, values[1:], strict=True)), scores, drafted)
 
 
 def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:

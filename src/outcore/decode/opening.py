@@ -9,6 +9,7 @@ from ..checkpoint.lazy_model import LazyModel
 from ..engine.kv_offload import kv_disk
 from ..engine.model_profile import ModelProfile
 from ..engine.whole_profile import check_experts, profile_of
+from ..errors import called
 from ..machine.device import COMPUTE_DTYPES
 from ..options import LoadOptions
 from ..plan.cache_size import STATES
@@ -44,7 +45,7 @@ class Opening:
             # The prompt, if it is known, is there from the first sweep on.
             size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
         if o.sequences == 1 and o.batch is None and size.kept_apart:
-            size = replace(size, kv_disk=kv_disk(o.kv_disk, o.name("kv_disk")))
+            size = replace(size, kv_disk=kv_disk(o.kv_disk, called("kv_disk")))
         return replace(profile, size=size)
 
 

@@ -14,10 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..engine.session import Session
-from ..modules.call_values import caches_in
-from .batch_engine import Request, own_cache
 from .model_runner import ModelRunner
 from .passes import Pass
+from .request import Request, grow_by, own_cache
 
 
 class Prefill:
@@ -56,11 +55,8 @@ class Prefill:
         request, held = self._cut(step), self.held
         if self._target is None:
             cache = own_cache(self._model, request)
-            for each in caches_in(cache):
-                if hasattr(each, "step"):
-                    each.step = self._session.size.step  # as is planned
-            self._target = ModelRunner(self._model, self._session, cache)
-            self._target.in_cache = held
+            grow_by(cache, self._session.size.step)
+            self._target = ModelRunner(self._model, self._session, cache, in_cache=held)
         passed = functools.partial(replace(request.known, held=held).passed, self._target.cache)
         ids = mx.array(list(request.tokens[held : held + count * step + 1]), dtype=mx.int32)
         # The last token of what is cut is by itself, and not one of them.

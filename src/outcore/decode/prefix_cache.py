@@ -1,66 +1,84 @@
-"""The prefix cache of a loaded model: what makes its files valid and where they lie, and what is found in it."""
+"""The seam to what keeps computed prompts (``outcore_prefix``, on disk), and how a prompt is looked up there."""
 
 from __future__ import annotations
 
-import json
-import platform
-import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
-import mlx_lm
-from mlx_lm.models.cache import make_prompt_cache
 
-from ..checkpoint.identity import identity_of, identity_of_adapter
 from ..checkpoint.lazy_model import LazyModel
-from ..checkpoint.packed_store import cached
 from ..engine.session import Session
-from ..machine.hardware import version
+from ..errors import BudgetError
 from ..options import LoadOptions
-from .batch_engine import KnownPrefix
-from .blocks import FOLDER, BlockFiles
-from .prefix import CAPTURED, GRID, PrefixCache, PrefixMatch
+from ..packages import modules
+from .one_text import make_room
+from .request import KnownPrefix, Recorder
 
-FORMAT = "prompts 1"
-"""Goes into every name: what another version of this computes in another way gets another one."""
+GRID = 512
+"""Tokens of a block, and at most of a chunk of a prompt."""
 
-NO_BLOCKS = f"{{name}}: prompts are not kept, since chunks of {{step}} tokens do not end where blocks of {GRID} do"
-"""A note."""
-
-
-def prefix_cache(lazy: LazyModel, o: LoadOptions) -> PrefixCache | None:
-    """A model's prefix cache, if it was asked for. There is none where blocks end within chunks of prompts."""
-    if o.prefix_cache == "off" or GRID % (o.prefill_step_size or GRID):
-        return None
-    validity = [
-        FORMAT,
-        identity_of(lazy.checkpoint),
-        json.dumps(o.model_config, sort_keys=True, default=repr),
-        identity_of_adapter(Path(o.adapter_path)) if o.adapter_path else "",
-        o.dtype or "",
-        *(version("mlx"), mlx_lm.__version__),
-        *_device(),
-    ]
-    folder = cached(FOLDER, lazy.checkpoint, validity).name.removeprefix(f"{FOLDER}-")
-    # Not the model itself, whose session refers to this.
-    model = weakref.ref(lazy.model)
-
-    def caches() -> list[Any]:
-        found: list[Any] = make_prompt_cache(model())
-        return found
-
-    most = None if isinstance(o.prefix_cache, str) else o.prefix_cache
-    return PrefixCache(BlockFiles(folder, most), validity, caches)
+CAPTURED = 2
+"""States that are held until a prompt is computed, beside the last ones."""
 
 
-def _device() -> list[str]:
-    """What computes: another device rounds otherwise."""
-    info = mx.device_info()
-    known = [str(info.get(name, "")) for name in ("device_name", "architecture")]
-    return [str(mx.default_device().type), platform.machine(), *known]
+@dataclass(frozen=True)
+class PrefixMatch:
+    """What there is of a prompt.
+
+    Attributes:
+        cache: as after ``tokens`` of its tokens.
+        logits: (1, vocabulary) of its last position, where that is all of them; else None.
+    """
+
+    tokens: int
+    cache: list[Any]
+    logits: mx.array | None = None
+
+
+class PrefixCache(Protocol):
+    """Prompts of one model, computed in one way. A package has the group ``prefix_cache`` with ``make(lazy, options)``,
+    which returns one."""
+
+    def salt(self, secret: str) -> None:
+        """From now on prompts are kept and found under names that only who knows the secret comes to: whoever does not
+        finds nothing of them, and sees by no answer's time what was asked."""
+
+    def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> PrefixMatch | None:
+        """The longest prefix of a prompt that was kept; None: there is none.
+
+        Args:
+            step: tokens of a chunk, of which some are a block.
+            whole: all of it will do, with its logits.
+        """
+
+    def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recorder:
+        """What notes a prompt while it is computed, of which so many tokens were found; with the first ``shared`` of
+        them other texts begin too."""
+
+    def like(self, cache: Sequence[Any]) -> bool:
+        """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
+
+    def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
+        """Keep a conversation's caches that hold these tokens, however those were computed; the name under which they
+        are, if they are. ``instead``: of this one, which is removed."""
+
+    def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
+        """Have new caches hold these tokens, if such were kept; the name under which they are."""
+
+
+def prefix_cache(lazy: LazyModel, o: LoadOptions) -> tuple[PrefixCache | None, tuple[str, ...]]:
+    """A model's prefix cache, if it was asked for; and why there is none. There can be none where blocks end within
+    chunks of prompts."""
+    if o.prefix_cache == "off":
+        return None, ()
+    told = f"{called('prefix_cache')}: prompts are not kept, since"
+    if GRID % (o.prefill_step_size or GRID):
+        return None, (f"{told} chunks of {o.prefill_step_size} tokens do not end where blocks of {GRID} do",)
+    for package in modules("prefix_cache").values():
+        return cast(PrefixCache, package.make(lazy, o)), ()
+    return None, (f"{told} outcore_prefix is not installed",)
 
 
 def block_step(step: int) -> int:
@@ -109,3 +127,15 @@ def captured_bytes(session: Session, tokens: int) -> int:
         if session.prefix is not None and not session.plan.kv_slot and tokens > GRID
         else 0
     )
+
+
+def room_to_record(session: Session, tokens: int, prompt: int, step: int | None, kept: int) -> tuple[int, bool]:
+    """Room for a context as ``make_room`` makes it, and for what is held of its prompt until it is kept, if there can
+    be. Returns tokens of the prompt to compute at a time, and whether it can be kept."""
+    captured = captured_bytes(session, prompt)
+    try:
+        return make_room(session, tokens, prompt, step, kept + captured), True
+    except BudgetError:
+        if not captured:
+            raise
+    return make_room(session, tokens, prompt, step, kept), False

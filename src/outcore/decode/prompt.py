@@ -53,11 +53,9 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     Raises:
         PromptError: no tokens, more than the model has positions for, or more than there can be memory for.
     """
-    if length == 0:
-        raise PromptError("the prompt is empty; give at least one token")
+    check_length(length, session, "the prompt", held)
     if session is None:
         return max_tokens
-    check_positions(held + length, session, "the prompt")
     if session.positions is not None:
         # The last token is not computed.
         most = session.positions - held - length + 1
@@ -116,19 +114,21 @@ def check_ids(ids: mx.array, session: Session, name: str) -> None:
         raise PromptError(f"{name} has token {wrong}; this model's are 0 to {session.vocabulary - 1}")
 
 
-def check_positions(tokens: int, session: Session, name: str) -> None:
-    """Refuse a prompt that the model has no positions for.
+def check_length(tokens: int, session: Session | None, name: str, held: int = 0) -> None:
+    """Refuse a prompt that is empty, or that the model has no positions for behind ``held`` tokens; tell of one that is
+    longer than what the model was made for.
 
     Raises:
         PromptError: says which, by ``name``.
     """
+    if tokens == 0:
+        raise PromptError(f"{name} is empty; give at least one token")
+    if session is None:
+        return
+    tokens += held
     if session.positions is not None and tokens > session.positions:
         raise PromptError(f"{name} has {tokens} tokens; this model's context is {session.positions}: shorten it")
-
-
-def note_length(tokens: int, session: Session | None, name: str) -> None:
-    """Tell of a prompt that is answered and is longer than what the model was made for."""
-    if session is not None and session.max_context is not None and tokens >= session.max_context:
+    if session.max_context is not None and tokens >= session.max_context:
         session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
 
 

@@ -14,7 +14,6 @@ with the same numbers from its own probabilities. So a seed gives one text, draf
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
-from ..engine.transport import Solo, Transport
 from ..errors import UsageError
 from ..machine.random_state import random_state_kept
 
@@ -54,33 +52,20 @@ class MlxLmSampler:
     top_k: int = 0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    xtc_special_tokens: Sequence[int] = ()
+    xtc_special_tokens: Sequence[int] | None = None
     coupled: bool = False
     _draw: Draw = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_sampling(**{name: getattr(self, name) for name in SAMPLING}, flags=False)
-        draw = sample_utils.make_sampler(
-            self.temp,
-            self.top_p,
-            self.min_p,
-            self.min_tokens_to_keep,
-            self.top_k,
-            self.xtc_probability,
-            self.xtc_threshold,
-            list(self.xtc_special_tokens),
-        )
-        object.__setattr__(self, "_draw", draw)
+        given = {name: getattr(self, name) for name in SAMPLING}
+        check_sampling(**given, flags=False)
+        special = list(self.xtc_special_tokens or ())
+        object.__setattr__(self, "_draw", sample_utils.make_sampler(**given, xtc_special_tokens=special))
 
     @property
     def draws(self) -> int:
         """Random numbers, by MLX's count of keys, that one call takes."""
         return 1 + (self.xtc_probability > 0)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temp == 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Tokens of shape (rows,) drawn from log-probabilities of shape (rows, vocabulary)."""
@@ -93,64 +78,45 @@ class MlxLmSampler:
         if self.min_p != 0.0:
             logprobs = sample_utils.apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0.0:
-            logprobs = sample_utils.apply_xtc(
-                logprobs, self.xtc_probability, self.xtc_threshold, list(self.xtc_special_tokens)
-            )
+            special = list(self.xtc_special_tokens or ())
+            logprobs = sample_utils.apply_xtc(logprobs, self.xtc_probability, self.xtc_threshold, special)
         if self.top_k > 0:
             logprobs = sample_utils.apply_top_k(logprobs, self.top_k)
         return mx.softmax(logprobs.astype(mx.float32) / self.temp, axis=-1)
 
 
-def make_sampler(*args: Any, **kwargs: Any) -> MlxLmSampler:
-    """mlx-lm's function of that name; what it returns also tells its distribution."""
-    if len(args) > 7:
-        *args, special = args  # type: ignore[assignment]
-        kwargs["xtc_special_tokens"] = special
-    if kwargs.get("xtc_special_tokens") is None:
-        kwargs.pop("xtc_special_tokens", None)
-    return MlxLmSampler(*args, **kwargs)
+make_sampler = MlxLmSampler
+"""mlx-lm's function of that name, with its arguments in the same order."""
+
+SHARES = {"top_p": 1.0, "min_p": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.5}
+"""What each is at most."""
+
+SAMPLING = "temp", *SHARES, "min_tokens_to_keep", "top_k"
 
 
-SAMPLING = "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold"
-
-
-def check_sampling(
-    *,
-    temp: float = 0.0,
-    top_p: float = 0.0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    vocabulary: int | None = None,
-    flags: bool = True,
-) -> None:
+def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given: float) -> None:
     """Refuse what mlx-lm's samplers would refuse with the first token, or draw nonsense from.
 
     Args:
         vocabulary: tokens that there are to choose from, if that is known.
         flags: name flags in errors, not arguments.
+        given: some of ``SAMPLING``.
 
     Raises:
         UsageError: one of them is out of range.
     """
-
-    def name(argument: str) -> str:
-        return f"--{argument.replace('_', '-')}" if flags else argument
-
-    if real(name("temp"), temp, 0.0) and temp < LEAST_TEMPERATURE:
-        raise UsageError(f"{name('temp')} {temp}: 0, or at least {LEAST_TEMPERATURE:g}")
-    for argument, share, most in (
-        ("top_p", top_p, 1.0), ("min_p", min_p, 1.0), ("xtc_probability", xtc_probability, 1.0),
-        ("xtc_threshold", xtc_threshold, 0.5),
-    ):  # fmt: skip
-        real(name(argument), share, 0.0, most)
+    names = {argument: f"--{argument.replace('_', '-')}" if flags else argument for argument in SAMPLING}
+    if real(names["temp"], given.get("temp", 0.0), 0.0) and given["temp"] < LEAST_TEMPERATURE:
+        raise UsageError(f"{names['temp']} {given['temp']}: 0, or at least {LEAST_TEMPERATURE:g}")
+    for argument, most in SHARES.items():
+        real(names[argument], given.get(argument, 0.0), 0.0, most)
     tokens = COUNT if vocabulary is None else vocabulary
-    whole(name("min_tokens_to_keep"), min_tokens_to_keep, most=tokens)
+    whole(names["min_tokens_to_keep"], given.get("min_tokens_to_keep", 1), most=tokens)
     # Less than 1 is off, as in mlx-lm; so is 0.
-    if whole(name("top_k"), top_k, -COUNT, COUNT) >= tokens:
-        raise UsageError(f"{name('top_k')} {top_k}: fewer than the {tokens} tokens of this model, or 0 for all")
+    if whole(names["top_k"], given.get("top_k", 0), -COUNT, COUNT) >= tokens:
+        raise UsageError(
+            f"{names['top_k']} {given['top_k']}: fewer than the {tokens} tokens of this model, or 0 for all"
+        )
 
 
 class OwnSampler:
@@ -223,7 +189,7 @@ class DrawForecast:
 def foresee(sampler: Draw | None, dtype: mx.Dtype) -> DrawForecast | MlxLmSampler | None:
     """How a draft's tokens are to be drawn. None: the likeliest is what to expect of a greedy sampler, and of one that
     is not ours to call."""
-    if not isinstance(sampler, MlxLmSampler) or sampler.greedy:
+    if not isinstance(sampler, MlxLmSampler) or sampler.temp == 0:
         return None
     return DrawForecast(sampler, dtype) if sampler.coupled else sampler
 
@@ -250,86 +216,3 @@ class Guessed(Protocol):
 
     @property
     def q(self) -> mx.array | None: ...
-
-
-@dataclass
-class Sampler:
-    """Chooses tokens by logits, as mlx-lm does.
-
-    Args:
-        sampler: from log-probabilities (1, vocabulary) to a token.
-        processors: change logits before that.
-        text: tokens so far.
-        drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
-        transport: to the ranks that have other layers of the model.
-        forgives: an error of the sampler or a processor is kept as ``failed``, and the likeliest token stands in, as
-            others share the passes.
-    """
-
-    sampler: Draw
-    processors: Sequence[Processor]
-    text: list[int]
-    drawn: int = 0
-    seen: mx.array | None = None
-    transport: Transport = field(default_factory=Solo)
-    forgives: bool = False
-    failed: Exception | None = None
-
-    def draw(self, logprobs: mx.array) -> mx.array:
-        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
-        self.drawn, self.seen = self.drawn + 1, logprobs
-        return self.sampler(logprobs)
-
-    def draw_ahead(self, tokens: int) -> None:
-        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text.
-
-        The sampler is called once more, as mlx-lm calls it, whoever made it; what it returns is dropped unevaluated.
-        """
-        if self.drawn == tokens and self.seen is not None:
-            # An error of this call concerns no token of the text.
-            with contextlib.suppress(Exception):
-                self.sampler(self.seen)
-
-    def logprobs(self, logits: mx.array, text: mx.array | None) -> mx.array:
-        """Log-probabilities (1, vocabulary) of processed logits; ``text``: all tokens so far, for the processors."""
-        for process in self.processors:
-            assert text is not None
-            logits = process(text, logits)
-        return logits - mx.logsumexp(logits, keepdims=True)
-
-    def choose(self, logits: mx.array, guess: Guessed | None = None) -> tuple[int, mx.array, bool]:
-        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
-
-        Args:
-            logits: (1, vocabulary).
-        """
-        if not self.transport.chooses:
-            return self._told(logits, guess)
-        try:
-            token, logprobs = self._chosen(logits, guess)
-        except Exception as e:
-            if not self.forgives:
-                self.transport.give_up(e)
-                raise
-            self.failed, token, logprobs = e, cast(int, mx.argmax(logits).item()), logits
-        self.transport.numbers(lambda: [token])
-        self.text.append(token)
-        return token, logprobs[0], guess is not None and token == guess.token
-
-    def _chosen(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array]:
-        logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
-        if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
-            self.drawn += 1
-            token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
-            mx.eval(logprobs)
-        else:
-            drawn = self.draw(logprobs)
-            mx.eval(drawn, logprobs)
-            token = cast(int, drawn.item())
-        return token, logprobs
-
-    def _told(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array, bool]:
-        """The token that another rank chose, which has the logits."""
-        (token,) = self.transport.numbers(list)
-        self.text.append(token)
-        return token, logits[0], guess is not None and token == guess.token

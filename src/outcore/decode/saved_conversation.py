@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,7 +15,7 @@ from ..errors import UsageError
 from ..machine.small_files import INDEX_BYTES, parse_json, read_small
 from ..text import shortened
 
-FORMAT, SCHEMA = "outcore-conversation", 1
+FORMAT = "outcore-conversation"
 
 
 class SavedTurn(BaseModel):
@@ -28,8 +26,16 @@ class SavedTurn(BaseModel):
     answer: str
 
 
-class _Document(BaseModel):
-    """A whole file."""
+class Saved(BaseModel):
+    """A conversation, as its file has it.
+
+    Attributes:
+        model: that it was saved with, as it was named.
+        text: of its tokens, by which another tokenizer is told from this one; and for people.
+        tokens: all of it, templates included.
+        random: the state of MLX's random numbers behind it.
+        held: of the tokens, those that the caches held.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
     format: Literal["outcore-conversation"]
@@ -40,24 +46,6 @@ class _Document(BaseModel):
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
     random: Annotated[int, Field(ge=0, lt=2**64)]
     held: Annotated[int, Field(ge=0, lt=2**31)] = 0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A conversation.
-
-    Attributes:
-        tokens: all of it, templates included.
-        random: the state of MLX's random numbers behind it.
-        held: of the tokens, those that the caches held.
-        model: that it was saved with, as it was named; "": not known.
-    """
-
-    turns: list[SavedTurn]
-    tokens: list[int]
-    random: int
-    held: int = 0
-    model: str = ""
 
 
 def _expanded(path: Path) -> Path:
@@ -74,23 +62,16 @@ def _expanded(path: Path) -> Path:
     return path
 
 
-def save(path: Path, model: str, tokenizer: TokenizerWrapper, saved: Saved) -> None:
+def save(path: Path, **said: Any) -> None:
     """Write a conversation, whole or not at all, for this user alone.
+
+    Args:
+        said: what ``Saved`` has of it.
 
     Raises:
         UsageError: something else is there, or it cannot be written.
     """
-    document = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "model": model,
-        "turns": [said.model_dump() for said in saved.turns],
-        # By which another tokenizer is told from this one; and for people.
-        "text": tokenizer.decode(saved.tokens),
-        "tokens": saved.tokens,
-        "random": saved.random,
-        "held": saved.held,
-    }
+    saved = Saved.model_validate({"format": FORMAT, "schema": 1, **said})
     path = Path(os.path.realpath(_expanded(path)))
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
     try:
@@ -99,7 +80,7 @@ def save(path: Path, model: str, tokenizer: TokenizerWrapper, saved: Saved) -> N
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as out:
-                out.write(json.dumps(document, indent=1))
+                out.write(json.dumps(saved.model_dump(by_alias=True), indent=1))
                 out.flush()
                 os.fsync(fd)
             partial.rename(path)
@@ -120,20 +101,18 @@ def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Sav
     """
     path = _expanded(path)
     try:
-        found = _Document.model_validate(parse_json(read_small(path, INDEX_BYTES)))
+        found = Saved.model_validate(parse_json(read_small(path, INDEX_BYTES)))
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
     except ValidationError as e:
         raise UsageError(f"{path}: no conversation that outcore chat saved ({first_fault(e)})") from e
     except ValueError as e:
         raise UsageError(f"{path}: no conversation that outcore chat saved (not JSON)") from e
-    if _beyond(found.tokens, vocabulary) or tokenizer.decode(found.tokens) != found.text:
+    beyond = vocabulary is not None and max(found.tokens, default=0) >= vocabulary
+    if beyond or tokenizer.decode(found.tokens) != found.text:
         raise UsageError(f"{path}: saved with {found.model[:200]}, whose tokens are not this model's")
-    return Saved(found.turns, found.tokens, found.random, min(found.held, len(found.tokens)), found.model)
-
-
-def _beyond(tokens: Sequence[int], vocabulary: int | None) -> bool:
-    return vocabulary is not None and max(tokens, default=0) >= vocabulary
+    found.held = min(found.held, len(found.tokens))
+    return found
 
 
 def _is_conversation(path: Path) -> bool:

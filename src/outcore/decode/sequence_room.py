@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from ..engine.session import Session
@@ -20,27 +20,8 @@ from ..plan.replan import replanned_bytes
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
 from .one_text import make_room
-from .prefix_cache import captured_bytes
+from .prefix_cache import captured_bytes, room_to_record
 from .speculative.acceptance import AcceptanceStats, Seconds
-
-
-@dataclass
-class Placed:
-    """Of one text for which room is made as it grows (``OneText.reserve``). ``step``: tokens of its prompt to compute
-    at a time."""
-
-    step: int
-    apart: bool = True
-    records: bool = True
-
-    def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None: ...
-
-    def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
-        return True
-
-    def check_alone(self, tokens: int, prompt: int) -> None: ...
-
-    def rest(self) -> None: ...
 
 
 class SequenceRoom:
@@ -125,14 +106,7 @@ class SequenceRoom:
             # What looks ahead in memory keeps what it goes back to.
             kept = self._base.states if session.streaming is None else 0
             ahead = self._ahead()
-            captured = captured_bytes(session, prompt)
-            try:
-                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept + captured)
-            except BudgetError:
-                if not captured:
-                    raise
-                make_room(session, longest + ahead, prompt, self._asked_step, kept=kept)
-                self.records = False
+            _, self.records = room_to_record(session, longest + ahead, prompt, self._asked_step, kept)
             return max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
         kept = self._to_keep(begun) if self.apart else 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..engine.session import Session
-from .batch_engine import KnownPrefix, Request, Token
 from .prefix_cache import look_up, unkept
+from .request import KnownPrefix, Request, Token
 from .sampling import OwnSampler
-
-_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -68,8 +66,6 @@ class ScheduledSequence:
         Args:
             chunk, whole: as in ``look_up``. finds: prompts are looked up; records: and there is room to keep them.
         """
-        if self.request.alone is not None:
-            return self.request
         if self.cache is not None or self.held or not finds:
             return self.go_on()
         found, known = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared)
@@ -108,22 +104,18 @@ class StepResult:
     joined: dict[int, float] = field(default_factory=dict)
     found: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
-    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    drafts: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     full: list[int] = field(default_factory=list)
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
     def without(self, gone: Collection[int]) -> StepResult:
         """What it brought the others."""
+
+        def rest(told: Mapping[int, Any]) -> dict[int, Any]:
+            return {uid: value for uid, value in told.items() if uid not in gone}
+
+        tokens = [token for token in self.tokens if token.uid not in gone]
+        full, failed = [*rest(dict.fromkeys(self.full))], [*rest(dict(self.failed)).items()]
         return StepResult(
-            [token for token in self.tokens if token.uid not in gone],
-            _without(self.joined, gone),
-            _without(self.found, gone),
-            _without(self.prompts, gone),
-            _without(self.drafts, gone),
-            [uid for uid in self.full if uid not in gone],
-            [(uid, error) for uid, error in self.failed if uid not in gone],
+            tokens, rest(self.joined), rest(self.found), rest(self.prompts), rest(self.drafts), full, failed
         )
-
-
-def _without(told: dict[int, _Value], gone: Collection[int]) -> dict[int, _Value]:
-    return {uid: value for uid, value in told.items() if uid not in gone}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..errors import ReadError, UsageError
+from ..errors import ReadError, UsageError, called
 from .disk_calls import DiskCalls
 
 BLOCKS, BLOCK = 16, 4096
@@ -120,7 +120,7 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
     opened.direct = calls.open_direct(path) if io in ("auto", "direct") else None
     if opened.direct is None and io == "direct":
         opened.close()
-        raise UsageError(f"{path}: this file system refuses direct reads; use --io auto or cached")
+        raise UsageError(f"{path}: this file system refuses direct reads; use {called('io')} auto or cached")
     return opened
 
 

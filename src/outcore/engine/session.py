@@ -77,7 +77,7 @@ class Session(Engine):
         cpu_streams: MLX streams that linear layers are split over.
         prefill_step_size: tokens of a prompt at a time, if they were asked for (``residency.chunk``).
         notes: what the user should know already.
-        prefix: keeps what was computed of prompts (``decode.prefix``); None: nothing does.
+        prefix: keeps what was computed of prompts (``decode.prefix_cache``); None: nothing does.
         experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
 
     Attributes:

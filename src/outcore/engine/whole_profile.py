@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..checkpoint.lazy_model import LazyModel
 from ..checkpoint.packed_store import overlay, places
 from ..checkpoint.positions import longest_context, position_limit
-from ..errors import UsageError
+from ..errors import UsageError, called
 from ..machine.device import on_cpu
 from ..modules.layers import find_layers
 from ..modules.module_tree import named_modules
@@ -60,7 +60,7 @@ def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
         if isinstance(module, SwitchLinear) and (dtype := computed(path, module, "weight")) != mx.float32:
             raise UsageError(
                 f"{lazy.checkpoint.folder}: experts in {_named(dtype)}, which MLX computes on a GPU only; on the CPU "
-                "device give --dtype float32, or a quantized model"
+                f"device give {called('dtype')} float32, or a quantized model"
             )
         # An adapter's, beside quantized experts: these put out what their scales are in.
         base = module.get("linear")
@@ -70,7 +70,7 @@ def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
         if mx.float32 not in (dtype, computed(f"{path}.linear", base, "scales")):
             raise UsageError(
                 f"{lazy.arguments['adapter_path']}: an adapter of experts in {_named(dtype)}, which MLX computes on a "
-                "GPU only; on the CPU device give --dtype float32"
+                f"GPU only; on the CPU device give {called('dtype')} float32"
             )
 
 

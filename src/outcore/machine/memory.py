@@ -26,7 +26,7 @@ from .settings import SHARED_BY
 # What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
 # and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
 # own needs less than memory that every program draws on.
-SHARES = {"safety": (0.75, 0.6), "balanced": (0.9, 0.8), "performance": (0.95, 0.9)}
+OWN_SHARE, COMMON_SHARE = 0.9, 0.8
 # Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
 PROCESS_BYTES = 200_000_000
 _LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
@@ -81,7 +81,7 @@ def warning_room() -> int | None:
     return max(0, int(2 * unwired - (found.total - found.wired)))
 
 
-def default_budget(limit: MemoryLimit | None = None, profile: str = "balanced") -> int:
+def default_budget(limit: MemoryLimit | None = None) -> int:
     """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
 
     `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative. On macOS at most what
@@ -90,13 +90,12 @@ def default_budget(limit: MemoryLimit | None = None, profile: str = "balanced") 
 
     Args:
         limit: the limit to stay within; this process's own by default.
-        profile: one of ``options.PROFILES``.
     """
     level, room = (mac.pressure_level(), warning_room()) if limit is None else (None, None)
     limit = limit or process_memory_limit()
-    own, common = SHARES[profile]
+    share = COMMON_SHARE if limit.common else OWN_SHARE
     reserve = max(_LEAST_RESERVE, PROCESS_BYTES - rss())
-    budget = max(0, int((common if limit.common else own) / shared_by() * limit.available) - reserve)
+    budget = max(0, int(share / shared_by() * limit.available) - reserve)
     if level == mac.CRITICAL:
         return 0
     return budget if room is None else min(budget, max(room // shared_by(), budget // 2))

@@ -102,10 +102,7 @@ def _checked(key: str, found: Setting) -> Setting:
     if key == "monitor" and found.value not in (ON, OFF):
         raise UsageError(f"{found.source}: {shortened(found.value)}: give {ON} or {OFF}")
     if key == "memory":
-        from ..options import LoadOptions  # takes 10 ms, and few have settled that
+        from ..options import budget_bytes  # takes 10 ms, and few have settled that
 
-        try:
-            LoadOptions(memory=found.value, flags=True)
-        except UsageError as e:
-            raise UsageError(f"{found.source}: {str(e).removeprefix('--memory ')}") from None
+        budget_bytes(found.value, lambda: 100, f"{found.source}:")
     return found

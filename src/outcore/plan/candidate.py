@@ -22,14 +22,10 @@ ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
 
 class Candidates:
     """The candidates of one model, and what they share: layers in parts, made once for all that are alike, bytes of
-    activations, and which layers stay, by their number.
+    activations, and which layers stay, by their number."""
 
-    Args:
-        placement: one of ``options.PLACEMENTS``.
-    """
-
-    def __init__(self, size: ModelSize, placement: str = "even") -> None:
-        self.size, self._placement = size, placement
+    def __init__(self, size: ModelSize) -> None:
+        self.size = size
         first = dict[object, int]()
         self._alike = [first.setdefault(layer, i) for i, layer in enumerate(size.layers)]
         self._cuts = dict[tuple[int, tuple[int, ...], int], Cut]()
@@ -54,7 +50,7 @@ class Candidates:
 
     @cached_property
     def _stay(self) -> list[frozenset[int]]:
-        return [frozenset(place(self.size, count, self._placement)) for count in range(len(self.size.layers) + 1)]
+        return [frozenset(place(self.size, count)) for count in range(len(self.size.layers) + 1)]
 
     @cached_property
     def _weights(self) -> list[int]:
@@ -261,14 +257,8 @@ def together(resident: frozenset[int], layers: int) -> float:
     return min(longest + 1, layers) / max(layers, 1)
 
 
-def place(size: ModelSize, count: int, placement: str = "even") -> list[int]:
-    """Which ``count`` layers stay resident; at least those that cannot be streamed."""
+def place(size: ModelSize, count: int) -> list[int]:
+    """Which ``count`` layers stay resident, evenly spread; at least those that cannot be streamed."""
     fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
     free = [i for i, layer in enumerate(size.layers) if layer.streamable]
-    wanted = max(0, count - len(fixed))
-    if placement == "interleaved":
-        chosen = [*range(1, len(free), 2), *range(0, len(free), 2)][:wanted]
-    else:
-        first, last = range(wanted), range(len(free) - wanted, len(free))
-        chosen = {"first": [*first], "last": [*last]}.get(placement) or spread(wanted, len(free))
-    return sorted([*fixed, *[free[i] for i in chosen]])
+    return sorted([*fixed, *[free[i] for i in spread(max(0, count - len(fixed)), len(free))]])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..errors import BudgetError
+from ..errors import BudgetError, called
 from ..sizes import format_size
 from .draft_cost import AUTO, NGRAM, NONE, Draft, drafted_tokens
 from .machine_profile import Calibration
@@ -143,7 +143,7 @@ class Planning:
         beside = ""
         if self.draft is not None and self.kind != AUTO:
             weights = f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
-            beside = f", and --draft {self.draft.name}{weights}"
+            beside = f", and {called('draft')} {self.draft.name}{weights}"
         return refusal(self.size, budget, self.smallest, self.options.get("resident"), beside)
 
 

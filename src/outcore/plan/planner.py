@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from ..errors import BudgetError, UsageError
+from ..errors import BudgetError, UsageError, called
 from ..sizes import format_size
 from ..text import counted
 from .candidate import Candidates
@@ -39,6 +39,9 @@ DEEPER = (4, 6)
 """And of what those make best, with more slots: where reading and computing take about equally long, a ring that is not
 deep enough loses what single units take longer."""
 
+FEW_BYTES = 1_000_000
+"""A budget in bytes below which some other unit was meant."""
+
 WORTH = 0.99
 """A plan with more units, fewer slots or smaller chunks is taken if it takes less than this share of the time."""
 
@@ -55,7 +58,6 @@ class Fixed:
         prefill_step: tokens of a prompt that a pass takes; else mlx-lm's 2048 where that fits, or fewer.
         head_resident: whether the head stays in memory; else it does, unless layers would fit in parts alone beside it
             and it is faster to stream it too.
-        placement: one of ``options.PLACEMENTS``.
         experts: slots of each layer for single experts; 0: layers are streamed whole.
     """
 
@@ -63,21 +65,16 @@ class Fixed:
     resident: int | None = None
     prefill_step: int | None = None
     head_resident: bool | None = None
-    placement: str = "even"
     experts: int | None = None
 
     def checked(self, size: ModelSize) -> Fixed:
         """The same for a model; ``experts`` only where it has some.
 
         Raises:
-            UsageError: fewer than 2 slots, a number of layers that the model does not have, a step without tokens.
+            UsageError: a number of layers that the model does not have.
         """
-        if self.slots is not None and self.slots < 2:
-            raise UsageError(f"--slots {self.slots}: at least 2 are needed, one to compute from and one to read into")
         if self.resident is not None and not 0 <= self.resident <= len(size.layers):
-            raise UsageError(f"--resident {self.resident}: this model has {len(size.layers)} layers")
-        if self.prefill_step is not None and self.prefill_step < 1:
-            raise UsageError(f"--prefill-step-size {self.prefill_step}: at least 1 token")
+            raise UsageError(f"{called('resident')} {self.resident}: this model has {len(size.layers)} layers")
         # Other machines may hold the layers that have experts.
         return replace(self, experts=None) if all(layer.experts is None for layer in size.layers) else self
 
@@ -138,7 +135,7 @@ def _with_disk(size: ModelSize, asked: Fixed) -> list[ModelSize]:
 
 def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibration) -> Plan:
     """As ``make_plan``, with keys and values where ``size`` says."""
-    candidates, least = Candidates(size, asked.placement), _smallest_budget(size, asked)
+    candidates, least = Candidates(size), _smallest_budget(size, asked)
     steps, heads = asked.steps(size), asked.heads(size)
     if asked.resident is None and False in heads and not asked.experts:
         # Nothing streamed beats any chunk size.
@@ -203,13 +200,13 @@ def _fastest(
 def _with_experts(plan: Plan | None, size: ModelSize, budget: int, least: int, experts: int) -> Plan:
     most = max(layer.experts.count for layer in size.layers if layer.experts is not None)
     if experts > most:
-        raise UsageError(f"--experts {experts}: a layer of this model has {most}")
+        raise UsageError(f"{called('experts')} {experts}: a layer of this model has {most}")
     if plan is not None:
         return plan
     raise BudgetError(
         f"a budget of {format_size(budget)} is too small for {counted(experts, 'expert')} of each layer beside all "
         f"else of this model, and a context of {size.context} tokens: the smallest that works is "
-        f"{format_size(least, round_up=True)}; or give fewer (--experts)",
+        f"{format_size(least, round_up=True)}; or give fewer ({called('experts')})",
         least,
     )
 
@@ -232,7 +229,7 @@ def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
         pooled = size.on_demand.smallest(size, rings=asked.rings, step=step, slots=asked.experts)
         if pooled is not None:
             return pooled
-    candidates, slots = Candidates(size, asked.placement), asked.slots or SLOTS[-1]
+    candidates, slots = Candidates(size), asked.slots or SLOTS[-1]
     counts, units = asked.counts(size)[::-1], unit_sizes(size.layers, size.most_unit)
     return min([candidates.smallest(counts, head, step, slots, unit) for head in asked.heads(size) for unit in units])
 
@@ -247,14 +244,19 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     what += f" and a context of {size.context} tokens"
     what += f", {size.prompt} of them a prompt's" if size.prompt < size.context else ""
+    what += f" (fewer need less: {called('context')}, {called('prompt')})"
     stay = ""
     if needed := [n for n in map(smallest_slot, size.layers) if n > size.most_unit]:
         stay = (
             f" ({len(needed)} of {len(size.layers)} layers stay in memory: streaming one takes a slot of "
             f"{format_size(max(needed), round_up=True)}, and this device's hold {format_size(size.most_unit)} at most)"
         )
+    few = ""
+    if budget < FEW_BYTES:
+        memory, unit = called("memory"), "GB" if budget < 1000 else "MB"
+        few = f' ({memory}={budget} is {budget} bytes: write {memory}="{budget}{unit}")'
     return (
-        f"a budget of {format_size(budget)} is too small for this model{what}{beside}: "
+        f"a budget of {format_size(budget)}{few} is too small for this model{what}{beside}: "
         f"the smallest that works is {format_size(least, round_up=True)}{stay}"
     )
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 
-from ..decode.batch_engine import Request, Token
+from ..decode.request import Request, Token
 from ..decode.sampling import MlxLmSampler, own_sampler
 from ..errors import BudgetError, LinkError, OutcoreError, PromptError, RequestError
 from ..modules.mlx_lm_tokenizer import byte_decoder

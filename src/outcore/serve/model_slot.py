@@ -13,7 +13,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..decode.continuous import Continuous
-from ..decode.served import generating
+from ..decode.passes import generating
 from ..engine.session import Session
 from ..engine.transport import Leader
 from ..machine.allocator import clear_cache

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
-from ..decode.prefix import GRID
+from ..decode.prefix_cache import GRID
 from ..decode.sampling import Processor
 from ..errors import RequestError
 from ..packages import modules

@@ -12,9 +12,7 @@ from outcore.checkpoint.find_model import name_of
 from outcore.cli.arguments import loading_options
 from outcore.cli.engine import ProgressBar, model_folder
 from outcore.cli.output import tell
-from outcore.cli.plan import FEWER_TOKENS
 from outcore.decode.preparation import Preparation, prepare
-from outcore.errors import BudgetError
 from outcore.sizes import format_size
 from outcore.text import printable
 from outcore_cluster.forecast import RankPart, RanksPlan
@@ -58,10 +56,7 @@ def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Prepar
             break
         with ProgressBar() as bar:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=tell)
-    try:
-        return prepare(folder, **options)
-    except BudgetError as e:
-        raise BudgetError(f"{e}{FEWER_TOKENS}", e.smallest) from e
+    return prepare(folder, **options)
 
 
 def _forecast(prepared: Preparation) -> RanksPlan | None:

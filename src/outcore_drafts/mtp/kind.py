@@ -16,7 +16,7 @@ from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.session import Session
-from outcore.errors import UsageError
+from outcore.errors import UsageError, called
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import on_cpu
 from outcore.modules.split_linear import split_rows
@@ -36,7 +36,9 @@ class MtpHeads(DraftSource):
 
     def parse(self, asked: str, argument: str | None) -> str | None:
         if argument == "":
-            raise UsageError(f"--draft {asked}: give the original model, whose head it is, or leave the colon out")
+            raise UsageError(
+                f"{called('draft')} {asked}: give the original model, whose head it is, or leave the colon out"
+            )
         return argument
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, None, int]]:
@@ -45,7 +47,7 @@ class MtpHeads(DraftSource):
 
     def open(self, which: str | None, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
         o = opening.options
-        asked = f"{o.name('draft')} {o.draft}"
+        asked = f"{called('draft')} {o.draft}"
         if o.head_resident is False and profile.size.head is not None:
             raise UsageError(
                 f"{asked}: drafts with the model's head, which has to stay in memory; let it, or draft ngram"

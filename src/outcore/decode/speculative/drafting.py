@@ -41,7 +41,6 @@ class Drafting:
 
     kind = NGRAM
     holds_head = False
-    intact = True
 
     def __init__(self, name: str = NGRAM) -> None:
         self.name = name
@@ -51,6 +50,11 @@ class Drafting:
     def join(self, session: Session) -> Drafting:
         """The model is loaded. Returns what drafts for it: this, or n-grams where this cannot, which is noted."""
         return self
+
+    @property
+    def intact(self) -> bool:
+        """Whether it can be given up without harm."""
+        return True
 
     def hidden(self) -> HiddenKeeper | None:
         """What keeps a text's hidden states for its proposer; None where it does not draft from them. Of which layers

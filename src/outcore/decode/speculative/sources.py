@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ... import packages
 from ...engine.binding import Progress
 from ...engine.model_profile import ModelProfile
-from ...errors import UsageError
+from ...errors import UsageError, called
 from ...plan.draft_cost import AUTO, NGRAM, NONE, Draft
 from ...plan.plan import Plan
 from ...text import shortened
@@ -57,7 +57,7 @@ class DraftSource:
             UsageError: nothing can be meant by it.
         """
         if argument is not None:
-            raise UsageError(f"--draft {shortened(asked)}: {self.kind} takes nothing behind a colon")
+            raise UsageError(f"{called('draft')} {shortened(asked)}: {self.kind} takes nothing behind a colon")
         return None
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, Any, int]]:
@@ -103,7 +103,7 @@ def draft_source(kind: str) -> DraftSource:
     """
     sources = draft_sources()
     if kind not in sources:
-        raise UsageError(f"--draft {shortened(kind)}: {_ways() if sources else MISSING}")
+        raise UsageError(f"{called('draft')} {shortened(kind)}: {_ways() if sources else MISSING}")
     return sources[kind]
 
 
@@ -125,19 +125,20 @@ def parse_draft(draft: str) -> tuple[str, Any]:
         raise UsageError(f"draft={shortened(repr(draft))}: {_ways()}")
     if draft in OWN:
         return draft, None
+    asked = f"{called('draft')} {shortened(draft)}"
     word, colon, argument = draft.partition(":")
     sources = draft_sources()
     if not sources:
-        raise UsageError(f"--draft {shortened(draft)}: {MISSING}")
+        raise UsageError(f"{asked}: {MISSING}")
     if word in sources and not sources[word].names_models:
         return word, sources[word].parse(draft, argument if colon else None)
     if not draft.strip():
-        raise UsageError(f"--draft {draft!r}: {_ways()}")
+        raise UsageError(f"{called('draft')} {draft!r}: {_ways()}")
     words = (*OWN, *(kind for kind, source in sources.items() if not source.names_models))
     meant = difflib.get_close_matches(draft.lower(), words, 1)
     if meant and not Path(draft).exists():
-        raise UsageError(f"--draft {shortened(draft)}: no folder, and not {meant[0]}, which may be meant; {_ways()}")
-    by_name = for_models(f"--draft {shortened(draft)}")
+        raise UsageError(f"{asked}: no folder, and not {meant[0]}, which may be meant; {_ways()}")
+    by_name = for_models(asked)
     return by_name.kind, by_name.parse(draft, draft)
 
 

@@ -17,26 +17,27 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.positions import config_of, position_limit
-from ..checkpoint.tokenizer import load_tokenizer
-from ..checks import whole
-from ..decode import batch_file
-from ..decode.batch import Progress, answers
-from ..decode.batch_engine import Request
-from ..decode.batch_file import NO_MEMORY, BatchRequest, Output, OutputElsewhere
-from ..decode.loader import load_model
-from ..decode.preparation import Preparation, prepare
-from ..engine.transport import Agreement, Solo
-from ..errors import BudgetError, RequestError, UsageError
-from ..plan.planner import smallest_budget
-from ..plan.workload import Workload
-from ..serve.batch_lines import line_request
-from ..serve.prompting import Prompter
-from ..sizes import format_size
-from ..text import counted, printable
-from .arguments import loading_options
-from .engine import ProgressBar, engine_record, model_folder, print_summary, watched
-from .output import tell
+from outcore.checkpoint.positions import config_of, position_limit
+from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.checks import whole
+from outcore.cli.arguments import loading_options
+from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, watched
+from outcore.cli.output import tell
+from outcore.decode.batch import Progress, answers
+from outcore.decode.loader import load_model
+from outcore.decode.preparation import Preparation, prepare
+from outcore.decode.request import Request
+from outcore.engine.transport import Agreement, Solo
+from outcore.errors import BudgetError, RequestError, UsageError
+from outcore.plan.planner import smallest_budget
+from outcore.plan.workload import Workload
+from outcore.serve.prompting import Prompter
+from outcore.sizes import format_size
+from outcore.text import counted, printable
+
+from . import files
+from .files import NO_MEMORY, BatchRequest, Output, OutputElsewhere
+from .lines import line_request
 
 Refused = list[tuple[int, Exception]]
 """Requests by their ``uid``, and why each of them cannot be answered."""
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("--resume and --overwrite: give one of them")
     whole("--max-tokens", args.max_tokens)
     whole("--decode-concurrency", args.decode_concurrency)
-    lines = list(batch_file.read_lines(args.input))
+    lines = list(files.read_lines(args.input))
     # With the ranks that share the model, if there are any; the first one's file may be the only one.
     agreement: Agreement = Solo() if args.ranks is None else args.ranks.agreement
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
             errors += too_long
         output.begin()
         for uid, error in errors:
-            output.write(batch_file.refused(todo[uid], batch_file.line_error(error)))
+            output.write(files.refused(todo[uid], files.line_error(error)))
         done, began = Progress(), time.perf_counter()
         if model is not None:
             try:
@@ -227,10 +228,10 @@ def _answer(
         bar.count("answering", written, len(requests), f"{done.running} at a time, {speed:.1f} tok/s")
 
     def failed(request: Request, error: Exception) -> None:
-        output.write(batch_file.refused(lines[request.uid], batch_file.line_error(error)))
+        output.write(files.refused(lines[request.uid], files.line_error(error)))
 
     for answer in answers(model, tokenizer, requests, progress=done, on_step=show, failed=failed):
-        output.write(batch_file.answered(lines[answer.request.uid], answer, name))
+        output.write(files.answered(lines[answer.request.uid], answer, name))
         written += 1
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from ..checks import COUNT
-from ..decode.batch_engine import Request
-from ..decode.batch_file import CHAT, BatchRequest
-from ..decode.request_values import whole_text
-from ..errors import RequestError
-from . import completions, openai
-from .api import HttpRequest
-from .choice import request_of
-from .prompting import Prompter
-from .requests import UNSUPPORTED, wrong
+from outcore.checks import COUNT
+from outcore.decode.request import Request
+from outcore.decode.request_values import whole_text
+from outcore.errors import RequestError
+from outcore.serve import completions, openai
+from outcore.serve.api import HttpRequest
+from outcore.serve.choice import request_of
+from outcore.serve.prompting import Prompter
+from outcore.serve.requests import UNSUPPORTED, wrong
+
+from .files import CHAT, BatchRequest
 
 
 def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int) -> Request:

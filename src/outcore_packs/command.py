@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 
-from outcore.checkpoint.codings import codings
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
 from outcore.cli.arguments import text_of
@@ -17,6 +16,8 @@ from outcore.machine.device import on_cpu
 from outcore.plan.draft_cost import NONE
 from outcore.sizes import format_size
 from outcore.text import printable, shortened
+
+from .full_copy import pack_model
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,10 +41,8 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
-    if (packs := codings()) is None:
-        raise UsageError("pack: needs the package outcore_packs, which is not there; install outcore whole")
     with ProgressBar() as bar:
-        store = packs.pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
+        store = pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
         if draft is not None:
             found = prepare(store.folder, draft=draft, **trust)
             assert found.planning.draft is not None

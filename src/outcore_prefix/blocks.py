@@ -24,10 +24,10 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 
-from ..checkpoint.lazy_model import DTYPES
-from ..checkpoint.packed_bytes import array_bytes
-from ..errors import StoreError
-from ..machine.cache_folder import make_cache
+from outcore.checkpoint.lazy_model import DTYPES
+from outcore.checkpoint.packed_bytes import array_bytes
+from outcore.errors import StoreError
+from outcore.machine.cache_folder import make_cache
 
 MAGIC, SCHEMA = b"OUTCTX1\n", 1
 HEAD_BYTES = 16_000_000

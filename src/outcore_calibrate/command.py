@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from outcore.calibration.calibration_file import file_of, key_of
-from outcore.calibration.measuring import measuring
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import whole
 from outcore.cli.arguments import loading_options
@@ -23,6 +22,8 @@ from outcore.machine.hardware import cores
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import format_size
 from outcore.text import counted
+
+from .calibration import calibrated
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,9 +40,7 @@ def run(args: argparse.Namespace) -> None:
         tell(line)
 
     with ProgressBar() as bar:
-        found, measured = measuring().calibrated(
-            profile, folder, streams, force=args.force, progress=bar.measuring, note=note
-        )
+        found, measured = calibrated(profile, folder, streams, force=args.force, progress=bar.measuring, note=note)
     args.result.record = {
         "model": str(folder) if prepared else None,
         "cpu_streams": streams,

@@ -17,22 +17,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ..modules.away import Away
-from ..modules.call_values import flat
+from outcore.decode.prefix_cache import CAPTURED, GRID, PrefixMatch
+from outcore.modules.away import Away
+from outcore.modules.call_values import flat
+
 from .blocks import Block, BlockFiles
-
-GRID = 512
-"""Tokens of a block, and at most of a chunk of a prompt."""
-
-CAPTURED = 2
-"""States that are held until a prompt is computed, beside the last ones."""
 
 STATE_SHARE = 1.0
 """Bytes of all states of a prompt at most, for each of its keys and values."""
@@ -50,22 +45,8 @@ MISFIT = (KeyError, IndexError, ValueError, TypeError, AttributeError)
 """What comes of a file that does not fit the caches that it shall go into."""
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
-    """What there is of a prompt.
-
-    Attributes:
-        cache: as after ``tokens`` of its tokens.
-        logits: (1, vocabulary) of its last position, where that is all of them; else None.
-    """
-
-    tokens: int
-    cache: list[Any]
-    logits: mx.array | None = None
-
-
-class PrefixCache:
-    """Prompts of one model, computed in one way.
+class StoredPrompts:
+    """A ``PrefixCache`` of files.
 
     Args:
         validity: all that decides what tokens are computed to: parts of any kind that say themselves as text.
@@ -78,17 +59,9 @@ class PrefixCache:
         self._make_cache = make_cache
 
     def salt(self, secret: str) -> None:
-        """From now on prompts are kept and found under names that only who knows the secret comes to: whoever does not
-        finds nothing of them, and sees by no answer's time what was asked."""
         self._begin = _digest(self._begin, b"salt", _digest(secret.encode("utf-8", "surrogateescape")))
 
     def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> PrefixMatch | None:
-        """The longest prefix of a prompt that was kept; None: there is none.
-
-        Args:
-            step: tokens of a chunk, of which some are a block.
-            whole: all of it will do, with its logits.
-        """
         names = self._names(tokens, step)
         blocks = [f"{name}.kv" for name in names[1:-1]]
         if whole and self.blocks.has(end := f"{names[-1]}.end"):
@@ -109,28 +82,15 @@ class PrefixCache:
         return None
 
     def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recording:
-        """What notes a prompt while it is computed, of which so many tokens were found; with the first ``shared`` of
-        them other texts begin too."""
         return Recording(self.blocks, self._names(tokens, step), len(tokens), held, shared)
 
     def like(self, cache: Sequence[Any]) -> bool:
-        """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
         return _kinds(cache) == _kinds(self._make_cache())
 
-    # Conversations
-
     def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
-        """Keep caches that hold these tokens, however those were computed; the name under which they are, if they are.
-
-        Args:
-            instead: of this one, which is removed. Nothing is kept of caches that lie on disk: they would have to come
-                into memory for it.
-        """
-        if any(isinstance(c, Away) for c in flat(cache)):
-            return None
-        try:
-            states = {i: _state_of(c) for i, c in enumerate(flat(cache))}
-        except (AttributeError, TypeError):  # a model's own kind of cache
+        # Caches that lie on disk would have to come into memory for it.
+        states = None if any(isinstance(c, Away) for c in flat(cache)) else _states_of(flat(cache), by_token=True)
+        if states is None:
             return None
         name = self._name_of(tokens)
         size = sum(a.nbytes for _, arrays in states.values() for a in arrays)
@@ -145,7 +105,6 @@ class PrefixCache:
         return name
 
     def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
-        """Have new caches hold these tokens, if such were kept; the name under which they are."""
         name = self._name_of(tokens)
         block = self.blocks.read(name) if self.blocks.has(name) else None
         # A state brings the window along that it was computed with.
@@ -203,10 +162,10 @@ class PrefixCache:
 
 
 class Recording:
-    """A prompt that is being computed.
+    """A prompt that is being computed: what the ``Recorder`` of one is.
 
     Args:
-        names: of its block boundaries and of the whole, as ``PrefixCache._names`` gives them.
+        names: of its block boundaries and of the whole, as ``StoredPrompts._names`` gives them.
         tokens: of the prompt. ``held``: those that were found. ``shared``: those that other texts begin with too.
     """
 
@@ -219,24 +178,13 @@ class Recording:
         self._wanted = {n * GRID for n in (last, begin) if n * GRID > held}
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A pass was built behind which caches hold so many tokens of the prompt. Nothing is evaluated."""
         if tokens not in self._wanted:
             return
-        try:
-            # References: MLX copies what is written to while somebody refers to it.
-            found = {i: _state_of(c) for i, c in enumerate(flat(cache)) if not _by_token(c)}
-        except (AttributeError, TypeError):
-            return
-        if found:
+        # References: MLX copies what is written to while somebody refers to it.
+        if found := _states_of(flat(cache)):
             self._states[tokens] = found
 
     def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
-        """Keep what was computed.
-
-        Args:
-            cache: holds the prompt, or its first ``tokens``: then blocks of these are kept, and nothing of the rest.
-            logits: (1, vocabulary) of the prompt's last position.
-        """
         computed = self._tokens if tokens is None else tokens
         try:
             if logits is not None or computed // GRID > self._held // GRID:
@@ -246,13 +194,10 @@ class Recording:
             self._states = {}
 
     def _save(self, cache: Sequence[Any], logits: mx.array | None, computed: int) -> None:
-        caches = list(enumerate(flat(cache)))
-        cut = {i: c for i, c in caches if _by_token(c) and not c.empty()}
+        cut = {i: c for i, c in enumerate(flat(cache)) if _by_token(c) and not c.empty()}
         if any(c.offset != computed or c.keys.shape[0] != 1 for c in cut.values()):
             return  # a model that gives a cache other tokens than the text's
-        try:
-            end = {i: _state_of(c) for i, c in caches if not _by_token(c)}
-        except (AttributeError, TypeError):  # a model's own kind of cache
+        if (end := _states_of(flat(cache))) is None:
             return
         per_token = sum(a.nbytes for a in _slices(cut, 0, 1).values())
         each = sum(a.nbytes for _, arrays in end.values() for a in arrays)
@@ -325,6 +270,15 @@ def _state_of(cache: Any) -> Packed:
         raise TypeError(f"a {type(tree).__name__}")
 
     return packed(cache.state), arrays
+
+
+def _states_of(caches: Sequence[Any], *, by_token: bool = False) -> dict[int, Packed] | None:
+    """The states of caches that cannot be cut by token, and with ``by_token`` of the others too, by their numbers;
+    None: some are a model's own kind."""
+    try:
+        return {i: _state_of(c) for i, c in enumerate(caches) if by_token or not _by_token(c)}
+    except (AttributeError, TypeError):
+        return None
 
 
 def _set_state(cache: Any, block: Block, i: int) -> None:

@@ -22,10 +22,10 @@ from typing import Any
 import xxhash
 from filelock import lock_descriptor
 
-from ..checks import not_endless
-from ..errors import BudgetError, OutputError, PromptError, RequestError, UsageError
-from ..text import one_line, shortened
-from .writing import RequestOutput
+from outcore.checks import not_endless
+from outcore.decode.batch import RequestOutput
+from outcore.errors import BudgetError, OutputError, PromptError, RequestError, UsageError
+from outcore.text import one_line, shortened
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETION)

@@ -1,0 +1,15 @@
+"""What this package brings to the command line, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+
+from __future__ import annotations
+
+from outcore.cli.commands import HUB, Command
+
+COMMANDS = {
+    "batch": Command(
+        "Answer a file of requests in OpenAI's batch format. As many as there is memory for share each sweep over the "
+        "weights, and new ones join as others finish. A run that was killed goes on with --resume.",
+        "outcore_batch.command:run",
+        "outcore_batch.flags:BATCH",
+        f"{HUB} --memory 4GB --input requests.jsonl --output answers.jsonl",
+    )
+}

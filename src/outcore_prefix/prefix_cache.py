@@ -1,0 +1,55 @@
+"""What this package brings to ``decode.prefix_cache``: a model's prefix cache, and what makes its files valid."""
+
+from __future__ import annotations
+
+import json
+import platform
+import weakref
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
+
+from outcore.checkpoint.identity import identity_of, identity_of_adapter
+from outcore.checkpoint.lazy_model import LazyModel
+from outcore.checkpoint.packed_store import cached
+from outcore.machine.hardware import version
+from outcore.options import LoadOptions
+
+from .blocks import FOLDER, BlockFiles
+from .prompts import StoredPrompts
+
+FORMAT = "prompts 1"
+"""Goes into every name: what another version of this computes in another way gets another one."""
+
+
+def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
+    """A model's prefix cache."""
+    validity = [
+        FORMAT,
+        identity_of(lazy.checkpoint),
+        json.dumps(o.model_config, sort_keys=True, default=repr),
+        identity_of_adapter(Path(o.adapter_path)) if o.adapter_path else "",
+        o.dtype or "",
+        *(version("mlx"), mlx_lm.__version__),
+        *_device(),
+    ]
+    folder = cached(FOLDER, lazy.checkpoint, validity).name.removeprefix(f"{FOLDER}-")
+    # Not the model itself, whose session refers to this.
+    model = weakref.ref(lazy.model)
+
+    def caches() -> list[Any]:
+        found: list[Any] = make_prompt_cache(model())
+        return found
+
+    most = None if isinstance(o.prefix_cache, str) else o.prefix_cache
+    return StoredPrompts(BlockFiles(folder, most), validity, caches)
+
+
+def _device() -> list[str]:
+    """What computes: another device rounds otherwise."""
+    info = mx.device_info()
+    known = [str(info.get(name, "")) for name in ("device_name", "architecture")]
+    return [str(mx.default_device().type), platform.machine(), *known]
