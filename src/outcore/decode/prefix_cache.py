@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..checkpoint.lazy_model import LazyModel
 from ..engine.session import Session
-from ..errors import BudgetError
+from ..errors import BudgetError, called
 from ..options import LoadOptions
 from ..packages import modules
 from .one_text import make_room
