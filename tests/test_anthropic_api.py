@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outcore.serve.anthropic import MessageWriter
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest
-from outcore.serve.apis import ANTHROPIC as API
 from outcore.serve.events import Begun, GenerationRequest, RequestError, Sampling, TextPart
+from outcore_apis.anthropic import MessageWriter
+from outcore_apis.apis import ANTHROPIC as API
 from scripted import CALLS, THOUGHT, Scripted, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, min_p=0.1), 77, {"enable_thinking": False, "own": 1})
@@ -19,7 +19,7 @@ USER = {"role": "user", "content": "Hello"}
 
 def parsed(body: dict[str, Any]) -> ParsedRequest:
     asked = API.routes[0].handle(
-        HttpRequest({"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS), Scripted([])
+        HttpRequest(Scripted([]), {"max_tokens": 9, "messages": [USER]} | body, defaults=DEFAULTS)
     )
     assert isinstance(asked, ParsedRequest)
     return asked
@@ -257,5 +257,8 @@ def test_errors_by_status(status: int, kind: str) -> None:
     error = RequestError("No.", status=status)
     expected = {"type": "error", "error": {"type": kind, "message": "No."}}
     assert API.error_body(error) == expected
-    name, data = (message := MessageWriter(streams=True)).sent(message.failure(error)).decode().strip().split("\n")
+    told = API.error_body(error)
+    name, data = (
+        (message := MessageWriter(streams=True)).sent(message.failure(error, told)).decode().strip().split("\n")
+    )
     assert (name, json.loads(data[6:])) == ("event: error", expected)

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from outcore.serve.apis import APIS
+from outcore.serve.apis import all_apis
 from outcore.serve.events import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
@@ -24,7 +24,7 @@ ASKED: Any = {"model": "demo", "max_tokens": 9, "messages": [USER]}
 async def client(service: Scripted, **options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
     # The client's own HTTP library, whichever it is in this version.
     http = importlib.import_module(anthropic.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
-    app = served(service, *APIS, **options)
+    app = served(service, *all_apis(), **options)
     transport = http.ASGITransport(app=app)
     async with anthropic.AsyncAnthropic(
         api_key="any", base_url="http://localhost", max_retries=0,

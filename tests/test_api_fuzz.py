@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from any_json import changed, deep, places, values
 from outcore import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest, encoded
-from outcore.serve.apis import APIS, OLLAMA
+from outcore.serve.apis import all_apis
 from outcore.serve.body import read_json
 from outcore.serve.events import Called, TextPart
+from outcore_apis.apis import OLLAMA
 from scripted import Scripted, said
 from translated import sent, token
 
-ROUTES = {route.path: (api, route) for api in APIS for route in api.routes}
+ROUTES = {route.path: (api, route) for api in all_apis() for route in api.routes}
 OPTIONS = {"temperature": 0.5, "top_k": 4.0, "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["x"], "num_predict": 4,
            "repeat_last_n": -1, "repeat_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": 1}  # fmt: skip
 COMMON = {"model": "m", "options": OPTIONS, "format": {"type": "object"}, "think": "low", "keep_alive": "5m",
@@ -114,7 +115,7 @@ def handled(path: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
     except ValueError:  # a whole number of more than 4,300 digits
         return None
-    return ROUTES[path][1].handle(HttpRequest(read_json(data)), Scripted([]))
+    return ROUTES[path][1].handle(HttpRequest(Scripted([]), read_json(data)))
 
 
 def answered(path: str, body: dict[str, Any]) -> bool:

@@ -272,7 +272,7 @@ def test_whatever_a_line_brings_up_is_that_lines_error(
 
         return call
 
-    failing_of = failing(batch_lines.request_of, lambda uid, prompt, sampling, *_: sampling.top_k in (1, 2))
+    failing_of = failing(batch_lines.request_of, lambda uid, prompt, ask: ask.sampling.top_k in (1, 2))
     monkeypatch.setattr(batch_lines, "request_of", failing_of)
     hot = {"prompt": "x", "max_tokens": 3, "temperature": 1, "seed": 1}
     bad = [line(f"bad{k}", hot | {"top_k": k}) for k in (1, 2)]

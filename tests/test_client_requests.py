@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from outcore.serve.apis import APIS
+from outcore.serve.apis import all_apis
 from outcore.serve.events import Called, Event, TextPart
 from scripted import HELLO, Scripted, said, served
 from translated import lines
@@ -20,7 +20,7 @@ def sent(path: str, body: Any = None, events: list[Event] = HELLO, **headers: st
     service = Scripted(events)
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(served(service, *APIS))
+        transport = httpx.ASGITransport(served(service, *all_apis()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             method = "GET" if body is None else "POST"
             return await client.request(method, path, json=body, headers=headers)

@@ -1,19 +1,37 @@
-"""Commands that packages bring, and the flags that they add to the core's."""
+"""What packages bring: commands, the flags that they add to the core's, and APIs."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import httpx
 import pytest
 
+from fake_service import FakeService
 from outcore import packages
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
+from outcore.serve.apis import all_apis
+from scripted import served
 
 GROUP = "outcore.commands"
+
+APIS = """
+from outcore.serve.api import Api, ParsedRequest, ResponseWriter, Route
+from outcore.serve.events import GenerationRequest, TextPart
+class Painting(ResponseWriter):
+    def steps(self, event):
+        return [event.text] if isinstance(event, TextPart) else []
+    def whole(self, events):
+        return {"painting": [step for event in events for step in self.steps(event)]}
+def paint(request):
+    return ParsedRequest((GenerationRequest(prompt=request.body["of"]),), Painting(False))
+APIS = (Api("paint", lambda error: {"no": str(error)}, (Route("/paint", paint, "POST", "Paint it"),)),)
+"""
 
 COMMANDS = """
 from outcore.cli.commands import Command
@@ -46,12 +64,13 @@ def paint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package of another distribution."""
     folder = tmp_path / "outcore_paint"
     folder.mkdir()
-    for name, text in {"commands": COMMANDS, "work": WORK, "stone": "import chisel_of_nobody"}.items():
+    for name, text in {"commands": COMMANDS, "apis": APIS, "work": WORK, "stone": "import chisel_of_nobody"}.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     installed = tmp_path / "outcore_paint-1.dist-info"
     installed.mkdir()
-    points = f"[{GROUP}]\npaint = outcore_paint.commands\ngone = outcore_gone.commands\n\n[other]\nno = no\n"
+    points = f"[{GROUP}]\npaint = outcore_paint.commands\ngone = outcore_gone.commands\n\n[outcore.apis]\n"
+    points += "paint = outcore_paint.apis\n"
     (installed / "entry_points.txt").write_text(points)
     forget()
     assert {p.name: p.value for p in entry_points(group=GROUP)}.items() >= packages._entry_points()[GROUP].items()
@@ -80,3 +99,14 @@ def test_a_package_adds_flags_to_a_command_and_does_what_they_ask(
 def test_a_command_whose_extra_is_missing_says_which(paint: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sculpt"]) == 2
     assert "chisel_of_nobody: pip install 'outcore[paint]'" in capsys.readouterr().err
+
+
+def test_a_package_brings_an_api_in_one_module(paint: None) -> None:
+    async def asked(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(served(FakeService(), *all_apis()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(path, json={"of": "a tree"})
+
+    assert asyncio.run(asked("/paint")).json() == {"painting": ["a ", "tree "]}
+    assert asyncio.run(asked("/paint/more")).json() == {"no": "/paint/more: no such address"}
+    assert [api.name for api in all_apis()] == ["openai", "openai", "anthropic", "ollama", "paint"]

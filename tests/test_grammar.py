@@ -20,8 +20,8 @@ from outcore.decode import text_drafts
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
 from outcore.serve.events import Called, GenerationRequest
-from outcore.serve.grammar import Before, Free, Grammar, Grammars, schema_rule
 from outcore.serve.prompting import Prompter
+from outcore_grammar.lark_grammar import Before, Free, Grammar, Grammars, schema_rule
 
 MESSAGES = ({"role": "user", "content": "x"},)
 WIDTH = 8256
@@ -194,7 +194,7 @@ def test_after_its_end_there_is_nothing_but_an_end(grammars: Grammars, tokenizer
 
 def test_a_processor_is_called_with_fewer_tokens(grammars: Grammars, tokenizer: TokenizerWrapper) -> None:
     grammar = of_schema(grammars, {"type": "object", "properties": {"a": {"type": "integer"}}})
-    process, logits = grammar.processor(), mx.zeros((1, WIDTH))
+    process, logits = grammar.processor(1), mx.zeros((1, WIDTH))
     text = tokenizer.encode('{"a": 12}')
     found = [np.array(process(mx.array([9, *text[:n]]), logits)) for n in range(len(text) + 1)]
     process(mx.array([9, *text, 0, 0]), logits)

@@ -16,7 +16,7 @@ import pytest
 from fake_service import FakeService, exchange, posted, running
 from outcore.errors import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest
-from outcore.serve.apis import APIS
+from outcore.serve.apis import all_apis
 from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 from outcore.serve.prompting import Prompter
@@ -24,14 +24,14 @@ from test_service import heard, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 OLLAMA, ANTHROPIC, RESPONSES = "/api/chat", "/v1/messages", "/v1/responses"
-ROUTES = {route.path: route for api in APIS for route in api.routes}
+ROUTES = {route.path: route for api in all_apis() for route in api.routes}
 USER = {"role": "user", "content": "x"}
 SYSTEM = {"role": "system", "content": "x"}
 
 
 def parsed(path: str, body: dict[str, Any]) -> GenerationRequest:
     """What a body comes to."""
-    found = ROUTES[path].handle(HttpRequest(body), FakeService())
+    found = ROUTES[path].handle(HttpRequest(FakeService(), body))
     assert isinstance(found, ParsedRequest)
     return found.asks[0]
 
@@ -264,7 +264,7 @@ def test_a_grammar_has_64_kb_at_most(demo_model: Path) -> None:
     with serving(demo_model, memory="18MB") as service:
         for ask in (
             GenerationRequest(prompt="x", schema=large),
-            GenerationRequest(prompt="x", grammar="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
+            GenerationRequest(prompt="x", schema="root ::= " + " | ".join(['"abcdefgh"'] * 7000)),
             GenerationRequest(messages=(USER,), tools=(tool,), tool_choice="required"),
         ):
             error = refused(service, ask)

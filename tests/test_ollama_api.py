@@ -1,6 +1,7 @@
 """Ollama's API as a translation: bodies to what the engine is asked, events to lines of JSON."""
 
 import asyncio
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -10,10 +11,11 @@ import pytest
 
 from outcore.checks import COUNT
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest
-from outcore.serve.apis import OLLAMA as API
 from outcore.serve.events import GenerationRequest, RequestError, Sampling, TextPart, TokenLogprob
-from outcore.serve.ollama import OllamaWriter
-from outcore.serve.ollama_models import running, show, tags
+from outcore_apis import ollama
+from outcore_apis.apis import OLLAMA as API
+from outcore_apis.ollama import OllamaWriter
+from outcore_apis.ollama_models import running, show, tags
 from scripted import CALLS, CARD, HELLO, OTHER, THOUGHT, Scripted, said
 
 DEFAULTS = Defaults(Sampling(temperature=0.3, top_k=7), 77, {"enable_thinking": False, "own": 1})
@@ -24,7 +26,7 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
 def parsed(body: dict[str, Any], endpoint: Any = CHAT) -> ParsedRequest:
-    found = endpoint.handle(HttpRequest(body, defaults=DEFAULTS), Scripted([]))
+    found = endpoint.handle(HttpRequest(Scripted([]), body, defaults=DEFAULTS))
     assert isinstance(found, ParsedRequest)
     return found
 
@@ -39,7 +41,7 @@ def prompted(**body: Any) -> GenerationRequest:
 
 def refusal(body: dict[str, Any], endpoint: Any = CHAT) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        endpoint.handle(HttpRequest(body, defaults=DEFAULTS), Scripted([]))
+        endpoint.handle(HttpRequest(Scripted([]), body, defaults=DEFAULTS))
     return caught.value
 
 
@@ -217,23 +219,21 @@ FIGURES = {
 }  # fmt: skip
 
 
-def clock() -> Any:
-    """Seconds that pass: 7.25 until the end of an answer."""
-    return iter([100.0, 107.25]).__next__
-
-
 @pytest.mark.parametrize("shape", ["chat", "generate"])
-def test_lines_of_an_answer(shape: Any) -> None:
+def test_lines_of_an_answer(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.cycle([100.0, 107.25])  # of 7.25 seconds until the end of an answer
+    monkeypatch.setattr(ollama.time, "monotonic", lambda: next(clock))
+
     def part(text: str) -> dict[str, Any]:
         return {"response": text} if shape == "generate" else {"message": {"role": "assistant", "content": text}}
 
-    *pieces, last = lines(OllamaWriter(True, chat=shape == "chat", model="demo:latest", clock=clock()), HELLO)
+    *pieces, last = lines(OllamaWriter(True, chat=shape == "chat", model="demo:latest"), HELLO)
     assert [untimed(piece) for piece in pieces] == [
         {"model": "demo:latest", **part(text), "done": False} for text in ("Hel", "lo")
     ]
     expected = {"model": "demo:latest", **part(""), "done": True, "total_duration": 7_250_000_000, **FIGURES}
     assert untimed(last) == expected
-    whole = OllamaWriter(False, chat=shape == "chat", model="demo:latest", clock=clock()).whole(HELLO)
+    whole = OllamaWriter(False, chat=shape == "chat", model="demo:latest").whole(HELLO)
     assert untimed(whole) == expected | part("Hello")
 
 
@@ -268,11 +268,12 @@ def test_logprobs_of_tokens() -> None:
 def test_what_keeps_a_stream_alive_is_a_record_and_a_failure_ends_it() -> None:
     answer = OllamaWriter(True, chat=False, model="demo")
     assert untimed(json.loads(answer.keepalive())) == {"model": "demo", "response": "", "done": False}
-    assert answer.sent(answer.failure(RequestError("No."))) == b'{"error":"No."}\n'
+    told = API.error_body(RequestError("No."))
+    assert answer.sent(answer.failure(RequestError("No."), told)) == b'{"error":"No."}\n'
 
 
 def loaded(body: dict[str, Any], endpoint: Any, service: Scripted) -> dict[str, Any]:
-    return untimed(asyncio.run(endpoint.handle(HttpRequest(body), service)))
+    return untimed(asyncio.run(endpoint.handle(HttpRequest(service, body))))
 
 
 def test_without_a_prompt_a_model_is_loaded_or_unloaded() -> None:
@@ -286,7 +287,7 @@ def test_without_a_prompt_a_model_is_loaded_or_unloaded() -> None:
 
 
 def told(handle: Any, body: dict[str, Any] | None = None) -> Any:
-    return handle(HttpRequest(body or {}, defaults=DEFAULTS), Scripted([]))
+    return handle(HttpRequest(Scripted([]), body or {}, defaults=DEFAULTS))
 
 
 DETAILS = {

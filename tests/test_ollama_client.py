@@ -9,7 +9,7 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
-from outcore.serve.apis import APIS
+from outcore.serve.apis import all_apis
 from outcore.serve.events import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 
@@ -17,7 +17,7 @@ USER = {"role": "user", "content": "Hello"}
 
 
 def client(service: Scripted, keepalive_s: float = 10.0) -> ollama.AsyncClient:
-    app = served(service, *APIS, keepalive_s=keepalive_s)
+    app = served(service, *all_apis(), keepalive_s=keepalive_s)
     return ollama.AsyncClient("http://localhost:11434", transport=httpx.ASGITransport(app=app))
 
 

@@ -113,7 +113,8 @@ def test_logprobs_have_tokens_bytes_and_the_likeliest() -> None:
 
 def test_an_error_in_a_stream_is_an_error_object_without_done() -> None:
     answering = asked(API, PATH, {"messages": HI, "stream": True}).answering
-    data = answering.sent(answering.failure(RequestError("the disk is gone", "internal_error", status=500)))
+    error = RequestError("the disk is gone", "internal_error", status=500)
+    data = answering.sent(answering.failure(error, API.error_body(error)))
     assert (
         data.startswith(b'data: {"error":{"message":"the disk is gone","type":"server_error"') and b"DONE" not in data
     )

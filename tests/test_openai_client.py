@@ -13,10 +13,11 @@ from pydantic import BaseModel
 
 from fake_service import FakeService, Script
 from outcore import RequestError
-from outcore.serve.apis import OPENAI as API
+from outcore.serve.apis import OPENAI
 from outcore.serve.app import application
 from outcore.serve.events import Begun, Called, Event, GenerationRequest, TextPart
 from outcore.serve.site import Site
+from outcore_apis.apis import RESPONSES
 from translated import Said, token
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def asking(script: Script, work: Callable[[openai.AsyncOpenAI], Awaitable[T]]) -
     """What some work with a client gives."""
 
     async def run() -> T:
-        transport = httpx.ASGITransport(application(Site(FakeService(script), (API,))))
+        transport = httpx.ASGITransport(application(Site(FakeService(script), (OPENAI, RESPONSES))))
         async with openai.AsyncOpenAI(
             api_key="none",
             base_url="http://localhost/v1",

@@ -9,7 +9,8 @@ import pytest
 from outcore import RequestError
 from outcore.serve import requests
 from outcore.serve.api import Api
-from outcore.serve.apis import ANTHROPIC, OLLAMA, OPENAI
+from outcore.serve.apis import OPENAI
+from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES
 from translated import asked
 
 USER = {"role": "user", "content": "hi"}
@@ -121,7 +122,7 @@ def test_messages_that_cannot_be_meant_are_refused_by_their_place(messages: Any,
     ("api", "path", "body"),
     [
         (OPENAI, "/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}),
-        (OPENAI, "/v1/responses", {"input": [{"role": "user", "content": [TEXT, IMAGE]}]}),
+        (RESPONSES, "/v1/responses", {"input": [{"role": "user", "content": [TEXT, IMAGE]}]}),
         (ANTHROPIC, "/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [TEXT, IMAGE]}]}),
         (OLLAMA, "/api/chat", {"messages": [{"role": "user", "content": "Look:", "images": ["abc"]}]}),
         (OLLAMA, "/api/generate", {"prompt": "Look:", "images": ["abc"]}),

@@ -10,8 +10,8 @@ from openai.types import responses as openai_responses
 
 from outcore import RequestError
 from outcore.serve.api import Defaults, ResponseWriter
-from outcore.serve.apis import OPENAI as API
 from outcore.serve.events import Called, Event, GenerationRequest, Sampling, TextPart
+from outcore_apis.apis import RESPONSES as API
 from translated import asked, events, streamed, token
 
 PATH = "/v1/responses"
@@ -28,7 +28,7 @@ def answering(**body: Any) -> ResponseWriter:
 
 
 def failed(writer: ResponseWriter, error: RequestError) -> bytes:
-    return writer.sent(writer.failure(error))
+    return writer.sent(writer.failure(error, {}))
 
 
 def stream(*said: Event, body: dict[str, Any] | None = None, **more: Any) -> list[Any]:

@@ -7,16 +7,18 @@ import pkgutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx_lm.tool_parsers
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from outcore.serve.events import Called, TextPart
 from outcore.serve.harmony import harmony_markers
-from outcore.serve.parsing import TRIES, Markers, Stopper, TextParser
+from outcore.serve.parsing import TRIES, Markers, Stopper, TextParser, markers_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = [
@@ -100,8 +102,18 @@ CALLS["laguna"] = CALLS["glm47"]
 
 def markers(name: str, **more: Any) -> Markers:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    think = more.pop("think", ("<think>", "</think>"))
-    return Markers(think, (module.tool_call_start, module.tool_call_end), module.parse_tool_call, **more)
+    think = more.pop("think", True)
+    said = {"structural_markers": (), "response_transitions": {}, "response_initial_state": None, **more}
+    tokenizer = SimpleNamespace(
+        has_thinking=think, think_start="<think>", think_end="</think>", has_tool_calling=True,
+        tool_call_start=module.tool_call_start, tool_call_end=module.tool_call_end, tool_call_start_tokens=(1, 2),
+        tool_parser=module.parse_tool_call, **said,
+    )  # fmt: skip
+    return markers_of(cast(TokenizerWrapper, tokenizer), True)
+
+
+def bare(parse: Any) -> Markers:
+    return Markers({"normal": {"<c>": "tool"}, "tool": {"</c>": "normal"}}, parse)
 
 
 def read(text: str, how: Markers | None, cuts: Sequence[int] = (), *, cut: bool = False, **options: Any) -> list[Any]:
@@ -122,7 +134,7 @@ def read(text: str, how: Markers | None, cuts: Sequence[int] = (), *, cut: bool 
         else:
             assert bool(event.text) != bool(event.reasoning)
             out.append(event.text or [event.reasoning])
-    assert parser.calls == sum(isinstance(e, tuple) for e in out)
+    assert len(parser.ids) == sum(isinstance(e, tuple) for e in out)
     return out
 
 
@@ -182,9 +194,8 @@ def test_a_word_that_a_mark_of_thoughts_had_cut_is_no_call() -> None:
     "body", ["", "nonsense {", "\ud83d", '{"name": "x", "arguments": {"a": NaN}}', "[" * 3000, '{"name": 1}']
 )
 def test_what_is_no_call_is_text(name: str, body: str) -> None:
-    how = markers(name)
-    assert how.call is not None
-    text = f"Say {how.call[0]}{body}{how.call[1]}"
+    how, module = markers(name), importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    text = f"Say {module.tool_call_start}{body}{module.tool_call_end}"
     assert read(text, how) == [text]
     assert read(f"{text} on", how, range(len(text))) == [f"{text} on"]
 
@@ -200,7 +211,7 @@ def test_a_mark_that_begins_no_call_hides_none() -> None:
 
 def test_only_so_many_texts_are_tried_as_calls() -> None:
     tried = []
-    how = Markers(None, ("<c>", "</c>"), lambda text, tools: tried.append(text))
+    how = bare(lambda text, tools: tried.append(text))
     text = "<c>" * 5000 + "</c>"
     assert read(text, how) == [text]
     assert len(tried) == TRIES
@@ -251,7 +262,7 @@ def test_ids_are_the_models_own_or_new_ones() -> None:
 
 def test_arguments_are_json_that_can_be_sent() -> None:
     def arguments(found: Any) -> list[str]:
-        how = Markers(None, ("<c>", "</c>"), lambda text, tools: found)
+        how = bare(lambda text, tools: found)
         return [e.arguments for e in TextParser(0, how, TOOLS).feed("<c></c>") if isinstance(e, Called)]
 
     assert arguments({"name": "now", "arguments": {"a": "\ud83d"}}) == ['{"a": "\\ud83d"}']
@@ -284,13 +295,13 @@ def test_thoughts() -> None:
 def test_parts_that_a_model_names_itself() -> None:
     from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT as FORM
 
-    how = markers("muse_spark", think=None, transitions=FORM["transitions"], initial="header")
+    how = markers("muse_spark", think=False, response_transitions=FORM["transitions"], response_initial_state="header")
     text = (
         "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eom|><|start|>assistant to=f<|message|>"
         + CALLS["muse_spark"][0]
     )
     assert read(text, how, range(len(text))) == [["Hm."], "Yes.", *CALLS["muse_spark"][1]]
-    kimi = markers("kimi_k3", think=None, dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
+    kimi = markers("kimi_k3", think=False, structural_markers=("<|open|>response<|sep|>", "<|close|>response<|sep|>"))
     assert read("<|open|>response<|sep|>Yes.<|close|>response<|sep|>", kimi) == ["Yes."]
 
 

@@ -16,9 +16,9 @@ from fake_service import APIS, Running, exchange, posted, running
 from outcore.errors import OutcoreError, UsageError
 from outcore.serve.access import Access, local_names
 from outcore.serve.connection import ClientLimits
-from outcore.serve.description import described
 from outcore.serve.events import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
 from outcore.serve.server import listen, url
+from outcore_pages.description import described
 
 Given = Mapping[str, str]
 

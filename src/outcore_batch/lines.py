@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from outcore.checks import COUNT
 from outcore.decode.request import Request
@@ -12,7 +12,6 @@ from outcore.errors import RequestError
 from outcore.serve import completions, openai
 from outcore.serve.api import HttpRequest
 from outcore.serve.choice import request_of
-from outcore.serve.events import Service
 from outcore.serve.prompting import Prompter
 from outcore.serve.requests import UNSUPPORTED, wrong
 
@@ -31,7 +30,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
     if not isinstance(line.body, dict):
         raise RequestError("body: not a JSON object")
     read = openai.chat if line.url == CHAT else completions.completion
-    parsed = read(HttpRequest(line.body), cast(Service, None))
+    parsed = read(HttpRequest(cast(Any, None), line.body))
     (ask, *more), answering = parsed.asks, parsed.answering
     asked = {
         "stream": answering.streams,
@@ -39,8 +38,8 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         "prompt": more,
         "tools": ask.tools,
         "logprobs": ask.logprobs is not None,
-        "response_format": ask.schema is not None,
-        "grammar": ask.grammar,
+        "response_format": isinstance(ask.schema, dict),
+        "grammar": isinstance(ask.schema, str),
     }
     for name in (name for name, value in asked.items() if value):
         raise wrong(name, "not supported; leave it out", UNSUPPORTED)
@@ -50,5 +49,4 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         raise wrong("max_tokens", "a batch's answers need a limit")
     if isinstance(ask.prompt, str):
         whole_text(ask.prompt, "prompt")
-    prompt = prompter.prepare(ask)
-    return replace(request_of(uid, prompt, ask.sampling, ask.max_tokens or max_tokens), stop=prompt.stop)
+    return request_of(uid, prompter.prepare(ask), replace(ask, max_tokens=ask.max_tokens or max_tokens))

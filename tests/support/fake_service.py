@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -30,7 +30,6 @@ from outcore.serve.events import (
     GenerationRequest,
     ModelCard,
     RequestError,
-    Service,
     TextPart,
 )
 from outcore.serve.server import Server, listen
@@ -118,7 +117,7 @@ class FakeAnswering(ResponseWriter):
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def failure(self, error: RequestError) -> list[Any]:
+    def failure(self, error: RequestError, told: dict[str, Any]) -> list[Any]:
         return [{"error": str(error)}]
 
     def keepalive(self) -> bytes:
@@ -132,7 +131,7 @@ class Prompt(BaseModel):
     prompt: str
 
 
-def parse(request: HttpRequest, service: Service) -> ParsedRequest:
+def parse(request: HttpRequest) -> ParsedRequest:
     """A prompt is all that there is to ask."""
     prompt = request.body.get("prompt")
     if not isinstance(prompt, str):
@@ -142,14 +141,14 @@ def parse(request: HttpRequest, service: Service) -> ParsedRequest:
     return ParsedRequest((GenerationRequest(prompt=prompt),), FakeAnswering(request.body))
 
 
-def listed(request: HttpRequest, service: Service) -> dict[str, Any]:
+def listed(request: HttpRequest) -> dict[str, Any]:
     """The names of models."""
-    return {"models": [card.name for card in service.models()]}
+    return {"models": [card.name for card in request.service.models()]}
 
 
-def shown(request: HttpRequest, service: Service) -> dict[str, Any]:
+def shown(request: HttpRequest) -> dict[str, Any]:
     """One model."""
-    return {"model": service.card(request.params["model"]).name}
+    return {"model": request.service.card(request.params["model"]).name}
 
 
 async def listed_otherwise() -> dict[str, Any]:
@@ -169,7 +168,7 @@ ONE = Api(
 OTHER = Api(
     "other",
     lambda error: {"type": "error", "told": str(error)},
-    (Route("/v1/messages", parse, "POST"), Route("/v1/models", lambda request, service: listed_otherwise())),
+    (Route("/v1/messages", parse, "POST"), Route("/v1/models", lambda request: listed_otherwise())),
     header="other-version",
 )
 THIRD = Api("third", lambda error: {"error": str(error)}, (Route("/api/say", parse, "POST"),))
@@ -227,7 +226,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """A server on a free port, in this loop."""
     service, clock = FakeService(script), Clock()
-    site = Site(service, APIS, limits, defaults, clock)
+    site = Site(cast(Any, service), APIS, limits, defaults, clock)
     ready = asyncio.Event()
     server = Server(application(site, access), site, drain_s, ready.set)
     sockets = listen("127.0.0.1", 0)

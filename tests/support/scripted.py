@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 
@@ -108,4 +108,4 @@ class Scripted(FakeService):
 
 def served(service: FakeService, *apis: Api, keepalive_s: float = 10.0) -> Starlette:
     """The application, to be called without a socket."""
-    return application(Site(service, apis, ClientLimits(keepalive_s=keepalive_s)))
+    return application(Site(cast(Any, service), apis, ClientLimits(keepalive_s=keepalive_s)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fake_service import FakeService
 from outcore.serve.api import Api, Defaults, HttpRequest, ParsedRequest, ResponseWriter
@@ -14,7 +14,7 @@ from outcore.serve.events import Begun, Ended, Event, Finished, GenerationReques
 def asked(api: Api, path: str, body: Mapping[str, Any], defaults: Defaults | None = None) -> ParsedRequest:
     """What a body comes to at an address."""
     route = next(route for route in api.routes if route.path == path)
-    found = route.handle(HttpRequest(body, defaults=defaults or Defaults()), FakeService())
+    found = route.handle(HttpRequest(cast(Any, FakeService()), body, defaults=defaults or Defaults()))
     assert isinstance(found, ParsedRequest)
     return found
 

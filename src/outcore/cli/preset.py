@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from ..serve.api import Defaults
-    from ..serve.events import Service
+    from ..serve.service import ModelService
 
 
 class Preset:
@@ -45,7 +45,7 @@ class Preset:
         """What a server assumes where a request says nothing."""
         return defaults
 
-    def service(self, service: Service) -> Service:
+    def service(self, service: ModelService) -> ModelService:
         """A server's service."""
         return service
 

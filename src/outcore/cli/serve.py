@@ -26,7 +26,7 @@ from ..monitoring.publisher import staying
 from ..options import LoadOptions
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
-from ..serve.apis import APIS
+from ..serve.apis import all_apis
 from ..serve.app import application
 from ..serve.events import Sampling
 from ..serve.server import Deadline, Server, listen, url
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
-        site = Site(args.preset.service(service), APIS, defaults=defaults)
+        site = Site(args.preset.service(service), all_apis(), defaults=defaults)
         address = url(args.host, sockets)
         models = [card.name for card in service.models()]
 

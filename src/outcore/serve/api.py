@@ -13,7 +13,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -26,10 +26,12 @@ from .events import (
     GenerationRequest,
     RequestError,
     Sampling,
-    Service,
     TextPart,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from .service import ModelService
 
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 
@@ -50,16 +52,27 @@ class Defaults:
     max_tokens: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def options(self, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
+        """Those arguments, and whether and how hard a model is to think; None: the request does not say."""
+        options = dict(self.template_options)
+        if thinks is not None:
+            options["enable_thinking"] = thinks
+        if effort is not None:
+            options["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+        return options
+
 
 @dataclass(frozen=True)
 class HttpRequest:
     """A request whose body has been read.
 
     Attributes:
+        service: that answers; its lists, cards and state never wait for the engine.
         body: a JSON object, as ``body.read_json`` gives it; empty if there was no body.
         params: of the path.
     """
 
+    service: ModelService
     body: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
     defaults: Defaults = Defaults()
@@ -85,9 +98,9 @@ class ResponseWriter(ABC):
     def steps(self, event: Event) -> Iterable[Any]:
         """What a stream sends for an event."""
 
-    @abstractmethod
-    def failure(self, error: RequestError) -> Iterable[Any]:
-        """The end of a stream that fails after something was sent."""
+    def failure(self, error: RequestError, told: dict[str, Any]) -> Iterable[Any]:
+        """The end of a stream that fails after something was sent; ``told``: the error in the API's words."""
+        return (told,)
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -133,7 +146,7 @@ class Route:
     """
 
     path: str
-    handle: Callable[[HttpRequest, Service], Handled]
+    handle: Callable[[HttpRequest], Handled]
     method: str = "GET"
     summary: str = ""
     body: type[BaseModel] | None = None
@@ -156,7 +169,7 @@ class Api:
 def refused(path: str, why: str, method: str = "POST") -> Route:
     """An address that clients ask and that is not supported, with the reason."""
 
-    def handle(request: HttpRequest, service: Service) -> Handled:
+    def handle(request: HttpRequest) -> Handled:
         raise RequestError(f"{path} is not supported: {why}", "not_implemented", status=501)
 
     return Route(path, handle, method, "Refused, with its reason")

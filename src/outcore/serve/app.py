@@ -20,19 +20,16 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..machine.memory import free_heap
-from ..monitoring.publisher import board
-from . import page
+from ..packages import modules
 from .access import Access, Guard, cors
 from .api import EVENT_STREAM, Api, HttpRequest, ParsedRequest, ResponseWriter, Route
 from .body import HeldBody
-from .description import described
 from .events import Called, Event, RequestError, TextPart, shutting_down
-from .metrics import Counted
 from .site import IGNORED, Site, error_response, ignored_header, json_response
 
 log = logging.getLogger("outcore")
@@ -48,7 +45,7 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         access: who may ask; None: whoever calls it by a name of this machine, no page in a browser but its own.
     """
     access = access or Access()
-    middleware = [Middleware(Counted, site.metrics), *([cors(access, IGNORED)] if access.origins else [])]
+    middleware = [Middleware(Watched, site), *([cors(access, IGNORED)] if access.origins else [])]
     middleware.append(Middleware(Guard, access, site.limits.header_bytes, site.refusal))
 
     def missing(request: Request, error: Exception) -> Response:
@@ -76,7 +73,8 @@ def application(site: Site, access: Access | None = None) -> Starlette:
 
 
 def _own(site: Site) -> list[StarletteRoute]:
-    """Addresses without an API."""
+    """Addresses without an API: whether the server runs, and what packages bring. A package's module of the group
+    ``pages`` has ``routes(site)``, which returns some."""
 
     async def health(_: Request) -> Response:
         state = site.service.state()
@@ -84,20 +82,26 @@ def _own(site: Site) -> list[StarletteRoute]:
         told = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
         return json_response(told, 503 if status == "closing" else 200)
 
-    async def front(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):  # programs that look for a server take anything
-            return page.page()
-        return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
+    brought = [route for module in modules("pages").values() for route in module.routes(site)]
+    return [StarletteRoute("/health", health, methods=["GET"]), *brought]
 
-    async def metrics(request: Request) -> Response:
-        return site.metrics.response(request.headers.get("accept", ""))
 
-    async def openapi(_: Request) -> Response:
-        return json_response(described(site.apis))
+class Watched:
+    """ASGI middleware that tells a site's observers of answers by route and status."""
 
-    watched = page.Events(board.snapshot, lambda: site.closing).response
-    own = {"/": front, page.EVENTS: watched, "/health": health, "/metrics": metrics, "/openapi.json": openapi}
-    return [StarletteRoute(path, answer, methods=["GET"]) for path, answer in own.items()]
+    def __init__(self, app: ASGIApp, site: Site) -> None:
+        self.app, self.site = app, site
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def telling(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # What a client calls its path is not told: there is no end of those.
+                route = getattr(scope.get("route"), "path", "none")
+                for observer in self.site.observers:
+                    observer.responded(route, message["status"])
+            await send(message)
+
+        await self.app(scope, receive, telling if scope["type"] == "http" else send)
 
 
 class Address:
@@ -122,7 +126,7 @@ class Address:
         self.site.under_way += 1
         try:
             self.site.check_open()
-            await self._answer(route, request, sending, body)
+            await self._answer(api, route, request, sending, body)
         except ClientDisconnect:
             pass
         except RequestError as e:
@@ -142,15 +146,15 @@ class Address:
         if body.received > RETURNED:
             await body.work(free_heap)
 
-    async def _answer(self, route: Route, http: Request, send: Send, body: HeldBody) -> None:
+    async def _answer(self, api: Api, route: Route, http: Request, send: Send, body: HeldBody) -> None:
         site = self.site
-        request = HttpRequest(await body.read(http), http.path_params, site.defaults)
+        request = HttpRequest(site.service, await body.read(http), http.path_params, site.defaults)
         began = time.monotonic()
         site.check_open()
-        handled = await body.work(route.handle, request, site.service)
+        handled = await body.work(route.handle, request)
         del request
         if isinstance(handled, ParsedRequest):
-            work = _deliver(self._counted(handled, body, began), handled.answering, send, site)
+            work = _deliver(self._told(handled, body, began), handled.answering, send, site, api)
         else:
 
             async def tell() -> None:
@@ -160,20 +164,22 @@ class Address:
             work = tell()
         await _while_there(work, http.receive)
 
-    async def _counted(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
-        """The events of an answer, as metrics count them; the first of them needs the body no more."""
-        metrics, first = self.site.metrics, True
+    async def _told(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
+        """The events of an answer, of which observers are told; the first of them needs the body no more."""
+        first = True
         async with aclosing(self.site.service.answer(*asked.asks)) as events:
             async for event in events:
                 body.release()
-                if first and isinstance(event, TextPart | Called):
-                    first = False
-                    metrics.first_token.observe(time.monotonic() - began)
-                metrics.event(event)
+                begins = first and isinstance(event, TextPart | Called)
+                for observer in self.site.observers:
+                    observer.happened(event, time.monotonic() - began if begins else None)
+                first = first and not begins
                 yield event
 
 
-async def _deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site) -> None:
+async def _deliver(
+    events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site, api: Api
+) -> None:
     """Send an answer.
 
     Args:
@@ -207,7 +213,7 @@ async def _deliver(events: AsyncGenerator[Event, None], writer: ResponseWriter, 
         except RequestError as e:
             if not started:
                 raise
-            await tell(writer.sent(writer.failure(e)), more=False)
+            await tell(writer.sent(writer.failure(e, api.error_body(e))), more=False)
 
 
 def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:

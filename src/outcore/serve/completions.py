@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..checks import COUNT
 from .api import HttpRequest, ParsedRequest, Route, WholeChoice, finite
-from .events import Ended, Event, Service, TextPart, TokenLogprob
+from .events import Ended, Event, TextPart, TokenLogprob
 from .openai import CHOICES, ChatWriter, TextBody
 from .requests import UNSUPPORTED, TopLogprobs, read, wrong
 
@@ -24,7 +24,7 @@ class CompletionBody(TextBody):
     best_of: int | None = None
 
 
-def completion(request: HttpRequest, service: Service) -> ParsedRequest:
+def completion(request: HttpRequest) -> ParsedRequest:
     """``/v1/completions``: each prompt is asked by itself."""
     body = read(CompletionBody, request.body)
     if body.best_of not in (None, 1, body.n):

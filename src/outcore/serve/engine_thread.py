@@ -1,10 +1,10 @@
 """The thread that computes. MLX's streams belong to threads: this one loads models, runs them and lets them go.
 
-What it is to do comes through a queue. Jobs are taken in the order in which they came, and are told what becomes of
-them; a job for another model than the one that is loaded waits until all before it have ended, and those after it wait
-behind it. An error fails the jobs that it concerns, never the thread. Of a model that ranks share the first rank has
-the engine: it stays loaded, and an error that no rank can go on after ends the thread on purpose. Between two parts of
-a step it looks whether that is wanted still: where nobody does any more, or the server ends, it is broken off.
+Choices are taken in the order in which they came, and are told what becomes of them; one for another model than the one
+that is loaded waits until all before it have ended, and those after it wait behind it. An error fails the choices that
+it concerns, never the thread. Of a model that ranks share the first rank has the engine: it stays loaded, and an error
+that no rank can go on after ends the thread on purpose. Between two parts of a step it looks whether that is wanted
+still: where nobody does any more, or the server ends, it is broken off.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
 from ..machine.held_signals import asking, join
 from ..text import one_line
-from .choice import ChoiceJob, Writer, as_request_error, request_of
+from .choice import Choice, as_request_error
 from .events import RETRY_S, Begun, Ended, Event, shutting_down
 from .model_slot import Loaded, ModelSlot
 
@@ -39,12 +39,12 @@ LOOK_S = 0.5
 
 
 class EngineThread:
-    """Runs jobs, from when it is made.
+    """Answers choices, from when it is made.
 
     Args:
         open_model: loads a model by its name.
         keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
-        most_waiting: jobs that may wait.
+        most_waiting: choices that may wait.
         options: of ``Continuous``.
 
     Attributes:
@@ -59,9 +59,7 @@ class EngineThread:
         self._most_waiting = most_waiting
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._pending: deque[ChoiceJob] = deque()
-        self._uids = itertools.count()
-        self._jobs: set[ChoiceJob] = set()  # submitted, and not over
+        self._choices: dict[int, Choice] = {}  # submitted, and not over, in the order in which they came
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outcore-engine", daemon=True)
@@ -77,9 +75,9 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
-        return max(0, len(self._jobs) - self.running)
+        return max(0, len(self._choices) - self.running)
 
-    def submit(self, jobs: Sequence[ChoiceJob]) -> None:
+    def submit(self, choices: Sequence[Choice]) -> None:
         """Have these answered.
 
         Raises:
@@ -88,16 +86,15 @@ class EngineThread:
         with self._lock:
             if self._closing:
                 raise shutting_down()
-            if self.waiting + len(jobs) > self._most_waiting:
+            if self.waiting + len(choices) > self._most_waiting:
                 raise too_many(self.waiting)
-            self._jobs.update(jobs)
-            # With the lock held: what is in when the thread ends is told so.
-            self._inbox.put(lambda: self._pending.extend(jobs))
+            self._choices |= {choice.uid: choice for choice in choices}
+        self._inbox.put(int)
 
-    def cancel(self, jobs: Sequence[ChoiceJob]) -> None:
+    def cancel(self, choices: Sequence[Choice]) -> None:
         """Nobody waits for these any more: their places are free before the next sweep."""
-        for job in jobs:
-            job.unwanted = True
+        for choice in choices:
+            choice.wanted = False
         self._inbox.put(int)
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
@@ -113,19 +110,19 @@ class EngineThread:
                 future.set_exception(e)
 
         with self._lock:
-            if self._closing:
-                future.set_exception(shutting_down())
-            else:
+            if not self._closing:
                 self._inbox.put(do)
+                return future
+        do()
         return future
 
-    def close(self, wait_s: float | None = None) -> None:
+    def close(self) -> None:
         """End: what is under way fails, and the model is closed. Safe to call twice."""
         with self._lock:
             self._closing = True
         self._inbox.put(int)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            join(self._thread, wait_s)
+            join(self._thread)
 
     # On the engine's thread
 
@@ -139,13 +136,16 @@ class EngineThread:
         if keep_alive == 0:
             if slot.loaded is not None and slot.loaded.leader is not None:
                 raise RequestError("the model stays loaded: several machines share it", "not_supported")
-            if slot.name == name and not slot.asked:
+            if slot.loaded is not None and slot.loaded.name == name and slot.loaded.idle_at is not None:
                 slot.drop()
             return
-        if slot.name not in (None, name) and (slot.asked or self._pending):
+        if slot.name not in (None, name) and self._choices:
             raise RequestError(f"{slot.name} is answering; try again later", "busy", status=503, retry_after=RETRY_S)
+        # No name here for the one before: it is to have left memory.
         loaded = slot.loaded if slot.loaded is not None and slot.name == name else slot.switch(name)
-        loaded.stay(slot.keep_alive if keep_alive is None else keep_alive)
+        loaded.load_s, loaded.keep_s = 0.0, slot.keep_alive if keep_alive is None else keep_alive
+        if loaded.idle_at is not None:
+            loaded.idle_at = time.monotonic()
 
     def _run(self) -> None:
         try:
@@ -182,27 +182,23 @@ class EngineThread:
         self._fail_all(error)
         return True
 
+    def _live(self) -> list[Choice]:
+        with self._lock:
+            return list(self._choices.values())
+
     def _listen(self) -> None:
         """Take what has come; wait for it where there is nothing else to do."""
         slot = self.slot
-        if self._pending or slot.asked:
+        if self._choices:
             self._take_in()
         elif slot.loaded is None:
             self._take_in(None)
         else:
             slot.loaded.rest()
             self._take_in(slot.left_s if slot.loaded.leader is None else LOOK_S)
-        if not slot.asked and not self._pending and slot.left_s == 0:
+        self._over([choice for choice in self._live() if not choice.wanted])
+        if slot.left_s == 0 and not self._choices:
             slot.drop()
-        for job in [job for job in self._pending if job.unwanted]:
-            self._pending.remove(job)
-            self._jobs.discard(job)
-        if (loaded := slot.loaded) is not None:
-            gone = [uid for uid, writer in loaded.jobs.items() if writer.job.unwanted]
-            for uid in gone:
-                self._jobs.discard(loaded.jobs.pop(uid).job)
-            if gone:
-                loaded.sequences.remove(gone)
 
     def _take_in(self, wait_s: float | None = 0) -> None:
         """Do what is in the inbox; wait so long for the first of it (None: for ever)."""
@@ -214,29 +210,32 @@ class EngineThread:
 
     def _work(self) -> None:
         """One step."""
-        slot = self.slot
-        if self._pending and not slot.asked and slot.name != (name := self._pending[0].model):
+        slot, live = self.slot, self._live()
+        pending = [choice for choice in live if not choice.started]
+        if live and len(pending) == len(live) and slot.name != (name := pending[0].ask.model):
             try:
-                self._pending[0].load_s = slot.switch(name).load_s
+                slot.switch(name)
             except Exception as e:
                 log.warning("%s cannot be loaded: %s", name, one_line(e))
-                for job in [job for job in self._pending if job.model == name]:
-                    self._pending.remove(job)
-                    self._failed(job, e)
+                self._fail([choice for choice in pending if choice.ask.model == name], e)
                 return
         if (loaded := slot.loaded) is None:
             return
-        while self._pending and self._pending[0].model == loaded.name:
-            self._take(loaded, self._pending.popleft())
-        if not loaded.jobs:
+        for choice in itertools.takewhile(lambda choice: choice.ask.model == loaded.name, pending):
+            try:
+                request = choice.request()
+            except Exception as e:
+                self._fail([choice], e)
+                continue
+            loaded.wake()
+            choice.started = True
+            loaded.sequences.ends = choice.prompt.tokenizer.eos_token_ids
+            loaded.sequences.add(request)
+        if not any(choice.started for choice in live):
             return
         # Of several ranks all have to end a step, or none can go on.
         with asking(self._look if loaded.leader is None else lambda: None):
             step = loaded.sequences.step()
-        for uid, (drafted, accepted) in step.drafts.items():
-            job = loaded.jobs[uid].job
-            job.drafted += drafted
-            job.accepted += accepted
         self._tell(loaded, step)
 
     def _look(self) -> None:
@@ -245,81 +244,71 @@ class EngineThread:
         Raises:
             _Unwanted: by nobody.
         """
-        loaded = self.slot.loaded
-        if self._closing or (loaded is not None and all(writer.job.unwanted for writer in loaded.jobs.values())):
+        if self._closing or not any(choice.wanted and choice.started for choice in self._live()):
             raise _Unwanted
 
-    def _take(self, loaded: Loaded, job: ChoiceJob) -> None:
-        uid = next(self._uids)
-        try:
-            request = request_of(uid, job.prompt, job.ask.sampling, job.max_tokens, job.ask.logprobs)
-            loaded.take(uid, Writer(job))
-        except Exception as e:
-            self._failed(job, e)
-            return
-        loaded.sequences.ends = job.tokenizer.eos_token_ids
-        loaded.sequences.add(request)
-
     def _tell(self, loaded: Loaded, step: StepResult) -> None:
-        now = time.monotonic()
+        now, choices = time.monotonic(), self._choices
         for uid, prompt_s in step.joined.items():
-            job = loaded.jobs[uid].job
-            job.joined_at, queued_s = now, now - prompt_s - job.asked_at
-            prompt_tokens, found = len(job.prompt.tokens), step.found.get(uid, 0)
-            job.tell(Begun(job.model, prompt_tokens, found, job.load_s, queued_s, prompt_s))
-        over: dict[int, Event | Exception] = {}
+            choice, load_s, loaded.load_s = choices[uid], loaded.load_s, 0.0
+            queued_s, tokens = now - prompt_s - choice.asked_at, len(choice.prompt.tokens)
+            choice.tell(Begun(loaded.name, tokens, step.found.get(uid, 0), load_s, queued_s, prompt_s))
+        for uid, (drafted, accepted) in step.drafts.items():
+            choices[uid].drafted += drafted
+            choices[uid].accepted += accepted
+        over: dict[Choice, Ended | Exception] = {}
         for token in step.tokens:
             loaded.tokens += 1
             try:
-                said = loaded.jobs[token.uid].add(token)
+                _say(choices[token.uid], choices[token.uid].add(token), over)
             except Exception as e:  # a model may have more tokens than its tokenizer has texts for
-                over[token.uid] = e
-                continue
-            self._say(loaded.jobs[token.uid].job, said, over, token.uid)
+                over[choices[token.uid]] = e
         for uid in step.full:
             log.warning("an answer ended for want of memory for a longer context")
-            self._say(loaded.jobs[uid].job, loaded.jobs[uid].end("length"), over, uid)
+            _say(choices[uid], choices[uid].end("length"), over)
         # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
-        loaded.sequences.remove([uid for uid in over if uid not in step.full])
-        for uid, end in over.items():
-            job = loaded.jobs.pop(uid).job
-            if isinstance(end, Exception):
-                self._failed(job, end)
-                continue
-            self._jobs.discard(job)
-            if job.ask.keep_alive is not None:
-                loaded.stay(job.ask.keep_alive)
-            job.tell(end)
+        self._over(over)
+        for choice, end in over.items():
+            if isinstance(end, Ended) and choice.ask.keep_alive is not None:
+                loaded.keep_s = choice.ask.keep_alive
+            choice.tell(end if isinstance(end, Ended) else as_request_error(end))
         concerned = Counter(id(error) for _, error in step.failed)
         for uid, error in step.failed:
             # What failed for several together is not the length of one's prompt.
-            self._failed(loaded.jobs.pop(uid).job, error, concerned[id(error)] == 1)
+            self._fail([choices[uid]], error, concerned[id(error)] == 1)
 
-    def _say(self, job: ChoiceJob, said: Sequence[Event], over: dict[int, Event | Exception], uid: int) -> None:
-        for event in said:
-            if isinstance(event, Ended):
-                over[uid] = event
-            else:
-                job.tell(event)
+    def _over(self, choices: Collection[Choice]) -> None:
+        """These are over, or nobody wants them: their places are free."""
+        started = [choice.uid for choice in choices if choice.started]
+        if started and self.slot.loaded is not None:
+            self.slot.loaded.sequences.remove(started)
+        with self._lock:
+            for choice in choices:
+                self._choices.pop(choice.uid, None)
 
-    def _failed(self, job: ChoiceJob, error: Exception, alone: bool = False) -> None:
-        self._jobs.discard(job)
-        job.tell(as_request_error(error, job, alone))
+    def _fail(self, choices: Collection[Choice], error: Exception, alone: bool = False) -> None:
+        """These end with an error; ``alone``: it is of one's prompt and no other."""
+        self._over(choices)
+        for choice in choices:
+            choice.tell(as_request_error(error, choice if alone else None))
 
     def _fail_all(self, error: Exception) -> None:
         """Whatever is under way or waits fails; the model goes, since nobody knows what state it is in. What comes
         meanwhile, perhaps from those who are told, is not of this error."""
-        loaded, pending = self.slot.loaded, list(self._pending)
-        self._pending.clear()
-        jobs = [writer.job for writer in loaded.jobs.values()] if loaded is not None else []
-        if loaded is not None:
-            loaded.jobs.clear()
-        del loaded
-        for job in jobs:
-            self._failed(job, error)
+        with self._lock:
+            live, self._choices = list(self._choices.values()), {}
+        for choice in live:
+            choice.tell(as_request_error(error))
         self.slot.drop()
-        for job in pending:
-            self._failed(job, error)
+
+
+def _say(choice: Choice, said: Sequence[Event], over: dict[Choice, Ended | Exception]) -> None:
+    """Tell all but the end."""
+    for event in said:
+        if isinstance(event, Ended):
+            over[choice] = event
+        else:
+            choice.tell(event)
 
 
 class _Unwanted(BaseException):

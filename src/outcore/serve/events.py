@@ -7,9 +7,9 @@ for each choice any number of ``TextPart`` and ``Called`` and one ``Ended``, and
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..errors import RequestError as RequestError
 
@@ -56,8 +56,8 @@ class GenerationRequest:
         max_tokens: of the answer, or fewer if no more fit; None: the server's default.
         stop: strings that end the answer; not part of it.
         logprobs: of each token, with so many of the likeliest beside it; None: none.
-        schema: the answer is JSON of this schema; an empty one: any JSON object. None: free text.
-        grammar: the answer is of this grammar, in llama.cpp's form (GBNF) or Lark's; empty: free text.
+        schema: the answer is JSON of this schema; an empty one: any JSON object. A text: it is of this grammar, in
+            llama.cpp's form (GBNF) or Lark's. None: free text.
         choices: answers to the same prompt.
         keep_alive: seconds that the model stays loaded after this; negative: for good; None: the server's default.
     """
@@ -74,8 +74,7 @@ class GenerationRequest:
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    schema: Mapping[str, Any] | None = None
-    grammar: str = ""
+    schema: Mapping[str, Any] | str | None = None
     choices: int = 1
     keep_alive: float | None = None
 
@@ -228,40 +227,3 @@ RETRY_S = 5.0
 def shutting_down() -> RequestError:
     """What a request is told that comes too late, or takes too long then."""
     return RequestError("the server is shutting down", "shutting_down", status=503, retry_after=RETRY_S)
-
-
-class Service(Protocol):
-    """What APIs are answered by. Lists, cards and state never wait for the engine."""
-
-    def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """The events of an answer, as they come; closing it ends the answer and frees its places.
-
-        Args:
-            asks: one, or several that differ in their prompts: their choices are numbered through.
-
-        Raises:
-            RequestError: the request cannot be answered; its ``status`` says how HTTP tells that: 400, 404 (no such
-                model), 413 (too long), 429 (too many wait; ``retry_after``), 500, 503 (no memory, or shutting down).
-        """
-        ...
-
-    async def count(self, ask: GenerationRequest) -> int:
-        """Tokens of the prompt."""
-        ...
-
-    def models(self) -> Sequence[ModelCard]:
-        """All that can be asked for."""
-        ...
-
-    def card(self, name: str) -> ModelCard:
-        """One of them; RequestError (404): there is none of that name."""
-        ...
-
-    async def load(self, name: str, keep_alive: float | None) -> ModelCard:
-        """Have a model in memory; ``keep_alive`` 0: unload it."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """What the engine does now, for ``/health`` and ``/metrics``: ``status`` (``ok``, ``loading``, ``closing``),
-        ``running``, ``waiting``, and of each loaded model its counters."""
-        ...

@@ -15,9 +15,9 @@ from typing import Any
 from .parsing import Markers
 
 FINAL = "<|channel|>final<|message|>"
-_CALL = "to=functions."
-_MARKS = {"<|channel|>analysis<|message|>": "reasoning", "<|channel|>commentary<|message|>": "normal", FINAL: "normal"}
-_PART_ENDS = (("<|end|>", "header"), ("<|start|>assistant", "header"))
+CALL = "to=functions."
+PARTS = {"<|channel|>analysis<|message|>": "reasoning", "<|channel|>commentary<|message|>": "normal", FINAL: "normal"}
+PART_ENDS = {"<|end|>": "header", "<|start|>assistant": "header"}
 
 
 def is_harmony(template: str) -> bool:
@@ -27,9 +27,8 @@ def is_harmony(template: str) -> bool:
 
 def harmony_markers(tools: bool) -> Markers:
     """The marks of such answers."""
-    header = (*_MARKS.items(), (_CALL, "tool"))
-    transitions = {"header": header, "normal": _PART_ENDS, "reasoning": _PART_ENDS}
-    return Markers(None, (_CALL, "") if tools else None, read_call, (), transitions, "header")
+    header = PARTS | ({CALL: "tool"} if tools else {})
+    return Markers({"header": header, "normal": PART_ENDS, "reasoning": PART_ENDS, "tool": {}}, read_call, "header")
 
 
 def read_call(text: str, tools: Any = None) -> dict[str, Any]:

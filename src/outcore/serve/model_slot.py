@@ -18,7 +18,6 @@ from ..engine.session import Session
 from ..engine.transport import Leader
 from ..machine.allocator import clear_cache
 from ..monitoring import publish
-from .choice import Writer
 
 log = logging.getLogger("outcore.serve")
 
@@ -29,9 +28,9 @@ class Loaded:
 
     Attributes:
         sequences: ``Leader``, where other ranks have layers of it.
-        load_s: seconds that it took.
-        keep_s: seconds that it stays when nobody asks for it; None: for good.
-        until: when it is unloaded if nobody asks for it, by ``time.monotonic``; None: it stays, or is asked now.
+        keep_s: seconds that it stays when nobody asks for it; None, or below 0: for good. What ranks share stays so.
+        load_s: seconds that loading it took, until an answer has told of them.
+        idle_at: when it was asked last, by ``time.monotonic``; None: it is asked now.
         tokens: generated so far.
         busy: what holds while it is asked.
     """
@@ -39,11 +38,10 @@ class Loaded:
     name: str
     model: nn.Module
     sequences: Continuous | Leader
-    load_s: float
-    keep_s: float | None = None
-    until: float | None = None
+    keep_s: float | None
+    load_s: float = 0.0
+    idle_at: float | None = field(default_factory=time.monotonic)
     tokens: int = 0
-    jobs: dict[int, Writer] = field(default_factory=dict)
     busy: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -64,27 +62,25 @@ class Loaded:
         return {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens, "drafted": m.drafted,
                 "accepted": m.accepted, "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}  # fmt: skip
 
-    def stay(self, keep_s: float | None) -> None:
-        """Let it stay for so long after it was asked last; None, or below 0: for good. What ranks share stays so."""
-        self.keep_s = None if self.leader is not None or keep_s is None or keep_s < 0 else keep_s
-        # While it is asked, the time has not begun.
-        self.until = None if self.keep_s is None or self.jobs else time.monotonic() + self.keep_s
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is unloaded if nobody asks for it; None: it stays, or is asked now."""
+        if self.leader is not None or self.keep_s is None or self.keep_s < 0 or self.idle_at is None:
+            return None
+        return max(0.0, self.idle_at + self.keep_s - time.monotonic())
 
-    def take(self, uid: int, writer: Writer) -> None:
+    def wake(self) -> None:
         """It is asked."""
-        if not self.jobs:
-            self.until = None
-            self.busy.close()
+        if self.idle_at is not None:
+            self.idle_at = None
             self.busy.enter_context(generating(self.model))
-        self.jobs[uid] = writer
 
     def rest(self) -> None:
         """Nobody asks it for anything now."""
         self.busy.close()
+        self.idle_at = self.idle_at or time.monotonic()
         if self.leader is not None:
             self.leader.rest()
-        if self.until is None and self.keep_s is not None:
-            self.until = time.monotonic() + self.keep_s
         clear_cache()
 
 
@@ -111,15 +107,9 @@ class ModelSlot:
         return self.loaded.name if self.loaded is not None else None
 
     @property
-    def asked(self) -> bool:
-        """The model is writing."""
-        return self.loaded is not None and bool(self.loaded.jobs)
-
-    @property
     def left_s(self) -> float | None:
         """Seconds until the model is unloaded; None: it stays."""
-        until = self.loaded.until if self.loaded is not None else None
-        return None if until is None else max(0.0, until - time.monotonic())
+        return self.loaded.left_s if self.loaded is not None else None
 
     def switch(self, name: str) -> Loaded:
         """Have this model in memory, and no other."""
@@ -130,10 +120,9 @@ class ModelSlot:
         finally:
             self.loading = None
         publish(model, "serve", name)
-        session: Session = model.outcore
         own = Continuous(model, **self._options)
-        self.loaded = Loaded(name, model, session.transport.leader(own) or own, time.monotonic() - began)
-        self.loaded.stay(self.keep_alive)
+        sequences = model.outcore.transport.leader(own) or own
+        self.loaded = Loaded(name, model, sequences, self.keep_alive, time.monotonic() - began)
         return self.loaded
 
     def drop(self) -> None:

@@ -25,7 +25,7 @@ from .api import (
     new_id,
     refused,
 )
-from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, RequestError, Service, TextPart
+from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, RequestError, TextPart
 from .requests import (
     MOST_TOOLS,
     UNSUPPORTED,
@@ -102,10 +102,8 @@ class OpenAIBody(SamplerFields):
 
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
         """Arguments of the chat template: the server's, by the effort, and the request's own, which hold."""
-        says: dict[str, Any] = {} if effort is None else {"enable_thinking": effort not in ("none", "minimal")}
-        if says.get("enable_thinking"):
-            says["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
-        return {**defaults.template_options, **says, **template_options(self.chat_template_kwargs)}
+        thinks = None if effort is None else effort not in ("none", "minimal")
+        return defaults.options(thinks, effort if thinks else None) | template_options(self.chat_template_kwargs)
 
 
 class TextBody(OpenAIBody):
@@ -123,13 +121,15 @@ class TextBody(OpenAIBody):
         """What is asked, but for the prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
+        schema = schema_of(self.response_format, "response_format")
+        if self.grammar and schema is not None:
+            raise wrong("grammar", "not together with a schema or a required tool")
         return GenerationRequest(
             model=self.model,
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
-            schema=schema_of(self.response_format, "response_format"),
-            grammar=self.grammar,
+            schema=self.grammar or schema,
             choices=self.n,
         )
 
@@ -219,7 +219,7 @@ def chosen_tool(choice: Any) -> str:
     raise wrong("tool_choice", "auto, none, required, or an object naming a function, is needed")
 
 
-def chat(request: HttpRequest, service: Service) -> ParsedRequest:
+def chat(request: HttpRequest) -> ParsedRequest:
     """``/v1/chat/completions``."""
     body = read(ChatBody, request.body)
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
@@ -270,9 +270,6 @@ class ChatWriter(ResponseWriter):
 
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
-
-    def failure(self, error: RequestError) -> Iterable[dict[str, Any]]:
-        yield error_body(error)
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         answer = Whole(events, self.choices)
@@ -363,14 +360,14 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code, **error.counts}}
 
 
-def models(request: HttpRequest, service: Service) -> dict[str, Any]:
+def models(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models``."""
-    return {"object": "list", "data": [_model(card) for card in service.models()]}
+    return {"object": "list", "data": [_model(card) for card in request.service.models()]}
 
 
-def model(request: HttpRequest, service: Service) -> dict[str, Any]:
+def model(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models/NAME``."""
-    return _model(service.card(request.params["model"]))
+    return _model(request.service.card(request.params["model"]))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

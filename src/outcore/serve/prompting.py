@@ -6,26 +6,48 @@ All of it is done for one loaded tokenizer, and on any thread but the engine's: 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decode.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
 from ..decode.prefix_cache import GRID
+from ..decode.sampling import Processor
 from ..errors import RequestError
-from ..text import one_line, shortened
-from .call_grammar import FORMS, CallForm
+from ..packages import modules
+from ..text import shortened
 from .chat_template import TokenizerTemplate
 from .events import GenerationRequest
-from .grammar import GRAMMAR_CHARACTERS, Before, Free, Grammar, Grammars, check_grammar, extent, schema_rule
-from .harmony import FINAL, harmony_markers
-from .parsing import NAME, Markers, TextParser
+from .harmony import harmony_markers
+from .parsing import NAME, TextParser, markers_of
 
 CHARACTERS = 16
 """Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
+
+
+class Grammar(Protocol):
+    """What an answer has to be."""
+
+    def processor(self, prompt: int) -> Processor:
+        """A logits processor for one choice, to be the last of them; of so many tokens before the answer in those that
+        it will be called with."""
+
+
+class Grammars(Protocol):
+    """Grammars over one tokenizer's tokens. A package's module of the group ``grammars`` has a class of this kind,
+    ``AnswerGrammars``, which is made of a tokenizer and its chat template."""
+
+    def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
+        """What the answer to an ask has to be that has a schema, or requires a tool.
+
+        Args:
+            tools: that may be called. text: of the prompt. thinking: the answer begins within what is thought.
+
+        Raises:
+            RequestError: it cannot be followed, or what it needs is not installed.
+        """
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,7 @@ class Prompt:
     """What a model is given for an ask.
 
     Attributes:
-        tokens: ids, at least one.
+        tokens: ids, at least one, of this tokenizer.
         stop: strings that end an answer.
         parser: makes what reads the text of a choice, whose number it is given.
         grammar: that an answer has to follow; None: it is free.
@@ -41,6 +63,7 @@ class Prompt:
     """
 
     tokens: tuple[int, ...]
+    tokenizer: TokenizerWrapper
     stop: tuple[str, ...] = ()
     parser: Callable[[int], TextParser] = TextParser
     grammar: Grammar | None = None
@@ -57,8 +80,7 @@ class Prompter:
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._template = TokenizerTemplate(tokenizer)
-        self._grammars = Grammars(tokenizer)
-        made = harmony_markers if self._template.harmony else functools.partial(_markers, tokenizer)
+        made = harmony_markers if self._template.harmony else functools.partial(markers_of, tokenizer)
         self._markers = {tools: made(tools) for tools in (False, True)}
         ids = tokenizer.get_vocab().values()
         self._begin: tuple[str, Sequence[int]] = "", ()
@@ -90,13 +112,7 @@ class Prompter:
             raise RequestError("tools: they go with messages, not with a prompt", param="tools")
         tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         check_ids(tokens, self._ids)
-        return Prompt(tuple(tokens), ask.stop, grammar=self._free(ask))
-
-    def _free(self, ask: GenerationRequest) -> Grammar | None:
-        """The grammar of an answer that nothing may come before."""
-        if ask.grammar:
-            return self._grammars.of_text(ask.grammar)
-        return None if ask.schema is None else self._grammars.of_rules("schema", schema_rule(ask.schema))
+        return Prompt(tuple(tokens), self.tokenizer, ask.stop, grammar=self._grammar(ask))
 
     def _chat(self, ask: GenerationRequest, most: int | None) -> Prompt:
         tools = _tools(ask)
@@ -110,7 +126,7 @@ class Prompter:
             parallel=ask.parallel_tools,
         )  # fmt: skip
         grammar, shared = self._grammar(ask, tools, text, thinking), self._shared(ask, tools, tokens)
-        return Prompt(tuple(tokens), ask.stop, parser, grammar, shared)
+        return Prompt(tuple(tokens), self.tokenizer, ask.stop, parser, grammar, shared)
 
     def _shared(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
         """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
@@ -134,71 +150,24 @@ class Prompter:
         return said.rfind(begin) > said.rfind(end) if said else bool(last.get("reasoning_content"))
 
     def _grammar(
-        self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], text: str, thinking: bool
+        self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]] = (), text: str = "", thinking: bool = False
     ) -> Grammar | None:
-        forced = ask.tool_choice not in ("auto", "none")
-        if ask.grammar:
-            if forced or ask.schema is not None:
-                raise RequestError("grammar: not together with a schema or a required tool", param="grammar")
-            return self._free(ask)
+        forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
         if not forced and ask.schema is None:
             return None
         try:
-            markers = self._markers[bool(tools)]
-            if markers.dropped or (markers.initial != "normal" and not self._template.harmony):
-                why = "this model's answers have parts that no grammar is known for"
-                raise RequestError(why, "unsupported_parameter")
-            before = self._before(ask, text, thinking)
-            if forced:
-                return self._grammars.of_rules("tools", self._calls(ask, tools), before)
-            assert ask.schema is not None
-            if tools and not self._template.harmony:
-                before = replace(before, instead=Free(tuple(self.tokenizer.tool_call_start_tokens)))
-            begun = _begun(ask, text) if not thinking else ""
-            return self._grammars.of_rules("schema", schema_rule(ask.schema), before, begun)
+            return self._grammars.of(ask, tools, text, thinking)
         except RequestError as e:
             e.param = e.param or ("tool_choice" if forced else "schema")
             raise
 
-    def _before(self, ask: GenerationRequest, text: str, thinking: bool) -> Before:
-        """Thoughts that may come before an answer, or that it begins within."""
-        own = self.tokenizer
-        if self._template.harmony and not ask.continued:
-            # Calls are among what comes before the answer, and end it.
-            final = own.encode(FINAL, add_special_tokens=False)
-            return Before(Free((), tuple(final), ends=bool(ask.tools) and ask.tool_choice != "none"))
-        if not own.has_thinking:
-            return Before()
-        opening, closing = tuple(own.think_start_tokens), tuple(own.think_end_tokens)
-        if thinking:
-            return Before(Free((), closing))
-        over = ask.continued or text.rstrip().endswith(own.think_end)
-        return Before(thoughts=None if over or not self._template.thinking else Free(opening, closing))
-
-    def _calls(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...]) -> str:
-        name = str(getattr(self.tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
-        if name not in FORMS:
-            why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
-            raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
-        if ask.continued:
-            why = "an answer that goes on with a message cannot be a call"
-            raise RequestError(f"tool_choice: {why}", param="tool_choice")
-        chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
-        check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
-        own = self.tokenizer
-        arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
-        form = CallForm(name, self._mark(own.tool_call_start), self._mark(own.tool_call_end), arguments)
-        try:
-            lark = form.lark(chosen, ask.parallel_tools and ask.tool_choice == "required")
-        except (AttributeError, KeyError, TypeError, RecursionError) as e:
-            raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
-        check_grammar("tools", len(lark))
-        return lark
-
-    def _mark(self, mark: str) -> str:
-        """A mark as grammars name it: by its token, if it is one."""
-        tokens = self.tokenizer.encode(mark, add_special_tokens=False)
-        return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        for module in modules("grammars").values():
+            made: Grammars = module.AnswerGrammars(self.tokenizer, self._template)
+            return made
+        why = "answers of a given form need the package outcore_grammar, which is not there; install outcore whole"
+        raise RequestError(why, "not_installed")
 
 
 def too_long(what: str, tokens: int, most: int) -> RequestError:
@@ -208,22 +177,26 @@ def too_long(what: str, tokens: int, most: int) -> RequestError:
     return RequestError(why, "context_length_exceeded", counts=counts)
 
 
+def extent(value: Any, most: int) -> int:
+    """Characters of all names and texts in a value, and one for each other value; beyond ``most`` it ends early."""
+    count, layer = 0, [value]
+    while layer and count <= most:
+        part = layer.pop()
+        if isinstance(part, str):
+            count += len(part)
+        else:
+            count += 1
+            if isinstance(part, Mapping):
+                layer += (*part.keys(), *part.values())
+            elif isinstance(part, list | tuple):
+                layer += part
+    return count
+
+
 def _check_characters(characters: int, most: int | None, what: str = "the prompt") -> None:
     if most is not None and characters > most * CHARACTERS:
         tokens = characters // CHARACTERS
         raise too_long(f"{what}: {characters} characters or more, at least {tokens} tokens", tokens, most)
-
-
-def _markers(own: TokenizerWrapper, tools: bool) -> Markers:
-    return Markers(
-        (own.think_start, own.think_end) if own.has_thinking else None,
-        (own.tool_call_start, own.tool_call_end or "") if tools and own.has_tool_calling else None,
-        own.tool_parser,
-        tuple(own.structural_markers),
-        own.response_transitions,
-        own.response_initial_state or "normal",
-        frozenset({own.tool_call_start} if tools and len(own.tool_call_start_tokens or ()) == 1 else ()),
-    )
 
 
 def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
@@ -245,11 +218,3 @@ def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
         {**tool, "function": {**tool["function"], "parameters": tool["function"].get("parameters") or nothing}}
         for tool in (ask.tools if ask.tool_choice != "none" else ())
     )
-
-
-def _begun(ask: GenerationRequest, text: str) -> str:
-    """Of the answer, what the prompt ends with."""
-    if not (ask.continued and ask.messages):
-        return ""
-    said = str(ask.messages[-1].get("content") or "")
-    return said if text.endswith(said) else said.strip()

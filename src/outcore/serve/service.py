@@ -22,7 +22,7 @@ from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_tokenizer import set_chat_template
 from ..options import LoadOptions
 from ..text import one_line
-from .choice import ChoiceJob, as_request_error
+from .choice import Choice, as_request_error
 from .engine_thread import EngineThread, too_many
 from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, shutting_down
 from .prompting import Prompt, Prompter, too_long
@@ -61,7 +61,7 @@ class ServiceOptions:
 
 
 class ModelService:
-    """Answers by the models of a shelf: an ``events.Service``.
+    """Answers by the models of a shelf. Lists, cards and state never wait for the engine.
 
     Args:
         progress: called with what is being done while a model is loaded, bytes done and bytes in all.
@@ -87,7 +87,15 @@ class ModelService:
         )  # fmt: skip
 
     async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """The events of an answer, as they come."""
+        """The events of an answer, as they come; closing it ends the answer and frees its places.
+
+        Args:
+            asks: one, or several that differ in their prompts: their choices are numbered through.
+
+        Raises:
+            RequestError: the request cannot be answered; its ``status`` says how HTTP tells that: 400, 404 (no such
+                model), 429 (too many wait; ``retry_after``), 500, 503 (no memory, or shutting down).
+        """
         model = self.shelf.named(asks[0].model)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
@@ -95,19 +103,19 @@ class ModelService:
             with suppress(RuntimeError):  # the loop has ended, and nobody is there
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        jobs: list[ChoiceJob] = []
+        choices: list[Choice] = []
         for ask in asks:
             prompt = await self._read(model, ask, self._room(model))
-            limit, tokenizer = self._limit(model, prompt, ask.max_tokens), self._prompters[model.name].tokenizer
+            most, sampling = self._limit(model, prompt, ask.max_tokens), ask.sampling
             for n in range(ask.choices):
                 # Those of one seed are not to be the same.
-                seed = None if ask.sampling.seed is None else ask.sampling.seed + n
-                own = replace(ask, sampling=replace(ask.sampling, seed=seed))
-                jobs.append(ChoiceJob(model.name, len(jobs), own, prompt, tokenizer, tell, limit))
-        self.engine.submit(jobs)
-        begun, ends, first = list[Begun](), list[Ended](), 0.0
+                own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + n)
+                own_ask = replace(ask, model=model.name, max_tokens=most, sampling=own)
+                choices.append(Choice(len(choices), own_ask, prompt, tell))
+        self.engine.submit(choices)
+        begun, ended, first_at = list[Begun](), list[Ended](), 0.0
         try:
-            while len(ends) < len(jobs):
+            while len(ended) < len(choices):
                 event = await queue.get()
                 if isinstance(event, Exception):
                     raise event  # the other choices are of no use then
@@ -115,25 +123,25 @@ class ModelService:
                     begun.append(event)
                     if len(begun) > 1:
                         continue
-                    first = time.monotonic()
+                    first_at = time.monotonic()
                 elif isinstance(event, Ended):
-                    ends.append(event)
+                    ended.append(event)
                 yield event
-            prompts = [job.prompt for job in jobs[:: asks[0].choices]]
+            prompts = begun[: len(asks)]
             yield Finished(
-                sum(len(prompt.tokens) for prompt in prompts),
-                sum(end.tokens for end in ends),
-                sum(each.cached_tokens for each in begun[: len(asks)]),
-                sum(end.reasoning_tokens for end in ends),
+                sum(len(choice.prompt.tokens) for choice in choices[:: asks[0].choices]),
+                sum(end.tokens for end in ended),
+                sum(each.cached_tokens for each in prompts),
+                sum(end.reasoning_tokens for end in ended),
                 begun[0].queued_s,
-                max(each.prompt_s for each in begun[: len(asks)]),
-                time.monotonic() - first,
-                sum(job.drafted for job in jobs),
-                sum(job.accepted for job in jobs),
-                len(jobs),
+                max(each.prompt_s for each in prompts),
+                time.monotonic() - first_at,
+                sum(choice.drafted for choice in choices),
+                sum(choice.accepted for choice in choices),
+                len(choices),
             )
         finally:
-            self.engine.cancel(jobs)
+            self.engine.cancel(choices)
 
     async def count(self, ask: GenerationRequest) -> int:
         """Tokens of the prompt."""
@@ -142,11 +150,11 @@ class ModelService:
         return len((await self._read(model, ask, None if room is None else max(room, COUNTED))).tokens)
 
     def models(self) -> Sequence[ModelCard]:
-        """All that can be asked for."""
+        """All models that can be asked for."""
         return [self._card(model) for model in self.shelf.models.values()]
 
     def card(self, name: str) -> ModelCard:
-        """One of them."""
+        """One of them; RequestError (404): there is none of that name."""
         return self._card(self.shelf.named(name))
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
@@ -161,7 +169,8 @@ class ModelService:
         return self._card(model)
 
     def state(self) -> Mapping[str, Any]:
-        """What the engine does now."""
+        """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running`` and ``waiting`` choices,
+        counters of each loaded model, and bytes that MLX holds."""
         engine, loaded = self.engine, self.engine.slot.loaded
         return {
             "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",
@@ -183,11 +192,11 @@ class ModelService:
         loaded = self.engine.slot.loaded
         return loaded.session.transport.forecast if loaded is not None else None
 
-    def close(self, wait_s: float | None = None) -> None:
+    def close(self) -> None:
         """End what is under way, and close the model."""
         self._closing = True
-        self.engine.close(wait_s)
-        self._reader.shutdown(wait=wait_s is None, cancel_futures=True)
+        self.engine.close()
+        self._reader.shutdown(cancel_futures=True)
 
     def _room(self, model: Offered) -> int | None:
         """Tokens of a prompt and its answer together at most; None: any number."""

@@ -7,18 +7,30 @@ import math
 import os.path
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.responses import Response
 
 from .api import Api, Defaults, encoded
 from .connection import ClientLimits, Gate
-from .events import RequestError, Service, shutting_down
-from .metrics import ServerMetrics
+from .events import Event, RequestError, shutting_down
+
+if TYPE_CHECKING:
+    from .service import ModelService
 
 IGNORED = "x-outcore-ignored"
 """The header that names fields of a request that have no effect."""
+
+
+class Observer:
+    """Is told what a server answers; a package's page does something with it."""
+
+    def responded(self, route: str, status: int) -> None:
+        """A request was answered; ``route``: its address in Starlette's form, or ``none``."""
+
+    def happened(self, event: Event, first_s: float | None) -> None:
+        """An event of a model's answer; ``first_s``: of its first text or call, seconds since the request was read."""
 
 
 class Site:
@@ -36,7 +48,7 @@ class Site:
 
     def __init__(
         self,
-        service: Service,
+        service: ModelService,
         apis: Sequence[Api],
         limits: ClientLimits | None = None,
         defaults: Defaults | None = None,
@@ -45,7 +57,7 @@ class Site:
         self.service, self.apis = service, tuple(apis)
         self.limits, self.defaults = limits or ClientLimits(), defaults or Defaults()
         self.gate = Gate(self.limits, self._refusal, clock)
-        self.metrics = ServerMetrics(service, self.gate)
+        self.observers: list[Observer] = []
         self.closing, self.ended = False, asyncio.Event()
         self.under_way = self.answered = self.held_bytes = 0
 

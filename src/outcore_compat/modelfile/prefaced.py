@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outcore.serve.events import Event, GenerationRequest, Service
+from outcore.serve.events import Event, GenerationRequest
+from outcore.serve.service import ModelService
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Prefaced:
         stop: where an ask has no stop strings.
     """
 
-    service: Service
+    service: ModelService
     system: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     stop: tuple[str, ...] = ()
@@ -35,11 +36,11 @@ class Prefaced:
         return replace(ask, messages=messages, stop=ask.stop or self.stop)
 
     def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """As ``Service`` has it."""
+        """As ``ModelService`` has it."""
         return self.service.answer(*map(self.asked, asks))
 
     async def count(self, ask: GenerationRequest) -> int:
-        """As ``Service`` has it."""
+        """As ``ModelService`` has it."""
         return await self.service.count(self.asked(ask))
 
     def __getattr__(self, name: str) -> Any:

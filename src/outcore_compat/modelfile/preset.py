@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from outcore.serve.api import Defaults
-    from outcore.serve.events import Service
+    from outcore.serve.service import ModelService
 
 FLAGS = {
     "model": "model",
@@ -149,11 +149,11 @@ class ModelfilePreset(Preset):
         penalties: dict[str, Any] = self.said.penalties()
         return replace(defaults, sampling=replace(defaults.sampling, seed=seed, **penalties))
 
-    def service(self, service: Service) -> Service:
+    def service(self, service: ModelService) -> ModelService:
         """One whose conversations begin with what the Modelfile says."""
         from .prefaced import Prefaced
 
-        return cast("Service", Prefaced(service, self.said.system, self.said.messages, self.said.stop))
+        return cast("ModelService", Prefaced(service, self.said.system, self.said.messages, self.said.stop))
 
     def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
         """``TEMPLATE``, unless ``--chat-template`` is given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..checks import COUNT
-from ..decode.request_values import LARGE
-from .api import (
+from outcore.checks import COUNT
+from outcore.decode.request_values import LARGE
+from outcore.errors import RequestError
+from outcore.serve import requests
+from outcore.serve.api import (
     JSON_LINES,
     Defaults,
     Handled,
@@ -24,42 +26,14 @@ from .api import (
     ResponseWriter,
     Route,
     Whole,
+    WholeChoice,
     encoded,
     logprob_entries,
     refused,
 )
-from .events import (
-    Begun,
-    Called,
-    Ended,
-    Event,
-    Finished,
-    GenerationRequest,
-    RequestError,
-    Sampling,
-    Service,
-    TextPart,
-)
+from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
+
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
-from .requests import (
-    MOST_TOOLS,
-    Factor,
-    Function,
-    Message,
-    Needed,
-    Part,
-    SamplerFields,
-    Seed,
-    Stops,
-    TopLogprobs,
-    called,
-    conversation,
-    joined,
-    part_of,
-    read,
-    sampling_of,
-    wrong,
-)
 
 VERSION = "0.13.0"
 """Of Ollama's API that this follows. Clients compare it to decide what they may ask for."""
@@ -95,13 +69,13 @@ Integer = Annotated[int, BeforeValidator(_whole), Field(ge=-COUNT, le=COUNT)]
 """Numbers below 0 mean none of it, or any."""
 
 
-class Options(SamplerFields):
+class Options(requests.SamplerFields):
     top_k: Integer | None = None
-    seed: Annotated[Seed, BeforeValidator(_whole)] | None = None
-    repeat_penalty: Factor | None = None
+    seed: Annotated[requests.Seed, BeforeValidator(_whole)] | None = None
+    repeat_penalty: requests.Factor | None = None
     repeat_last_n: Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=COUNT)] | None = None
     num_predict: Integer | None = None
-    stop: Annotated[Stops, BeforeValidator(_stops)] = ()
+    stop: Annotated[requests.Stops, BeforeValidator(_stops)] = ()
 
     def sampling(self, base: Sampling) -> Sampling:
         """What is not given is the server's: not Ollama's temperature of 0.8."""
@@ -117,20 +91,20 @@ class Options(SamplerFields):
         elif self.repeat_last_n is not None:
             size = COUNT if self.repeat_last_n < 0 else self.repeat_last_n
             given |= {f"{kind}_context_size": size for kind in ("repetition", "presence", "frequency")}
-        return replace(sampling_of(self, base), **given)
+        return replace(requests.sampling_of(self, base), **given)
 
 
-class OllamaFunctionCall(Part):
-    name: Needed
+class OllamaFunctionCall(requests.Part):
+    name: requests.Needed
     arguments: dict[str, Any] = {}
 
 
-class OllamaToolCall(Part):
+class OllamaToolCall(requests.Part):
     id: str = ""
     function: OllamaFunctionCall
 
 
-class OllamaMessage(Part):
+class OllamaMessage(requests.Part):
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda role: role.lower() if isinstance(role, str) else role),
@@ -138,15 +112,15 @@ class OllamaMessage(Part):
     content: str = ""
     images: list[Any] = []
     thinking: str = ""
-    tool_calls: Annotated[list[OllamaToolCall], Field(max_length=MOST_TOOLS)] = []
+    tool_calls: Annotated[list[OllamaToolCall], Field(max_length=requests.MOST_TOOLS)] = []
     tool_call_id: str = ""
     tool_name: str = ""
     name: str = ""
 
 
-class OllamaTool(Part):
+class OllamaTool(requests.Part):
     type: Literal["function"] = "function"
-    function: Function
+    function: requests.Function
 
 
 class OllamaBody(Named):
@@ -158,18 +132,15 @@ class OllamaBody(Named):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Annotated[float, BeforeValidator(_seconds), Field(ge=-LARGE, le=LARGE)] | None = None
     logprobs: bool = False
-    top_logprobs: TopLogprobs = 0
+    top_logprobs: requests.TopLogprobs = 0
 
     def parsed(self, defaults: Defaults, chat: bool, **changes: Any) -> ParsedRequest:
         """What is asked; the prompt is among the changes."""
-        tokens, template = self.options.num_predict, dict(defaults.template_options)
-        if self.think is not None:
-            template["enable_thinking"] = self.think is not False
-        if isinstance(self.think, str):
-            template["reasoning_effort"] = "high" if self.think == "max" else self.think
+        tokens, think = self.options.num_predict, self.think
+        effort = think if isinstance(think, str) else None
         ask = GenerationRequest(
             model=plain_name(self.called),
-            template_options=template,
+            template_options=defaults.options(None if think is None else think is not False, effort),
             max_tokens=defaults.max_tokens if tokens is None else tokens if tokens > 0 else COUNT,
             sampling=self.options.sampling(defaults.sampling),
             stop=self.options.stop,
@@ -184,7 +155,7 @@ class OllamaBody(Named):
 
 class OllamaChatBody(OllamaBody):
     messages: list[OllamaMessage] = []
-    tools: Annotated[list[OllamaTool], Field(max_length=MOST_TOOLS)] = []
+    tools: Annotated[list[OllamaTool], Field(max_length=requests.MOST_TOOLS)] = []
 
 
 class GenerateBody(OllamaBody):
@@ -196,25 +167,25 @@ class GenerateBody(OllamaBody):
     images: list[Any] = []
 
 
-def chat(request: HttpRequest, service: Service) -> Handled:
+def chat(request: HttpRequest) -> Handled:
     """``/api/chat``; without messages the model is loaded, or unloaded."""
-    body = read(OllamaChatBody, request.body)
-    messages = conversation(_messages(body.messages))
+    body = requests.read(OllamaChatBody, request.body)
+    messages = requests.conversation(_messages(body.messages))
     if not messages:
-        return _loaded(body, service, {"message": {"role": "assistant", "content": ""}})
+        return _loaded(body, request, {"message": {"role": "assistant", "content": ""}})
     last = messages[-1]
     begun = bool(last["content"] or last.get("reasoning_content")) and "tool_calls" not in last
     continued, tools = last["role"] == "assistant" and begun, tuple(tool.function.tool() for tool in body.tools)
     return body.parsed(request.defaults, chat=True, messages=messages, continued=continued, tools=tools)
 
 
-def generate(request: HttpRequest, service: Service) -> Handled:
+def generate(request: HttpRequest) -> Handled:
     """``/api/generate``; without a prompt the model is loaded, or unloaded."""
-    body = read(GenerateBody, request.body)
+    body = requests.read(GenerateBody, request.body)
     if body.raw and (body.system or body.images):
-        raise wrong("system", "a raw prompt is taken as it is; write it into the prompt")
+        raise requests.wrong("system", "a raw prompt is taken as it is; write it into the prompt")
     if not body.prompt:
-        return _loaded(body, service, {"response": ""})
+        return _loaded(body, request, {"response": ""})
     if body.raw:
         return body.parsed(request.defaults, chat=False, prompt=body.prompt)
     first = [{"role": "system", "content": body.system}] if body.system else []
@@ -222,32 +193,30 @@ def generate(request: HttpRequest, service: Service) -> Handled:
     return body.parsed(request.defaults, chat=False, messages=(*first, user))
 
 
-def _loaded(body: OllamaBody, service: Service, empty: dict[str, Any]) -> Awaitable[dict[str, Any]]:
+async def _loaded(body: OllamaBody, request: HttpRequest, empty: dict[str, Any]) -> dict[str, Any]:
     """Load a model, or unload it if it is to be kept for 0 seconds."""
-
-    async def load() -> dict[str, Any]:
-        card = await service.load(plain_name(body.called), body.keep_alive)
-        done = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
-        return {"model": body.called or card.name, "created_at": timestamp(datetime.now(UTC)), **empty, **done}
-
-    return load()
+    card = await request.service.load(plain_name(body.called), body.keep_alive)
+    done = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
+    return {"model": body.called or card.name, "created_at": timestamp(datetime.now(UTC)), **empty, **done}
 
 
 def _content(text: str, images: Sequence[Any], where: str) -> Any:
-    return joined([text, *(part_of({"type": "image", "data": image}, where, opaque=True) for image in images)])
+    parts = [{"type": "image", "data": image} for image in images]
+    return requests.joined([text, *(requests.part_of(part, where, opaque=True) for part in parts)])
 
 
-def _messages(turns: Sequence[OllamaMessage]) -> list[Message]:
+def _messages(turns: Sequence[OllamaMessage]) -> list[requests.Message]:
     """As chat templates take them. Calls have ids, which Ollama's clients mostly leave out, in their order."""
-    messages: list[Message] = []
-    unanswered, calls = list[Message](), 0
+    messages: list[requests.Message] = []
+    unanswered, calls = list[requests.Message](), 0
     for i, turn in enumerate(turns):
-        made: Message = {"role": turn.role, "content": _content(turn.content, turn.images, f"messages[{i}].images")}
+        content = _content(turn.content, turn.images, f"messages[{i}].images")
+        made: requests.Message = {"role": turn.role, "content": content}
         if turn.role == "assistant" and turn.thinking:
             made["reasoning_content"] = turn.thinking
         if turn.role == "assistant" and turn.tool_calls:
             made["tool_calls"] = [
-                called(call.id or f"call{calls + n:05d}", call.function.name, call.function.arguments)
+                requests.called(call.id or f"call{calls + n:05d}", call.function.name, call.function.arguments)
                 for n, call in enumerate(turn.tool_calls)
             ]
             calls, unanswered = calls + len(turn.tool_calls), list(made["tool_calls"])
@@ -260,7 +229,7 @@ def _messages(turns: Sequence[OllamaMessage]) -> list[Message]:
     return messages
 
 
-def _answered(unanswered: list[Message], call_id: str, name: str) -> Message | None:
+def _answered(unanswered: list[requests.Message], call_id: str, name: str) -> requests.Message | None:
     """The call that a result belongs to, which is answered then: the first of this id, else of this name, else at
     all."""
     for n, call in enumerate(unanswered):
@@ -275,67 +244,57 @@ class OllamaWriter(ResponseWriter):
     Args:
         chat: of a chat, else of a completion.
         model: its name as the client gave it.
-        clock: seconds, of which the whole time that an answer took is made.
     """
 
     media_type = JSON_LINES
 
-    def __init__(
-        self, streams: bool, ignored: Sequence[str] = (), *, chat: bool, model: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    def __init__(self, streams: bool, ignored: Sequence[str] = (), *, chat: bool, model: str) -> None:
         super().__init__(streams, ignored)
-        self._chat, self._model, self._clock, self._start = chat, model, clock, clock()
+        self._chat, self._model, self._began = chat, model, time.monotonic()
         self._begun, self._reason = Begun(model, 0), "stop"
 
     def sent(self, steps: Any) -> bytes:
         return b"".join(encoded(step) + b"\n" for step in steps)
 
-    def failure(self, error: RequestError) -> Iterator[dict[str, Any]]:
-        yield error_body(error)
-
     def keepalive(self) -> bytes:
         """A record without text: clients parse every line, an empty one too."""
-        return self.sent([self._record()])
+        return self.sent([self._record(WholeChoice())])
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The last record, with all that those before it said."""
         (last,) = [step for event in events if not isinstance(event, TextPart | Called) for step in self.steps(event)]
         (said,) = Whole(events).choices
-        return last | self._record(said.text, said.reasoning, said.calls, said.parts, done=True)
+        return last | self._record(said, done=True)
 
     def steps(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
             case Begun():
                 self._begun = event
             case TextPart():
-                yield self._record(event.text, event.reasoning, parts=[event])
+                yield self._record(WholeChoice([event]))
             case Called():
-                yield self._record(calls=[event])
+                yield self._record(WholeChoice(calls=[event]))
             case Ended():
                 self._reason = "length" if event.reason == "length" else "stop"
             case Finished():
-                yield self._record(done=True) | self._figures(event)
+                yield self._record(WholeChoice(), done=True) | self._figures(event)
 
-    def _record(
-        self, text: str = "", thinking: str = "", calls: Sequence[Called] = (), parts: Sequence[TextPart] = (),
-        done: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        said: dict[str, Any] = {"role": "assistant", "content": text} if self._chat else {"response": text}
-        if thinking:
-            said["thinking"] = thinking
-        if calls:
-            functions = [{"index": c.number, "name": c.name, "arguments": json.loads(c.arguments)} for c in calls]
-            said["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]
+    def _record(self, of: WholeChoice, done: bool = False) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": "assistant", "content": of.text} if self._chat else {"response": of.text}
+        if of.reasoning:
+            said["thinking"] = of.reasoning
+        if of.calls:
+            functions = [{"index": c.number, "name": c.name, "arguments": json.loads(c.arguments)} for c in of.calls]
+            said["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(of.calls, functions, strict=True)]
         record: dict[str, Any] = {"model": self._model or self._begun.model, "created_at": timestamp(datetime.now(UTC))}
         record |= {"message": said} if self._chat else said
-        if logprobs := logprob_entries(parts):
+        if logprobs := logprob_entries(of.parts):
             record["logprobs"] = logprobs
         return record | {"done": done}
 
     def _figures(self, finished: Finished) -> dict[str, Any]:
         """Nanoseconds and tokens. What the cache had of the prompt counts to it."""
-        seconds = {"total": self._clock() - self._start, "load": self._begun.load_s,
+        seconds = {"total": time.monotonic() - self._began, "load": self._begun.load_s,
                    "prompt_eval": finished.prompt_s, "eval": finished.generation_s}  # fmt: skip
         return {
             "done_reason": self._reason,
@@ -359,7 +318,7 @@ ROUTES = (
     Route("/api/tags", tags, summary="List the models"),
     Route("/api/show", show, "POST", "One of the models", Named),
     Route("/api/ps", running, summary="The models that are in memory"),
-    Route("/api/version", lambda request, service: {"version": VERSION}, summary="Of Ollama's API"),
+    Route("/api/version", lambda request: {"version": VERSION}, summary="Of Ollama's API"),
     Route("/api/pull", pull, "POST", "Succeeds for a model that is there", Named),
     refused("/api/embed", EMBEDDINGS),
     refused("/api/embeddings", EMBEDDINGS),

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from ..text import shortened
-from .api import HttpRequest
-from .events import ModelCard, RequestError, Service
-from .requests import Body, read
+from outcore.serve.api import HttpRequest
+from outcore.serve.events import ModelCard, RequestError
+from outcore.serve.requests import Body, read
+from outcore.text import shortened
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
 """When a model is unloaded that stays; clients show a date this far away as forever."""
@@ -41,28 +41,28 @@ def plain_name(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def tags(request: HttpRequest, service: Service) -> dict[str, Any]:
+def tags(request: HttpRequest) -> dict[str, Any]:
     """All models that can be asked for."""
     models = [
         _listed(card) | {"modified_at": _at(card.created), "size": card.nbytes, "capabilities": _capabilities(card)}
-        for card in service.models()
+        for card in request.service.models()
     ]
     return {"models": models}
 
 
-def running(request: HttpRequest, service: Service) -> dict[str, Any]:
+def running(request: HttpRequest) -> dict[str, Any]:
     """The models that are in memory. Weights that are streamed are none of their size."""
     models = [
         _listed(card) | {"size": card.memory_bytes, "size_vram": card.memory_bytes, "expires_at": _at(card.expires_at),
                          "context_length": _length(card, "context_length")}
-        for card in service.models() if card.loaded
+        for card in request.service.models() if card.loaded
     ]  # fmt: skip
     return {"models": sorted(models, key=lambda model: model["expires_at"], reverse=True)}
 
 
-def show(request: HttpRequest, service: Service) -> dict[str, Any]:
+def show(request: HttpRequest) -> dict[str, Any]:
     """One model."""
-    card = service.card(plain_name(read(Named, request.body).called))
+    card = request.service.card(plain_name(read(Named, request.body).called))
     info: dict[str, Any] = {"general.architecture": card.family, "general.basename": card.name.rpartition("/")[2],
                             "general.parameter_count": card.parameters}  # fmt: skip
     info |= {f"{card.family}.{name}": length for name in LENGTHS if (length := _length(card, name))}
@@ -74,11 +74,11 @@ def show(request: HttpRequest, service: Service) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pull(request: HttpRequest, service: Service) -> dict[str, Any]:
+def pull(request: HttpRequest) -> dict[str, Any]:
     """A model that is there need not be fetched; this server fetches none."""
     name = read(Named, request.body).called
     # Not ``card``: where one model is served, that is meant whatever it is called.
-    served = {called for card in service.models() for called in (card.name, card.name.rpartition("/")[2])}
+    served = {called for card in request.service.models() for called in (card.name, card.name.rpartition("/")[2])}
     if name not in served and plain_name(name) not in served:
         why = "this server fetches no models; start it with this one: outcore serve --model NAME"
         raise RequestError(f"{shortened(name)}: {why}", "not_implemented", param="model", status=501)

@@ -6,24 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .requests import (
-    MOST_TOOLS,
-    UNSUPPORTED,
-    Function,
-    Message,
-    Part,
-    called,
-    conversation,
-    text_of,
-    text_of_json,
-    wrong,
-)
+from outcore.serve import requests
 
 INPUT = "input"
 """The one argument of a custom tool's function."""
 
 
-class Item(Part):
+class Item(requests.Part):
     """An item of the conversation, of whatever type."""
 
     type: str = "message"
@@ -38,13 +27,13 @@ class Item(Part):
     output: Any = None
 
 
-class ToolFormat(Part):
+class ToolFormat(requests.Part):
     type: Literal["text", "grammar"] = "text"
     syntax: str = ""
     definition: str = ""
 
 
-class ResponseTool(Part):
+class ResponseTool(requests.Part):
     """A tool, or a namespace of tools."""
 
     type: str
@@ -95,9 +84,9 @@ class Tools:
 
     def _function(self, tool: ResponseTool, where: str, known: ToolName) -> None:
         if not 1 <= len(tool.name) <= 256:
-            raise wrong(f"{where}.name", "a name of at most 256 characters is needed")
-        if len(self.functions) >= MOST_TOOLS:
-            raise wrong("tools", f"more than {MOST_TOOLS}")
+            raise requests.wrong(f"{where}.name", "a name of at most 256 characters is needed")
+        if len(self.functions) >= requests.MOST_TOOLS:
+            raise requests.wrong("tools", f"more than {requests.MOST_TOOLS}")
         self.known[known.function] = known
         description, parameters = tool.description, tool.parameters
         if known.custom:
@@ -105,15 +94,15 @@ class Tools:
             if tool.format is not None and tool.format.type == "grammar":
                 description += f"\n\nThe input follows this grammar ({tool.format.syntax}):\n{tool.format.definition}"
             parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-        function = Function(name=tool.name, description=description, parameters=parameters, strict=tool.strict)
+        function = requests.Function(name=tool.name, description=description, parameters=parameters, strict=tool.strict)
         self.functions.append(function.tool(name=known.function))
 
 
-def messages_of(instructions: str, items: Sequence[Item]) -> tuple[Message, ...]:
+def messages_of(instructions: str, items: Sequence[Item]) -> tuple[requests.Message, ...]:
     """The messages that instructions and items come to: thoughts, text and calls of one turn are one message."""
-    found: list[Message] = []
+    found: list[requests.Message] = []
 
-    def turn(*before: str) -> Message:
+    def turn(*before: str) -> requests.Message:
         """The assistant's message that an item belongs to: a new one if the last has one of these already."""
         if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in before):
             found.append({"role": "assistant", "content": ""})
@@ -123,38 +112,39 @@ def messages_of(instructions: str, items: Sequence[Item]) -> tuple[Message, ...]
         where = f"input[{i}]"
         match item.type:
             case "message" if item.role == "assistant":
-                text = "" if item.content == [] else text_of(item.content, f"{where}.content")
+                text = "" if item.content == [] else requests.text_of(item.content, f"{where}.content")
                 turn("content", "tool_calls")["content"] = text
             case "message" if item.role is not None:
-                text = text_of(item.content, f"{where}.content", opaque=item.role == "user")
+                text = requests.text_of(item.content, f"{where}.content", opaque=item.role == "user")
                 found.append({"role": "user" if item.role == "user" else "system", "content": text})
             case "reasoning":
                 turn("content", "tool_calls").setdefault("reasoning_content", []).append(_thought(item, where))
             case "function_call" | "custom_tool_call":
                 custom = item.type == "custom_tool_call"
                 if not item.name:
-                    raise wrong(f"{where}.name", "the name of the tool is needed")
+                    raise requests.wrong(f"{where}.name", "the name of the tool is needed")
                 name = ToolName(item.name, custom, item.namespace).function
-                arguments = {INPUT: item.input} if custom else text_of_json(item.arguments, f"{where}.arguments")
-                turn().setdefault("tool_calls", []).append(called(item.call_id, name, arguments))
+                at = f"{where}.arguments"
+                arguments = {INPUT: item.input} if custom else requests.text_of_json(item.arguments, at)
+                turn().setdefault("tool_calls", []).append(requests.called(item.call_id, name, arguments))
             case "function_call_output" | "custom_tool_call_output":
-                output = text_of(item.output, f"{where}.output")
+                output = requests.text_of(item.output, f"{where}.output")
                 found.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
             case "message":
-                raise wrong(f"{where}.role", "user, assistant, system or developer is needed")
+                raise requests.wrong(f"{where}.role", "user, assistant, system or developer is needed")
             case _:
-                raise wrong(f"{where}.type", "items of this type are not supported", UNSUPPORTED)
+                raise requests.wrong(f"{where}.type", "items of this type are not supported", requests.UNSUPPORTED)
     for message in found:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
     first = [{"role": "system", "content": instructions}] if instructions else []
     # Templates that take a system message in front only would refuse the whole conversation from then on.
-    made = enumerate(conversation([*first, *found]))
+    made = enumerate(requests.conversation([*first, *found]))
     return tuple(m | {"role": "user"} if m["role"] == "system" and i else m for i, m in made)
 
 
 def _thought(item: Item, where: str) -> str:
     """What was thought, whole if it is there, or its summary."""
     if item.content not in (None, []):
-        return str(text_of(item.content, f"{where}.content", ("reasoning_text",)))
-    return str(text_of(item.summary, f"{where}.summary", ("summary_text",))) if item.summary else ""
+        return str(requests.text_of(item.content, f"{where}.content", ("reasoning_text",)))
+    return str(requests.text_of(item.summary, f"{where}.summary", ("summary_text",))) if item.summary else ""

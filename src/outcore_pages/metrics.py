@@ -10,10 +10,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .connection import Gate
-from .events import Event, Finished, Service
+from outcore.serve.connection import Gate
+from outcore.serve.events import Event, Finished
+from outcore.serve.service import ModelService
+from outcore.serve.site import Observer
 
 FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
@@ -42,25 +43,31 @@ OF_CONNECTIONS = {
 }
 
 
-class ServerMetrics(Collector):
+class ServerMetrics(Collector, Observer):
     """What is counted here, and where the rest is asked for."""
 
-    def __init__(self, service: Service, gate: Gate) -> None:
+    def __init__(self, service: ModelService, gate: Gate) -> None:
         self._service, self._gate, self._registry = service, gate, CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
-        self.requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)
-        self.prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of prompts answered", **own)
+        self._requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)
+        self._prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of prompts answered", **own)
         text = "Of those, tokens that were not computed again"
-        self.cached_tokens = Counter("outcore_prompt_tokens_cached", text, **own)
+        self._cached_tokens = Counter("outcore_prompt_tokens_cached", text, **own)
         text = "Seconds from a request to the first of its answer"
-        self.first_token = Histogram("outcore_first_token_seconds", text, buckets=FIRST_TOKEN_S, **own)
+        self._first_token = Histogram("outcore_first_token_seconds", text, buckets=FIRST_TOKEN_S, **own)
         self._registry.register(self)
 
-    def event(self, event: Event) -> None:
+    def responded(self, route: str, status: int) -> None:
+        """Count it."""
+        self._requests.labels(route, str(status)).inc()
+
+    def happened(self, event: Event, first_s: float | None) -> None:
         """Count what an event says."""
+        if first_s is not None:
+            self._first_token.observe(first_s)
         if isinstance(event, Finished):
-            self.prompt_tokens.inc(event.prompt_tokens)
-            self.cached_tokens.inc(event.cached_tokens)
+            self._prompt_tokens.inc(event.prompt_tokens)
+            self._cached_tokens.inc(event.cached_tokens)
 
     def response(self, accept: str) -> Response:
         """The page, in the form of Prometheus or, where that is accepted, of OpenMetrics."""
@@ -81,20 +88,3 @@ class ServerMetrics(Collector):
             for model, counters in state.get("models", {}).items():
                 family.add_metric([model], counters[name])
             yield family
-
-
-class Counted:
-    """ASGI middleware that counts answers by route and status."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                # What a client calls its path is not counted by: there is no end of those.
-                route = getattr(scope.get("route"), "path", "none")
-                self.metrics.requests.labels(route, str(message["status"])).inc()
-            await send(message)
-
-        await self.app(scope, receive, counting if scope["type"] == "http" else send)

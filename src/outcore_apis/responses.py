@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..checks import COUNT
-from .api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
-from .events import Begun, Called, Ended, Event, Finished, GenerationRequest, RequestError, Service, TextPart
-from .openai import Effort, OpenAIBody, ResponseFormat, Tokens, chosen_tool, schema_of
-from .requests import Part, TopLogprobs, continues, read, sampling_of
+from outcore.checks import COUNT
+from outcore.errors import RequestError
+from outcore.serve.api import HttpRequest, ParsedRequest, ResponseWriter, Route, logprob_entries, new_id
+from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, TextPart
+from outcore.serve.openai import Effort, OpenAIBody, ResponseFormat, Tokens, chosen_tool, schema_of
+from outcore.serve.requests import Part, TopLogprobs, continues, read, sampling_of
+
 from .response_items import INPUT, Item, ResponseTool, ToolName, Tools, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
@@ -60,7 +62,7 @@ class ResponseBody(OpenAIBody):
     metadata: dict[str, Any] = {}
 
 
-def respond(request: HttpRequest, service: Service) -> ParsedRequest:
+def respond(request: HttpRequest) -> ParsedRequest:
     """``/v1/responses``."""
     body, tools = read(ResponseBody, request.body), Tools()
     tools.add(body.tools)
@@ -149,15 +151,15 @@ class ItemsWriter(ResponseWriter):
                 pass
         return self._response(self._status)
 
-    def failure(self, error: RequestError) -> Iterator[dict[str, Any]]:
+    def failure(self, error: RequestError, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if not self._steps:
             yield from self._begin()
         # OpenAI's codes; and the one beside them by which Codex knows that it has to shorten a conversation.
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         code = "rate_limit_exceeded" if error.status == 429 else code
         code = error.code if error.code == "context_length_exceeded" else code
-        told = {"error": {"code": code, "message": str(error)}}
-        yield self._step("failed", response=self._response("failed") | told)
+        failed = self._response("failed") | {"error": {"code": code, "message": str(error)}}
+        yield self._step("failed", response=failed)
 
     def steps(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:

@@ -17,9 +17,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import RequestError
-from ..modules.mlx_lm_tokenizer import inner_tokenizer
-from ..text import one_line
+from outcore.errors import RequestError
+from outcore.modules.mlx_lm_tokenizer import inner_tokenizer
+from outcore.serve.prompting import extent
+from outcore.text import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -90,11 +91,11 @@ class Grammar:
     vocabulary: int
     ends: frozenset[int]
 
-    def processor(self, prompt: int | None = None) -> GrammarProcessor:
+    def processor(self, prompt: int) -> GrammarProcessor:
         """A logits processor for one choice; it may move to another thread between two calls.
 
         Args:
-            prompt: tokens before the answer in those that it will be called with; None: as many as in the first call.
+            prompt: tokens before the answer in those that it will be called with.
         """
         return GrammarProcessor(self, prompt)
 
@@ -196,22 +197,6 @@ def json_of(schema: Mapping[str, Any], **options: Any) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACES, **options}})}"
 
 
-def extent(value: Any, most: int) -> int:
-    """Characters of all names and texts in a value, and one for each other value; beyond ``most`` it ends early."""
-    count, layer = 0, [value]
-    while layer and count <= most:
-        part = layer.pop()
-        if isinstance(part, str):
-            count += len(part)
-        else:
-            count += 1
-            if isinstance(part, Mapping):
-                layer += (*part.keys(), *part.values())
-            elif isinstance(part, list | tuple):
-                layer += part
-    return count
-
-
 def check_grammar(field: str, characters: int) -> None:
     """Refuse a grammar that is too large.
 
@@ -234,7 +219,7 @@ class GrammarProcessor:
     did not stay.
     """
 
-    def __init__(self, grammar: Grammar, prompt: int | None) -> None:
+    def __init__(self, grammar: Grammar, prompt: int) -> None:
         self._grammar, self._prompt = grammar, prompt
         self._matcher = grammar.matcher.deep_copy()
         self._tokens: list[int] = []
@@ -249,8 +234,6 @@ class GrammarProcessor:
         Raises:
             RequestError: the grammar is too much for llguidance here.
         """
-        if self._prompt is None:
-            self._prompt = tokens.size
         answer = tokens[self._prompt :]
         self._follow(cast(list[int], answer.tolist()) if answer.size else [])
         width = logits.shape[-1]

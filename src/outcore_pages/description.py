@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from ..version import __version__
-from .api import Api
+from outcore.serve.api import Api
+from outcore.version import __version__
+
 from .page import EVENTS
 
 PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .grammar import json_of
+from .lark_grammar import json_of
 
 FORMS = ("json_tools", "mistral", "qwen3_coder")
 """mlx-lm's names of those that can be required."""

@@ -19,7 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..api import EVENT_STREAM, server_sent
+from outcore.serve.api import EVENT_STREAM, server_sent
 
 EVENTS = "/monitor/events"
 

@@ -11,38 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from ..checks import COUNT
-from .api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
-from .events import (
-    Begun,
-    Called,
-    Ended,
-    Event,
-    Finished,
-    GenerationRequest,
-    ModelCard,
-    RequestError,
-    Service,
-    TextPart,
-)
-from .requests import (
-    MOST_TOOLS,
-    UNSUPPORTED,
-    Body,
-    Function,
-    Message,
-    Part,
-    SamplerFields,
-    Stops,
-    called,
-    conversation,
-    joined,
-    part_of,
-    read,
-    sampling_of,
-    text_of,
-    wrong,
-)
+from outcore.checks import COUNT
+from outcore.errors import RequestError
+from outcore.serve import requests
+from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
+from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's choices of a tool, and ``GenerationRequest``'s."""
@@ -56,7 +29,7 @@ SIGNATURE = "unsigned"
 """Of what was thought. Nobody checks it here, but some clients send back no thinking without one."""
 
 
-class ContentBlock(Part):
+class ContentBlock(requests.Part):
     """A content block, of whatever type."""
 
     model_config = ConfigDict(extra="allow")
@@ -73,43 +46,43 @@ class ContentBlock(Part):
 
     def plain(self, where: str, *, opaque: bool = False) -> Any:
         """The text, or an opaque part."""
-        return part_of(self.model_dump(exclude_unset=True), where, ("text",), opaque=opaque)
+        return requests.part_of(self.model_dump(exclude_unset=True), where, ("text",), opaque=opaque)
 
 
-class MessageParam(Part):
+class MessageParam(requests.Part):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         list[ContentBlock], BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v)
     ]
 
 
-class AnthropicTool(Function):
+class AnthropicTool(requests.Function):
     type: str = "custom"
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(Part):
+class ToolChoice(requests.Part):
     type: Literal["auto", "any", "none", "tool"]
     name: str = ""
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Part):
+class Thinking(requests.Part):
     type: Literal["enabled", "adaptive", "disabled"]
     display: Literal["summarized", "omitted"] = "summarized"
 
 
-class OutputFormat(Part):
+class OutputFormat(requests.Part):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Part):
+class OutputConfig(requests.Part):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class PromptBody(Body):
+class PromptBody(requests.Body):
     """What is asked, without how it is to be answered."""
 
     refused = {"mcp_servers": ([],), "container": ("",)}
@@ -117,50 +90,46 @@ class PromptBody(Body):
     model: str = ""
     system: Any = ""
     messages: list[MessageParam]
-    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] = []
+    tools: Annotated[list[AnthropicTool], Field(max_length=requests.MOST_TOOLS)] = []
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
 
 
-class MessageBody(PromptBody, SamplerFields):
+class MessageBody(PromptBody, requests.SamplerFields):
     """All of a message's body; of the sampler more than Anthropic's own."""
 
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=1, le=COUNT)]
-    stop_sequences: Stops = ()
+    stop_sequences: requests.Stops = ()
 
 
-def message(request: HttpRequest, service: Service) -> ParsedRequest:
+def message(request: HttpRequest) -> ParsedRequest:
     """``/v1/messages``."""
-    body = read(MessageBody, request.body)
-    sampling = sampling_of(body, request.defaults.sampling)
+    body = requests.read(MessageBody, request.body)
+    sampling = requests.sampling_of(body, request.defaults.sampling)
     ask = _asked(body, request.defaults)
     ask = replace(ask, max_tokens=body.max_tokens, sampling=sampling, stop=body.stop_sequences)
     shows = body.thinking is None or body.thinking.display != "omitted"
     return ParsedRequest((ask,), MessageWriter(body.stream, body.ignored(), stop=ask.stop, shows_thinking=shows))
 
 
-def count(request: HttpRequest, service: Service) -> Awaitable[dict[str, Any]]:
+def count(request: HttpRequest) -> Awaitable[dict[str, Any]]:
     """``/v1/messages/count_tokens``."""
-    ask = _asked(read(PromptBody, request.body), request.defaults)
+    ask = _asked(requests.read(PromptBody, request.body), request.defaults)
 
     async def counted() -> dict[str, Any]:
-        return {"input_tokens": await service.count(ask)}
+        return {"input_tokens": await request.service.count(ask)}
 
     return counted()
 
 
 def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
-    options = dict(defaults.template_options)
-    if body.thinking is not None:
-        options["enable_thinking"] = body.thinking.type != "disabled"
-    if effort := body.output_config.effort:
-        options["reasoning_effort"] = effort if effort in ("low", "medium") else "high"
+    thinks = None if body.thinking is None else body.thinking.type != "disabled"
     form, messages = body.output_config.format or body.output_format, _conversation(body)
     if (choice := body.tool_choice).type == "tool" and choice.name in ("", "auto", "none", "required"):
-        raise wrong("tool_choice.name", "the name of one of the tools is needed")
+        raise requests.wrong("tool_choice.name", "the name of one of the tools is needed")
     return GenerationRequest(
         model=body.model,
         messages=tuple(messages),
@@ -168,7 +137,7 @@ def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
         tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)),
         tool_choice=CHOICES.get(choice.type, choice.name),
         parallel_tools=not choice.disable_parallel_tool_use,
-        template_options=options,
+        template_options=defaults.options(thinks, body.output_config.effort),
         max_tokens=defaults.max_tokens,
         sampling=defaults.sampling,
         schema=None if form is None else form.schema_,
@@ -178,17 +147,17 @@ def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
 def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
     if tool.type != "custom":
         why = "only Anthropic's servers and models know this tool; give a name and an input_schema"
-        raise wrong(f"{where}.type", why, UNSUPPORTED)
+        raise requests.wrong(f"{where}.type", why, requests.UNSUPPORTED)
     if tool.input_schema is None:
-        raise wrong(f"{where}.input_schema", "a JSON schema is needed")
+        raise requests.wrong(f"{where}.input_schema", "a JSON schema is needed")
     return tool.tool(parameters=tool.input_schema)
 
 
-def _conversation(body: PromptBody) -> list[Message]:
+def _conversation(body: PromptBody) -> list[requests.Message]:
     """The messages as chat templates take them; the last is an assistant's only if it is to be continued."""
-    turns: list[Message] = []
+    turns: list[requests.Message] = []
     if body.system not in ("", []):
-        turns.append({"role": "system", "content": text_of(body.system, "system", ("text",), "\n\n")})
+        turns.append({"role": "system", "content": requests.text_of(body.system, "system", ("text",), "\n\n")})
     begun = False  # with something else than system messages
     for i, turn in enumerate(body.messages):
         where = f"messages[{i}].content"
@@ -200,62 +169,62 @@ def _conversation(body: PromptBody) -> list[Message]:
             continue
         begun = True
         turns += _user(turn, where) if turn.role == "user" else [_assistant(turn, where)]
-    messages = list(conversation(_alternating(turns)))
+    messages = list(requests.conversation(_alternating(turns)))
     if messages[-1:] == [{"role": "assistant", "content": ""}]:
         messages.pop()
     if all(message["role"] == "system" for message in messages):
-        raise wrong("messages", "at least one of the user is needed")
+        raise requests.wrong("messages", "at least one of the user is needed")
     return messages
 
 
-def _alternating(turns: Sequence[Message]) -> list[Message]:
+def _alternating(turns: Sequence[requests.Message]) -> list[requests.Message]:
     """Turns of one role that follow each other are one: many templates want them to alternate."""
-    messages: list[Message] = []
+    messages: list[requests.Message] = []
     for role, group in itertools.groupby(turns, lambda turn: str(turn["role"])):
         same = list(group)
         if role == "tool" or len(same) == 1:
             messages += same
             continue
-        made: Message = {"role": role}
+        made: requests.Message = {"role": role}
         for name in ("content", "reasoning_content"):
             if any(name in turn for turn in same):
-                made[name] = joined([text for turn in same if (text := turn.get(name))], "\n\n")
+                made[name] = requests.joined([text for turn in same if (text := turn.get(name))], "\n\n")
         if calls := [call for turn in same for call in turn.get("tool_calls", ())]:
             made["tool_calls"] = calls
         messages.append(made)
     return messages
 
 
-def _user(turn: MessageParam, where: str) -> list[Message]:
+def _user(turn: MessageParam, where: str) -> list[requests.Message]:
     """The results of tools first: they belong to the calls before."""
     parts: list[Any] = []
-    turns: list[Message] = []
+    turns: list[requests.Message] = []
     for i, block in enumerate(turn.content):
         at = f"{where}[{i}]"
         if block.type != "tool_result":
             parts.append(block.plain(at, opaque=True))
             continue
         if not block.tool_use_id:
-            raise wrong(f"{at}.tool_use_id", "a string is needed")
-        content = "" if block.content == [] else text_of(block.content, f"{at}.content", ("text",), "\n")
+            raise requests.wrong(f"{at}.tool_use_id", "a string is needed")
+        content = "" if block.content == [] else requests.text_of(block.content, f"{at}.content", ("text",), "\n")
         if block.is_error and not content.lower().startswith("error"):
             content = f"Error: {content}"
         turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    return [*turns, {"role": "user", "content": joined(parts)}] if parts or not turns else turns
+    return [*turns, {"role": "user", "content": requests.joined(parts)}] if parts or not turns else turns
 
 
-def _assistant(turn: MessageParam, where: str) -> Message:
+def _assistant(turn: MessageParam, where: str) -> requests.Message:
     said: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
         if block.type == "tool_use":
             for name in ("input", "name", "id"):
                 if getattr(block, name) in (None, ""):
-                    raise wrong(f"{where}[{i}].{name}", "it is needed")
-            calls.append(called(block.id, block.name, block.input or {}))
+                    raise requests.wrong(f"{where}[{i}].{name}", "it is needed")
+            calls.append(requests.called(block.id, block.name, block.input or {}))
         elif block.type not in ("thinking", "redacted_thinking"):
             said.append(block.plain(f"{where}[{i}]"))
-    made: Message = {"role": "assistant", "content": "".join(said)}
+    made: requests.Message = {"role": "assistant", "content": "".join(said)}
     if thought := "".join(block.thinking for block in turn.content):
         made["reasoning_content"] = thought
     return made | ({"tool_calls": calls} if calls else {})
@@ -282,9 +251,6 @@ class MessageWriter(ResponseWriter):
 
     def closing(self) -> bytes:
         return self.sent([{"type": "message_stop"}])
-
-    def failure(self, error: RequestError) -> Iterator[dict[str, Any]]:
-        yield error_body(error)
 
     def keepalive(self) -> bytes:
         # A client's first event is message_start whatever comes; before it a comment.
@@ -373,15 +339,15 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def models(request: HttpRequest, service: Service) -> dict[str, Any]:
+def models(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models``."""
-    found = [_model(card) for card in service.models()]
+    found = [_model(card) for card in request.service.models()]
     return {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
 
 
-def model(request: HttpRequest, service: Service) -> dict[str, Any]:
+def model(request: HttpRequest) -> dict[str, Any]:
     """``/v1/models/NAME``."""
-    return _model(service.card(request.params["model"]))
+    return _model(request.service.card(request.params["model"]))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""What an answer has to be, of what is asked: the rules of a schema or of required calls, and what may come before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from outcore.errors import RequestError
+from outcore.serve.chat_template import TokenizerTemplate
+from outcore.serve.events import GenerationRequest
+from outcore.serve.harmony import FINAL
+from outcore.serve.prompting import extent
+from outcore.text import one_line
+
+from .call_grammar import FORMS, CallForm
+from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammar, Grammars, check_grammar, schema_rule
+
+
+class AnswerGrammars:
+    """``Grammars`` of ``outcore.serve.prompting``."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, template: TokenizerTemplate) -> None:
+        self._tokenizer, self._template, self._grammars = tokenizer, template, Grammars(tokenizer)
+
+    def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
+        """As ``Grammars`` has it."""
+        forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
+        if isinstance(ask.schema, str):
+            if forced:
+                raise RequestError("grammar: not together with a schema or a required tool", param="grammar")
+            return self._grammars.of_text(ask.schema)
+        if ask.messages is None:
+            return self._grammars.of_rules("schema", schema_rule(ask.schema or {}))
+        own = self._tokenizer
+        if own.structural_markers or own.response_initial_state not in (None, "normal"):
+            why = "this model's answers have parts that no grammar is known for"
+            raise RequestError(why, "unsupported_parameter")
+        before = self._before(ask, text, thinking)
+        if forced:
+            return self._grammars.of_rules("tools", self._calls(ask, tools), before)
+        if tools and not self._template.harmony:
+            before = replace(before, instead=Free(tuple(own.tool_call_start_tokens)))
+        begun = _begun(ask, text) if not thinking else ""
+        return self._grammars.of_rules("schema", schema_rule(ask.schema or {}), before, begun)
+
+    def _before(self, ask: GenerationRequest, text: str, thinking: bool) -> Before:
+        """Thoughts that may come before an answer, or that it begins within."""
+        own = self._tokenizer
+        if self._template.harmony and not ask.continued:
+            # Calls are among what comes before the answer, and end it.
+            final = own.encode(FINAL, add_special_tokens=False)
+            return Before(Free((), tuple(final), ends=bool(ask.tools) and ask.tool_choice != "none"))
+        if not own.has_thinking:
+            return Before()
+        opening, closing = tuple(own.think_start_tokens), tuple(own.think_end_tokens)
+        if thinking:
+            return Before(Free((), closing))
+        over = ask.continued or text.rstrip().endswith(own.think_end)
+        return Before(thoughts=None if over or not self._template.thinking else Free(opening, closing))
+
+    def _calls(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+        name = str(getattr(self._tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
+        if name not in FORMS:
+            why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
+            raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
+        if ask.continued:
+            why = "an answer that goes on with a message cannot be a call"
+            raise RequestError(f"tool_choice: {why}", param="tool_choice")
+        chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
+        check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
+        own = self._tokenizer
+        arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
+        form = CallForm(name, self._mark(own.tool_call_start), self._mark(own.tool_call_end), arguments)
+        try:
+            lark = form.lark(chosen, ask.parallel_tools and ask.tool_choice == "required")
+        except (AttributeError, KeyError, TypeError, RecursionError) as e:
+            raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
+        check_grammar("tools", len(lark))
+        return lark
+
+    def _mark(self, mark: str) -> str:
+        """A mark as grammars name it: by its token, if it is one."""
+        tokens = self._tokenizer.encode(mark, add_special_tokens=False)
+        return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
+
+
+def _begun(ask: GenerationRequest, text: str) -> str:
+    """Of the answer, what the prompt ends with."""
+    if not (ask.continued and ask.messages):
+        return ""
+    said = str(ask.messages[-1].get("content") or "")
+    return said if text.endswith(said) else said.strip()
