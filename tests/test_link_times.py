@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memory_link import MemoryLink, memory_links
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 from outcore_cluster.link_times import LARGE, link_times, measure_link
 from outcore_cluster.timing import LinkTimes
 

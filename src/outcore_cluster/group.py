@@ -22,7 +22,7 @@ from outcore.plan.workload import Workload
 
 from .agreement import RankAgreement
 from .forecast import RanksPlan, predicted
-from .link.link import Link
+from .link_protocol import Link
 from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from .link.link import Link
+from .link_protocol import Link
 from .timing import LinkTimes
 
 SMALL, LARGE = (64, 12), (250_000, 3)

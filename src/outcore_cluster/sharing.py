@@ -25,7 +25,7 @@ from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
 from .cuts import Cuts
 from .layer_shares import RankMeans, share_layers
-from .link.link import Link
+from .link_protocol import Link
 from .link_times import link_times
 from .rank_share import cuts_of, share_out
 from .stage import fillable

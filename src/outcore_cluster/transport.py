@@ -21,7 +21,7 @@ from outcore.errors import BudgetError, PromptError, UsageError
 from .agreement import RankAgreement
 from .foreign import hold_alike
 from .leading import RankLeader
-from .link.link import Link
+from .link_protocol import Link
 from .resident_passes import ResidentPasses
 from .stage import PipelineStage
 
