@@ -23,11 +23,12 @@ from outcore.plan.workload import Workload
 from .agreement import RankAgreement
 from .forecast import RanksPlan, predicted
 from .link_protocol import Link
+from .link_times import LinkTimes, measure_link
 from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RankGroup:
     """Ranks that share a model (``outcore.decode.preparation.Ranks``).
 
@@ -38,11 +39,18 @@ class RankGroup:
 
     link: Link
     host: str = ""
+    _times: LinkTimes | None = None
 
     @property
     def agreement(self) -> RankAgreement:
         """What they agree on before there is a model."""
         return RankAgreement(self.link)
+
+    @property
+    def times(self) -> LinkTimes:
+        """What the link does, measured when this is asked first; all ranks ask at the same time."""
+        self._times = self._times or measure_link(self.link)
+        return self._times
 
     # Loading
 
@@ -97,6 +105,7 @@ class RankGroup:
             profile.size,
             plan,
             prepared.calibration,
+            self.times,
             host=self.host or f"rank {self.link.rank}",
             asked=o.prefill_step_size,
             notes=[*prepared.notes],

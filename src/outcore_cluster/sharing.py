@@ -26,7 +26,6 @@ from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 from .cuts import Cuts
 from .layer_shares import RankMeans, share_layers
 from .link_protocol import Link
-from .link_times import link_times
 from .rank_share import cuts_of, share_out
 from .stage import fillable
 from .weight_prints import check_same_model
@@ -60,7 +59,7 @@ def shared_out(
         kind = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {kind} cannot be shared out over several machines: {cuts.refusal}")
     check_same_model(profile.lazy, link, ranks.host)
-    calibration, times = known or ASSUMED, link_times(link)
+    calibration, times = known or ASSUMED, ranks.times
     told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, o.resident))).encode())
     others = [RankMeans(**json.loads(each)) for each in told[1:]]
 

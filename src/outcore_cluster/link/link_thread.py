@@ -256,6 +256,9 @@ class LinkThread:
         """Nothing more comes by a connection; ``why``: empty where that is as it should be."""
         each.gone = True
         self._loop.remove_reader(each.sock)
+        for peer in self.peers.values():
+            if why and each.data and not peer.gone:
+                self._read(peer)  # it may have been told whose fault it is
         if why and not self._closing:
             self.fail(Blame(each.rank, why))
 
