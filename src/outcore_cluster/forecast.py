@@ -4,7 +4,6 @@ same."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,20 +13,12 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.prediction import Turn, turns_of
 
-from .agreement import RankAgreement
 from .link_times import LinkTimes
 from .rank_share import RankShare
 from .timing import RankStage, steady_s, sweep_ends
 
 BEHIND = 1 << 30
 """In place of a layer: what lies behind all of them."""
-
-STEPS = 32, 64, 128, 256, 512
-"""Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
-than they save waiting."""
-
-WORTH = 0.9
-"""Part of the time to the first token from which on shorter chunks than planned are worth it."""
 
 OUTSIDE = "token", "prompt"
 """Fields of a ``RankPart`` that are no part of JSON for users."""
@@ -187,34 +178,3 @@ class RanksPlan:
             "layout": self.layout or None,
             "ranks": [{k: v for k, v in asdict(part).items() if k not in OUTSIDE} for part in self.parts],
         }
-
-
-def predicted(
-    share: RankShare,
-    size: ModelSize,
-    plan: Plan,
-    calibration: Calibration,
-    times: LinkTimes,
-    *,
-    asked: int | None,
-    **more: Any,
-) -> RanksPlan:
-    """What all ranks together take; all of them ask at the same time.
-
-    A prompt in one chunk would be computed by one rank after the other: it is cut into chunks of the length by which
-    the first token is there soonest, which all ranks predict alike.
-
-    Args:
-        size, plan: of what this rank holds. ``calibration``: of this machine. ``times``: of the link.
-        asked: tokens of a prompt's chunk, if they were asked for. ``more``: this rank's ``host`` and ``notes``.
-    """
-    link = share.link
-    # What they all see is what rank 0 was told.
-    prompt, sequences = json.loads(link.agree(json.dumps([size.prompt, size.sequences]).encode()))
-    (longest,) = RankAgreement(link).leasts([plan.prefill_step])
-    steps = [longest, *(n for n in STEPS if asked is None and n < min(longest, prompt))]
-    mine = RankPart.of(share, size, plan, calibration, steps, **more)
-    parts = [RankPart(**json.loads(each)) for each in link.gather(json.dumps(asdict(mine)).encode())]
-    found = [RanksPlan.of(parts, prompt, step, share.sent, sequences, times) for step in steps]
-    best = min(found, key=lambda each: each.ttft_s)
-    return best if best.ttft_s < WORTH * found[0].ttft_s else found[0]

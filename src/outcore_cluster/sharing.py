@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from outcore.decode.opening import Opening
 from outcore.decode.preparation import draft_kind
@@ -34,13 +34,8 @@ if TYPE_CHECKING:
     from .group import RankGroup
 
 
-@dataclass(frozen=True)
-class SharedModel:
-    """How a model is shared out.
-
-    Attributes:
-        profile: what this rank holds. ``draft``: what drafts; other ranks than the first have nothing of it.
-    """
+class SharedModel(NamedTuple):
+    """What this rank holds of a model, and what drafts for it: other ranks than the first have nothing of that."""
 
     profile: ModelProfile
     draft: Draft | None

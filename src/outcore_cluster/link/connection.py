@@ -13,7 +13,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Protocol
 
 from .verdict import Sign
 
@@ -39,13 +38,6 @@ class Kind(IntEnum):
     BYE = 6
 
 
-class Due(Protocol):
-    """A receive that somebody waits for: bytes go into ``into``, and then it is ``done``."""
-
-    into: memoryview
-    done: bool
-
-
 class LinkConnection:
     """One end of a connection, for data or for all else.
 
@@ -56,7 +48,8 @@ class LinkConnection:
     Attributes:
         heard_at: when it last was. ``sign``: the last that was heard.
         ended: the other rank has said that its part is done. ``gone``: nothing more comes from it.
-        leaving: bytes that the kernel has not taken yet. ``posted``: receives that data goes into, in order.
+        leaving: bytes that the kernel has not taken yet. ``posted``: where data goes, in order.
+        asked, received: messages of data that somebody asked for so far, and that are there.
     """
 
     def __init__(
@@ -71,7 +64,8 @@ class LinkConnection:
         self.sock, self.rank, self.data, self.heard_at = sock, rank, data, heard_at
         self.sign, self.ended, self.gone = Sign(), False, False
         self.leaving: deque[memoryview] = deque()
-        self.posted: deque[Due] = deque()
+        self.posted: deque[memoryview] = deque()
+        self.asked = self.received = 0
         self._places = self._frames(take)
         self._into = next(self._places)
 
@@ -118,10 +112,11 @@ class LinkConnection:
             if kind not in set(Kind) or (kind == Kind.DATA) != self.data:
                 raise ValueError("bytes that are no frame")
             if self.data:
-                if length != self.posted[0].into.nbytes:
-                    raise ValueError(f"it sent {length} bytes where {self.posted[0].into.nbytes} are due")
-                yield self.posted[0].into
-                self.posted.popleft().done = True
+                if length != self.posted[0].nbytes:
+                    raise ValueError(f"it sent {length} bytes where {self.posted[0].nbytes} are due")
+                yield self.posted[0]
+                self.posted.popleft()
+                self.received += 1
             elif length > MOST_CONTROL:
                 raise ValueError(f"a frame of {length} bytes")
             else:

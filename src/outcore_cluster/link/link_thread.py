@@ -35,21 +35,20 @@ TELL_S = 0.5
 
 @dataclass
 class Receive:
-    """A receive from one rank (``Arrival``)."""
+    """A receive (``Arrival``): the ``number``-th message of data that a connection brings, from 1."""
 
     thread: LinkThread
-    source: int
-    into: memoryview
-    done: bool = False
+    source: LinkConnection
+    number: int
 
     @property
     def ready(self) -> bool:
         """Whether ``wait`` returns or raises at once."""
-        return self.done or self.thread.fault is not None
+        return self.source.received >= self.number or self.thread.fault is not None
 
     def wait(self) -> None:
         """Wait for the bytes. Raises ``LinkError`` where the run has failed."""
-        self.thread.wait_for(lambda: self.done, self.source, due=True)
+        self.thread.wait_for(lambda: self.source.received >= self.number, self.source.rank, due=True)
 
 
 class LinkThread:
@@ -129,11 +128,12 @@ class LinkThread:
 
     def receive(self, source: int, into: memoryview) -> Receive:
         """Begin to receive a message of a rank."""
-        found, each = Receive(self, source, into), self.data[source]
-        each.posted.append(found)
+        each = self.data[source]
+        each.asked += 1
+        each.posted.append(into)
         if len(each.posted) == 1:
             self._soon(self._read, each)
-        return found
+        return Receive(self, each, each.asked)
 
     def put(self, to: LinkConnection, kind: Kind, payload: memoryview) -> None:
         """Queue a frame; what is small leaves now, as far as the connection takes it."""
