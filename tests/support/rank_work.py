@@ -175,6 +175,8 @@ class ToldDrafting:
     def hidden(self) -> None:
         return None
 
+    def close(self) -> None: ...
+
 
 def conversation(
     link: Link | None, folder: Path, options: dict[str, Any], coupled: bool = False, most: int | None = None
