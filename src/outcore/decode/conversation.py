@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.tokenizer import whole_text
 from ..errors import CheckpointError, PromptError, UsageError
 from ..text import one_line
-from .chat_prompt import same_tokens
+from .prompt import same_tokens
 
 QUESTION, ANSWER = "question", "the-answer-stands-here"
 """Stand for what was said, to find what a template writes after it."""

@@ -1,9 +1,10 @@
-"""Prompts: their token ids, what a cache holds of the text before them, and what no model can answer."""
+"""Prompts: from texts and messages to token ids, what a cache holds of the text before them, and what no model can
+answer."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,11 +14,70 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint.tokenizer import whole_text
 from ..engine.session import Session
-from ..errors import PromptError
+from ..errors import PromptError, RequestError
 from ..modules.call_values import flat
 from ..plan.plan import ANSWER
-from ..text import shortened
-from .chat_prompt import encode_text
+from ..text import one_line, shortened
+from . import request_values
+
+
+def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """Token ids of a text, by mlx-lm's rule for special tokens: one that begins with the first of them has them all."""
+    special = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(text, add_special_tokens=special))
+
+
+def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """Token ids of what a chat template wrote: all special tokens are in it.
+
+    Raises:
+        RequestError: there are none, or half of a surrogate pair is in it.
+    """
+    tokens = list(tokenizer.encode(request_values.whole_text(text, "messages"), add_special_tokens=False))
+    if not tokens:
+        raise RequestError("messages: they are empty; give at least one token", param="messages")
+    return tokens
+
+
+def render(
+    tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], **arguments: Any
+) -> str:
+    """What a model's chat template makes of messages.
+
+    Args:
+        options: that the request gives it.
+        arguments: of ``apply_chat_template``.
+
+    Raises:
+        RequestError: an option that no request may give, or the template refuses it.
+    """
+    if given := request_values.TEMPLATE_OWN & options.keys():
+        raise RequestError(f"{min(given)}: no option of the chat template", param=min(given))
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options, **arguments))
+    except Exception as e:  # a template is code that comes with the model: it raises what it likes
+        why = f"messages: the chat template refuses them: {one_line(e)}"
+        raise RequestError(why, param="messages") from e
+
+
+def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common before they differ."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def check_known(tokens: Sequence[int], ids: Container[int], where: str = "prompt") -> None:
+    """Refuse what is no prompt of token ids.
+
+    Args:
+        ids: all of the tokenizer's tokens.
+
+    Raises:
+        RequestError: there are none, or one that the model does not have.
+    """
+    if unknown := [t for t in tokens if t not in ids]:
+        raise RequestError(f"{where}: the model has no token {shortened(unknown[0])}", param=where)
+    if not tokens:
+        raise RequestError(f"{where}: it is empty; give at least one token", param=where)
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> mx.array:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decode.chat_prompt import render
+from ..decode.prompt import render
 from ..errors import RequestError
 from ..modules.mlx_lm_tokenizer import has_template_code
 from .events import GenerationRequest

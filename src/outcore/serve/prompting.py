@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decode.chat_prompt import check_ids, encode_rendered, encode_text, same_tokens
 from ..decode.prefix_cache import GRID
+from ..decode.prompt import check_known, encode_rendered, encode_text, same_tokens
 from ..decode.sampling import Processor
 from ..errors import RequestError
 from ..packages import modules
@@ -97,7 +97,7 @@ class Prompter:
             RequestError: it cannot be meant, or not with this model; names the field.
         """
         if bias := ask.sampling.logit_bias:
-            check_ids(list(bias), self._ids, "logit_bias")
+            check_known(list(bias), self._ids, "logit_bias")
         if most is not None:
             _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
             _check_characters(len(ask.prompt or "") * (1 if isinstance(ask.prompt, str) else CHARACTERS), most)
@@ -111,7 +111,7 @@ class Prompter:
         if ask.tools and ask.tool_choice != "none":
             raise RequestError("tools: they go with messages, not with a prompt", param="tools")
         tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-        check_ids(tokens, self._ids)
+        check_known(tokens, self._ids)
         return Prompt(tuple(tokens), self.tokenizer, ask.stop, grammar=self._grammar(ask))
 
     def _chat(self, ask: GenerationRequest, most: int | None) -> Prompt:
@@ -119,7 +119,7 @@ class Prompter:
         text = self._template.render(ask, tools)
         _check_characters(len(text), most)
         tokens = encode_rendered(self.tokenizer, text)
-        check_ids(tokens, self._ids, "messages")
+        check_known(tokens, self._ids, "messages")
         thinking = self._thinks(ask, text)
         parser = functools.partial(
             TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=ask.continued,
