@@ -42,9 +42,6 @@ class _Row:
 class BatchDecoder:
     """Sequences that run side by side, a row of the caches each; none is drafted, or has tokens without a pass.
 
-    Args:
-        prefill_step: tokens of a prompt computed at a time.
-
     Attributes:
         failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
     """
@@ -52,16 +49,19 @@ class BatchDecoder:
     ready = False
     drafts: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
-    def __init__(self, model: nn.Module, session: Session, *, prefill_step: int) -> None:
-        self._model, self._session = model, session
-        self.prefill_step = prefill_step
-        self._transport = session.transport
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self._model, self._session, self._transport = model, session, session.transport
         self._rows: list[_Row] = []
         self._caches: list[Any] = []
         self.failed: dict[int, Exception] = {}
 
-    def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
-        """``beside``: passes over a part of a prompt whose sequence does not join yet."""
+    def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
+        """One more token of each, those that join among them.
+
+        Args:
+            chunk: tokens of a prompt computed at a time.
+            beside: passes over a part of a prompt whose sequence does not join yet.
+        """
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
             runs: list[Callable[[], mx.array]] = [each.run for each in beside]
@@ -74,7 +74,7 @@ class BatchDecoder:
                 grow_by(cache, session.size.step)
                 joined.append(cache)
                 prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
-                for part in chunks(len(prompt), self.prefill_step)[:-1]:
+                for part in chunks(len(prompt), chunk)[:-1]:
                     runs.append(functools.partial(self._prompt, prompt[part], cache))
                 self._rows.append(_row(request))
             runs.append(functools.partial(self._decode, joined))

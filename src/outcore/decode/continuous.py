@@ -206,8 +206,9 @@ class Continuous:
     def _write_alone(self, step: StepResult) -> None:
         """One more token of the only text: nobody waits for it, or shares its passes."""
         if self._batch is None:
-            self._batch = self._decoder(self._asked_step or self._session.plan.prefill_step, together=False)
-        step.tokens = self._batch.step([row.request for row in self._waiting])
+            self._batch = self._decoder(together=False)
+        chunk = self._asked_step or self._session.plan.prefill_step
+        step.tokens = self._batch.step([row.request for row in self._waiting], chunk)
         self._waiting.clear()
         self._session.metrics.tokens += len(step.tokens)
 
@@ -350,11 +351,10 @@ class Continuous:
         if self._batch is None or several != isinstance(self._batch, BatchDecoder):
             others = self._taken_out({*joining, *self._prefills})
             requests = [*(row.go_on() for row in others), *requests]
-            self._batch = self._decoder(chunk, together=several)
-        self._batch.prefill_step = chunk
+            self._batch = self._decoder(together=several)
         beside = part if together else None
         began, waited = metrics.clock(), metrics.stall_s
-        step.tokens = self._batch.step(requests, [] if beside is None else beside.passes)
+        step.tokens = self._batch.step(requests, chunk, [] if beside is None else beside.passes)
         if beside is not None:
             beside.computed()
             step.prompts[beside.uid] = beside.held
@@ -365,11 +365,11 @@ class Continuous:
         metrics.tokens += len(step.tokens)
         return joining
 
-    def _decoder(self, chunk: int, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
+    def _decoder(self, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
         """What computes sequences in caches of their own, or ``together`` in the rows of the same ones."""
         if together:
-            return BatchDecoder(self._model, self._session, prefill_step=chunk)
-        return SpeculativeDecoder(self._model, self._session, ends=self.ends, prefill_step=chunk, most=self._drafted)
+            return BatchDecoder(self._model, self._session)
+        return SpeculativeDecoder(self._model, self._session, ends=self.ends, most=self._drafted)
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
         """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.

@@ -34,7 +34,6 @@ class SpeculativeDecoder:
 
     Args:
         ends: tokens that end a text: nothing is drafted behind them.
-        prefill_step: tokens of a prompt computed at a time.
         most: tokens drafted of a text for a sweep at most; None: as many as are worth it.
 
     Attributes:
@@ -43,16 +42,9 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        session: Session,
-        *,
-        ends: Collection[int] = (),
-        prefill_step: int,
-        most: int | None = None,
+        self, model: nn.Module, session: Session, *, ends: Collection[int] = (), most: int | None = None
     ) -> None:
         self._model, self._session, self._ends, self._most = model, session, ends, most
-        self.prefill_step = prefill_step
         self._texts: dict[int, OneText] = {}
         self._ended = session.metrics.clock()  # the last sweep
         self.drafts: dict[int, tuple[int, int]] = {}
@@ -63,17 +55,18 @@ class SpeculativeDecoder:
         """Whether some of them have tokens without another sweep."""
         return any(text.now is not None for text in self._texts.values())
 
-    def step(self, joining: Sequence[Request], beside: Sequence[Pass] = ()) -> list[Token]:
+    def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
         """One more token of each that has one without another pass; where none has, or some join, of all from one.
         Who joins while others are ``ready`` has a pass without them.
 
         Args:
+            chunk: tokens of a prompt computed at a time.
             beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
         """
         self.drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
-            text.begin(self.prefill_step)
+            text.begin(chunk)
             self._texts[request.uid] = text
         texts = list(self._texts.values())
         one = texts[0] if len(texts) == 1 else None
