@@ -31,7 +31,7 @@ from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
 from .continuous import Continuous
 from .passes import generating
-from .prompt import cached_tokens, check_length, encode
+from .prompt import cached_tokens, check_length, encode, note_length
 from .request import Request, Token
 
 Failed = Callable[[Request, Exception], None]
@@ -228,6 +228,7 @@ def _checked(
         check_cache(session.forms if session is not None else (), caches[i], f"prompt_caches[{i}]")
         held = cached_tokens(caches[i] or ())
         check_length(len(prompt), session, f"prompt {i}", held)
+        note_length(held + len(prompt), session, f"prompt {i}")
         if session is not None and session.positions is not None:
             limits[i] = min(limits[i], session.positions - held - len(prompt) + 1)
     return limits, caches

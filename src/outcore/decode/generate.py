@@ -27,7 +27,7 @@ from ..modules.call_values import caches_in
 from .continuous import Continuous
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record, unkept
-from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds
+from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
 from .request import Alone, KnownPrefix, Request, Token
 from .speculative.drafting import check_draft_length
 
@@ -214,6 +214,7 @@ def _request(
     def has_room() -> tuple[int, int]:
         nonlocal records
         tokens = check_prompt(length, max_tokens, session, held, window is None)
+        note_length(held + length, session, "the prompt")
         step, records = room_to_record(session, room, length, asked, kept)
         return tokens, step
 

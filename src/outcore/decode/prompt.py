@@ -175,20 +175,20 @@ def check_ids(ids: mx.array, session: Session, name: str) -> None:
 
 
 def check_length(tokens: int, session: Session | None, name: str, held: int = 0) -> None:
-    """Refuse a prompt that is empty, or that the model has no positions for behind ``held`` tokens; tell of one that is
-    longer than what the model was made for.
+    """Refuse a prompt that is empty, or that the model has no positions for behind ``held`` tokens.
 
     Raises:
         PromptError: says which, by ``name``.
     """
     if tokens == 0:
         raise PromptError(f"{name} is empty; give at least one token")
-    if session is None:
-        return
-    tokens += held
-    if session.positions is not None and tokens > session.positions:
-        raise PromptError(f"{name} has {tokens} tokens; this model's context is {session.positions}: shorten it")
-    if session.max_context is not None and tokens >= session.max_context:
+    if session is not None and session.positions is not None and held + tokens > session.positions:
+        raise PromptError(f"{name} has {held + tokens} tokens; this model's context is {session.positions}: shorten it")
+
+
+def note_length(tokens: int, session: Session | None, name: str) -> None:
+    """Tell of a prompt that is answered and is longer than what the model was made for."""
+    if session is not None and session.max_context is not None and tokens >= session.max_context:
         session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
 
 
