@@ -222,9 +222,9 @@ def test_the_time_until_a_model_goes_begins_with_the_last_answer(served: Path) -
             await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=0.05))
             await asyncio.sleep(0.1)
             assert service.engine.slot.loaded is not None
-            until = service.engine.slot.left_s
+            until = service.engine.slot.loaded.left_s
             await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=60))
-            assert service.engine.slot.left_s is None
+            assert service.engine.slot.loaded.left_s is None
             await answer.aclose()
             return until
 

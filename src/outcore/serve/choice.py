@@ -78,10 +78,6 @@ class Choice:
         self._parser = prompt.parser(index)
         self._logprobs: list[TokenLogprob] = []
 
-    def request(self) -> Request:
-        """What the scheduler is given for it."""
-        return request_of(self.uid, self.prompt, self.ask)
-
     def add(self, token: Token) -> list[Event]:
         """What another token brings; ``Ended`` is the last of it, if it ends the choice."""
         self.tokens += 1

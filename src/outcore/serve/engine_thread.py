@@ -28,7 +28,7 @@ from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
 from ..machine.held_signals import asking, join
 from ..text import one_line
-from .choice import Choice, as_request_error
+from .choice import Choice, as_request_error, request_of
 from .events import RETRY_S, Begun, Ended, Event, shutting_down
 from .model_slot import Loaded, ModelSlot
 
@@ -195,9 +195,9 @@ class EngineThread:
             self._take_in(None)
         else:
             slot.loaded.rest()
-            self._take_in(slot.left_s if slot.loaded.leader is None else LOOK_S)
+            self._take_in(slot.loaded.left_s if slot.loaded.leader is None else LOOK_S)
         self._over([choice for choice in self._live() if not choice.wanted])
-        if slot.left_s == 0 and not self._choices:
+        if slot.loaded is not None and slot.loaded.left_s == 0 and not self._choices:
             slot.drop()
 
     def _take_in(self, wait_s: float | None = 0) -> None:
@@ -223,7 +223,7 @@ class EngineThread:
             return
         for choice in itertools.takewhile(lambda choice: choice.ask.model == loaded.name, pending):
             try:
-                request = choice.request()
+                request = request_of(choice.uid, choice.prompt, choice.ask)
             except Exception as e:
                 self._fail([choice], e)
                 continue

@@ -255,6 +255,6 @@ class ModelService:
         loaded = self.engine.slot.loaded
         if loaded is None or loaded.name != model.name:
             return model.card
-        left_s, memory_bytes = self.engine.slot.left_s, loaded.session.plan.peak_bytes
+        left_s, memory_bytes = loaded.left_s, loaded.session.plan.peak_bytes
         expires_at = None if left_s is None else time.time() + left_s
         return replace(model.card, loaded=True, memory_bytes=memory_bytes, expires_at=expires_at)
