@@ -156,8 +156,8 @@ def _foreseen(found: dict[str, Any]) -> dict[str, Any]:
     return {
         "layers": [part["layers"] for part in shared["ranks"]],
         "resident": [part["resident"] for part in shared["ranks"]],
-        "latency_s": max(shared["latency_s"]),
-        "link_bytes_per_s": min(shared["link_bytes_per_s"]),
+        "latency_s": shared["latency_s"],
+        "link_bytes_per_s": shared["link_bytes_per_s"],
         "calibrated": shared["calibrated"],
         "predicted_token_s": token_s,
         "predicted_first_s": first_s,

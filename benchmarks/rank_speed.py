@@ -27,7 +27,7 @@ import outcore
 import rank_work
 import zoo
 from limited_reader import limit_reads
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 from outcore_tools.demo import demo_model
 from rank_processes import RankProcesses
 from result_file import shown_arguments

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pty
-import queue
 import select
 import signal
 import subprocess
@@ -211,15 +210,11 @@ def test_a_rank_that_fails_is_named_with_its_last_words(how: str, says: str, els
 
 def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: pytest.CaptureFixture[str]) -> None:
     """It is ended a second and a half after the one that was first. What ended otherwise by itself is a failure."""
-    guard = [sys.executable, "-c", ""]
-    pipe = subprocess.PIPE
     for slow, program, status in ((-15, False, 2), (None, False, 2), (1, False, None), (-15, True, None)):
-        ranks = RankProcesses(queue.Queue(), lambda *_: None)
+        ranks = RankProcesses(lambda *_: None)
         for number, ended in enumerate((slow, 2, slow)):
-            with subprocess.Popen(guard, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-                ranks.ranks.append(rank := Rank(number, Host("a", "127.0.0.1"), process, over := queue.Queue()))
-                rank.ended = ended
-                assert over.get(timeout=10) == (number, {"ended": 0})
+            ranks.ranks.append(rank := Rank(number, Host("a", "127.0.0.1")))
+            rank.ended = ended
         ranks.failed = ranks.ranks[1]
         ranks.failed.lines.append("outcore plan: --a: not alike")
         args = argparse.Namespace(result=Result(io.StringIO(), False), program=program)
@@ -234,13 +229,10 @@ def test_misuse_is_its_status_also_where_a_rank_was_too_slow_to_see_it(capsys: p
 @pytest.mark.parametrize("name", ["local", "a"])
 def test_misuse_is_its_status_also_where_who_was_slow_heard(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And was ended by its link, with 1. What a first rank here says is not seen here."""
-    ranks, pipe = RankProcesses(queue.Queue(), lambda *_: None), subprocess.PIPE
+    ranks = RankProcesses(lambda *_: None)
     for number, ended in enumerate((1, 2)):
-        guard = [sys.executable, "-c", ""]
-        with subprocess.Popen(guard, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-            ranks.ranks.append(rank := Rank(number, Host(name, "127.0.0.1"), process, over := queue.Queue()))
-            rank.ended = ended
-            assert over.get(timeout=10) == (number, {"ended": 0})
+        ranks.ranks.append(rank := Rank(number, Host(name, "127.0.0.1")))
+        rank.ended = ended
     ranks.failed = ranks.ranks[1]
     ranks.failed.lines.append("outcore generate: --max-tokens 0")
     if name != "local":
@@ -371,7 +363,7 @@ def test_ctrl_c_while_a_guard_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
             if len(made) == 2:
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("outcore_cluster.launch.launch.subprocess.Popen", Interrupted)
+    monkeypatch.setattr("subprocess.Popen", Interrupted)
     assert main(["launch", *behind(tmp_path, "abc", "exec sleep 30"), "--", *TOY]) == 130
     ended = [guard.poll() is not None for guard in made]
     for guard in made:
@@ -511,24 +503,16 @@ def test_a_host_without_that_python_is_told_which_flag_says_where_it_is(tmp_path
     assert done.returncode == 1 and "rank 1 (b): " in done.stderr and "; --python PATH says" in done.stderr
 
 
-class Known:
-    """A rank of which only the name matters."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.who = number, f"rank {number} (h{number})"
-
-
-class All:
-    ranks = (Known(0), Known(1))
-
-
 def test_versions_that_differ_are_told() -> None:
-    same = {"versions": {"outcore": "1", "mlx": "2", "mlx-lm": "3", "python": "3.11"}}
-    check_versions(All(), [same, {"versions": same["versions"] | {"python": "3.12"}}])  # type: ignore[arg-type]
+    ranks = [Rank(number, Host(f"h{number}", "127.0.0.1")) for number in range(2)]
+    same = {"outcore": "1", "mlx": "2", "mlx-lm": "3", "python": "3.11"}
+    ranks[0].ready = {"versions": same}
+    ranks[1].ready = {"versions": same | {"python": "3.12"}}
+    check_versions(ranks)
     for name in ("outcore", "mlx", "mlx-lm"):
-        other = {"versions": same["versions"] | {name: "9"}}
+        ranks[1].ready = {"versions": same | {name: "9"}}
         with pytest.raises(LinkError, match=rf"^rank 1 \(h1\) has {name} 9, rank 0 \(h0\) "):
-            check_versions(All(), [same, other])  # type: ignore[arg-type]
+            check_versions(ranks)
 
 
 AT_A_TERMINAL = """

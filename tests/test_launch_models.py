@@ -67,7 +67,7 @@ def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: 
     foreseen = several["shared"]
     assert [part["host"] for part in foreseen["ranks"]] == ["local"] * int(ranks) and "shared" not in one
     assert f"{ranks} machines share the layers" in shared.stderr.splitlines()[0]
-    assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and len(foreseen["latency_s"]) == int(ranks)
+    assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and foreseen["latency_s"] > 0
 
 
 @pytest.mark.parametrize("first", ["a"])

@@ -17,8 +17,8 @@ import pytest
 
 from link_ranks import QUICK, identities, in_threads, linked
 from outcore.errors import LinkError
-from outcore_cluster.link.link import Link
 from outcore_cluster.link.socket_link import SocketLink
+from outcore_cluster.link_protocol import Link
 
 
 def test_bytes_come_in_order_and_whole() -> None:

@@ -14,9 +14,9 @@ from functools import partial
 
 import pytest
 
-from link_ranks import QUICK, identities, in_threads, linked
+from link_ranks import QUICK, answer, ask, identities, in_threads, linked
 from outcore.errors import LinkError
-from outcore_cluster.link.handshake import PROTOCOL, Facts, HandshakeError, RefusedError, answer, ask
+from outcore_cluster.link.handshake import PROTOCOL, Facts, HandshakeError, RefusedError
 from outcore_cluster.link.meeting import CONTROL, DATA, Identity
 from outcore_cluster.link.socket_link import SocketLink
 
@@ -227,6 +227,6 @@ def test_nobody_listens_once_all_are_there() -> None:
 
 def test_bytes_that_are_no_frames_end_the_run_with_the_name_of_who_sent_them() -> None:
     with linked(2) as (zero, one):
-        one._thread.peers[0].control.sock.sendall(b"x" * 100)
+        one._thread.peers[0].sock.sendall(b"x" * 100)
         with pytest.raises(LinkError, match=r"rank 1 \(host1\): bytes that are no frame"):
             zero.receive(1, memoryview(bytearray(3))).wait()

@@ -82,7 +82,7 @@ def test_who_waits_moves_by_bytes_alone() -> None:
         assert [machine.second(0.5) for _ in range(2)] == [1, 2]
         machine.movement.note()
         assert machine.second(0.5) == 0
-        sign = Sign.unpacked(machine.movement.look().packed())
+        sign = machine.movement.look()
         assert (sign.waits_for, sign.due) == (3, True)
     assert machine.movement.look().waits_for == NOBODY
 

@@ -30,7 +30,7 @@ from outcore_cluster import sharing as ranked
 from outcore_cluster.agreement import RankAgreement
 from outcore_cluster.group import RankGroup
 from outcore_cluster.layer_shares import share_layers
-from outcore_cluster.timing import LinkTimes
+from outcore_cluster.link_times import LinkTimes
 from rank_processes import RankProcesses
 
 TOKENS = 20
@@ -215,7 +215,7 @@ class Alike:
 
 def test_the_first_rank_has_fewer_layers_beside_a_draft(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked, "share_layers", share_layers)
-    monkeypatch.setattr(ranked, "link_times", lambda _: LinkTimes.same(2, 0.0005))
+    monkeypatch.setattr(RankGroup, "times", LinkTimes(0.0005))
     profile = Opening(demo_model, LoadOptions(context=64, prompt=16), None).measured(open_model(demo_model))
 
     def layers(draft: str, which: int | None, megabytes: int) -> int:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from outcore_cluster.layer_shares import RankMeans, share_layers, shared_sweep_s
-from outcore_cluster.timing import LinkTimes, RankStage, RankTiming, rank_timing
+from outcore_cluster.link_times import LinkTimes
+from outcore_cluster.timing import RankStage, steady_s, sweep_ends
 
 LAYERS, READ_S, COMPUTE_S = 16, 0.1, 0.001
 
 
-def timing(owners: list[int], ranks: int, hop_s: float = 0.0, rate: float = 1e12, **times: float) -> RankTiming:
+def timing(owners: list[int], ranks: int, hop_s: float = 0.0, rate: float = 1e12, **times: float) -> Any:
+    """What ``steady_s`` and ``sweep_ends`` take."""
     passes, sent = int(times.get("passes", 1)), int(times.get("sent", 0))
     compute, sizes = (times.get("compute_s", COMPUTE_S),) * passes, (sent,) * passes
     stages = [RankStage(o, compute, times.get("read_s", READ_S), sizes) for o in owners]
-    return rank_timing(stages, [3] * ranks, LinkTimes.same(ranks, hop_s, rate))
+    return stages, [3] * ranks, LinkTimes(hop_s, rate)
 
 
 def sweep(owners: list[int], ranks: int, hop_s: float = 0.0, **times: float) -> float:
-    return timing(owners, ranks, hop_s, **times).sweep_s
+    return steady_s(*timing(owners, ranks, hop_s, **times))
 
 
 def test_one_rank_reads_all_of_it() -> None:
@@ -44,16 +47,16 @@ def test_what_is_in_memory_takes_its_computing_and_hops() -> None:
 
 def test_the_first_sweep_reads_everything() -> None:
     """Of the next a part is in the slots already."""
-    assert timing([0] * 16, 1).first_s == pytest.approx(1.6, rel=0.01)
+    assert sweep_ends(*timing([0] * 16, 1)) == pytest.approx([1.6], rel=0.01)
     in_blocks = timing([0] * 8 + [1] * 8, 2)
     # While the first rank reads its eight, the other fills its three slots.
-    assert in_blocks.first_s == pytest.approx(1.3, rel=0.01) != in_blocks.sweep_s
+    assert sweep_ends(*in_blocks) == pytest.approx([1.3], rel=0.01) != [steady_s(*in_blocks)]
 
 
 def test_bytes_take_the_time_of_the_link() -> None:
     """The passes behind the first wait until it is sent, so the slowest of computing and sending is what counts."""
     how = {"read_s": 0, "compute_s": 0.01, "passes": 8, "sent": 10**6}
-    slow, fast = (timing([0] * 8 + [1] * 8, 2, rate=rate, **how).sweep_s for rate in (5e6, 1e9))
+    slow, fast = (steady_s(*timing([0] * 8 + [1] * 8, 2, rate=rate, **how)) for rate in (5e6, 1e9))
     assert fast == pytest.approx(9 * 0.08 + 0.001 * 2, abs=0.01)
     assert slow == pytest.approx(0.08 * 2 + 8 * 0.2 + 0.2, abs=0.01)
 

@@ -9,7 +9,7 @@ from typing import Any
 from memory_link import memory_links
 from outcore.errors import UsageError
 from outcore_cluster.launch.as_rank import check_same
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 
 
 def told(*given: dict[str, Any]) -> list[str]:

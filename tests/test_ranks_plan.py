@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from memory_link import memory_links
-from outcore_cluster.forecast import BEHIND, SIMULATED, RankPart, RanksPlan
+from outcore_cluster.forecast import BEHIND, RankPart, RanksPlan
 from outcore_cluster.group import RankGroup
-from outcore_cluster.timing import LinkTimes
+from outcore_cluster.link_times import LinkTimes
 
 READ_S, CHUNK_S, TOKEN_S, STEP = 0.1, 0.02, 0.001, 50
 
@@ -20,14 +20,14 @@ def part(places: list[int], read_s: float = READ_S, head_s: float = 0.0) -> Rank
     behind_prompt = [(BEHIND, 0.0, 0.0, head_s)] if head_s else []
     return RankPart(
         host="a", layers=len(places), resident=0, slots=3, bytes_per_token=1, peak_bytes=1, budget_bytes=1,
-        read_gbps=1.0, sync_s=0.0, calibrated=True, notes=[],
+        read_gbps=1.0, calibrated=True, notes=[],
         token=[(p, read_s, TOKEN_S) for p in places] + behind_token,
         prompt={str(STEP): [(p, read_s, CHUNK_S, TOKEN_S) for p in places] + behind_prompt},
     )  # fmt: skip
 
 
 def shared(parts: list[RankPart], layers: int, prompt: int = 9, latency_s: float = 0.0) -> RanksPlan:
-    return RanksPlan.of(parts, prompt, STEP, [0] * layers, 1, LinkTimes.same(len(parts), latency_s))
+    return RanksPlan.of(parts, prompt, STEP, [0] * layers, 1, LinkTimes(latency_s))
 
 
 def foreseen(parts: list[RankPart], prompt: int = 100, latency_s: float = 0.0) -> tuple[float, float]:
@@ -71,16 +71,9 @@ def test_the_head_and_hops_add_to_it() -> None:
     assert foreseen([part([0], 0), part([1], 0)], latency_s=0.25)[0] == pytest.approx(plain + 2 * 0.25)
 
 
-def test_waiting_for_what_is_sent_costs_each_block_of_layers_in_memory() -> None:
-    parts = [part([0, 1], 0), part([2, 3], 0)]
-    plain = foreseen(parts)[0]
-    assert foreseen([replace(p, sync_s=0.1) for p in parts])[0] == pytest.approx(plain + 0.1 + 0.0, abs=0.11)
-    assert foreseen([replace(p, sync_s=0.1) for p in parts])[0] > plain + 0.09
-
-
 def test_long_prompts_take_as_long_for_each_chunk_as_those_before() -> None:
     parts = [part([0, 2], 0), part([1, 3], 0)]
-    n = SIMULATED
+    n = 96
     half, whole, twice = (foreseen(parts, 50 * k + 1)[1] for k in (n // 2, n, 2 * n))
     assert whole - half == pytest.approx(0.04 * (n // 2), rel=0.1)
     assert twice - whole == pytest.approx(2 * (whole - half), rel=0.01)

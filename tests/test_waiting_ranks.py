@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rank_processes
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 from rank_processes import WaitingRanks
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from outcore.text import one_line
 
-from .link.link import Link
+from .link_protocol import Link
 
 
 class RankAgreement:

@@ -31,9 +31,9 @@ from outcore.machine.small_files import read_small
 from outcore.text import one_line, shortened
 from outcore.version import __version__
 
-from .link.link import LinkLimits
 from .link.meeting import Identity
 from .link.socket_link import SocketLink
+from .link_protocol import LinkLimits
 
 if TYPE_CHECKING:
     from .mlx_link import MlxLink

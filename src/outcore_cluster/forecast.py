@@ -4,9 +4,8 @@ same."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from outcore.plan.machine_profile import Calibration
@@ -14,23 +13,15 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.plan.prediction import Turn, turns_of
 
-from .agreement import RankAgreement
-from .link_times import link_times
+from .link_times import LinkTimes
 from .rank_share import RankShare
-from .timing import LinkTimes, RankStage, rank_timing
+from .timing import RankStage, steady_s, sweep_ends
 
-BEHIND = -1
+BEHIND = 1 << 30
 """In place of a layer: what lies behind all of them."""
 
-SIMULATED = 96
-"""Chunks of a prompt that are simulated; those beyond take as long as the last of these."""
-
-STEPS = 32, 64, 128, 256, 512
-"""Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
-than they save waiting."""
-
-WORTH = 0.9
-"""Part of the time to the first token from which on shorter chunks than planned are worth it."""
+OUTSIDE = "token", "prompt"
+"""Fields of a ``RankPart`` that are no part of JSON for users."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,6 @@ class RankPart:
         layers: it has, of which ``resident`` stay in memory. ``slots``: of its ring.
         token: of a sweep for a token, in order: a layer's place in the order of calls, reading before it, computing.
         prompt: of a prompt's sweep, by the length of its chunks: place, reading, computing a chunk, and one token.
-        sync_s: what it costs to wait for what is sent, where nothing is read.
         calibrated: its numbers rest on measurements. ``notes``: what else there is to say of it.
     """
 
@@ -53,7 +43,6 @@ class RankPart:
     peak_bytes: int
     budget_bytes: int
     read_gbps: float
-    sync_s: float
     calibrated: bool
     token: list[tuple[int, float, float]]
     prompt: dict[str, list[tuple[int, float, float, float]]]
@@ -69,16 +58,18 @@ class RankPart:
             size, plan: of what it holds. ``steps``: lengths of a prompt's chunks. ``more``: ``host`` and ``notes``.
         """
 
-        def of(turns: list[Turn]) -> list[tuple[int, Turn]]:
-            placed = [(BEHIND if t.layer is None else share.places[t.layer], t) for t in turns]
-            return [each for each in placed if share.link.rank == 0 or each[0] != BEHIND]
+        def placed(turns: list[Turn]) -> list[tuple[int, float, float]]:
+            found = [(BEHIND if t.layer is None else share.places[t.layer], t.read_s, t.compute_s) for t in turns]
+            return [each for each in found if share.link.rank == 0 or each[0] != BEHIND]
 
-        def chunks(tokens: int) -> list[tuple[int, Turn]]:
-            return of(turns_of(size, plan, known, [(max(1, tokens), 1)], size.prompt))
+        def chunks(tokens: int) -> list[tuple[int, float, float]]:
+            return placed(turns_of(size, plan, known, [(max(1, tokens), 1)], size.prompt))
 
         experts = size.on_demand
-        pooled = experts is not None and experts.reads(plan, size, size.sequences)
-        token = experts.turns(size, plan, known) if experts is not None and pooled else []
+        if experts is not None and experts.reads(plan, size, size.sequences):
+            token = experts.turns(size, plan, known)
+        else:
+            token = turns_of(size, plan, known, [(size.sequences, 1)], size.context)
         last = chunks(1)
         return cls(
             layers=len(size.layers),
@@ -88,17 +79,13 @@ class RankPart:
             peak_bytes=plan.peak_bytes,
             budget_bytes=plan.budget_bytes,
             read_gbps=known.read_gbps,
-            sync_s=known.sync_s,
             calibrated=plan.calibrated,
-            token=[
-                (at, t.read_s, t.compute_s)
-                for at, t in of(token or turns_of(size, plan, known, [(size.sequences, 1)], size.context))
-            ],
+            token=placed(token),
             prompt={
                 # Of a prompt only the last token gets logits.
                 str(step): [
-                    (at, t.read_s, 0.0 if at == BEHIND else t.compute_s, one.compute_s)
-                    for (at, t), (_, one) in zip(chunks(step), last, strict=True)
+                    (at, read, 0.0 if at == BEHIND else compute, one)
+                    for (at, read, compute), (_, _, one) in zip(chunks(step), last, strict=True)
                 ]
                 for step in steps
             },
@@ -135,26 +122,23 @@ class RanksPlan:
             sequences: that share a sweep for a token.
         """
         slots = [part.slots for part in parts]
+
+        def stages(turns: Sequence[Sequence[Any]], tokens: Sequence[int]) -> list[RankStage]:
+            """All ranks' in order, of turns of each rank: place, reading, and computing by pass."""
+            each = sorted((place, rank, n, *t) for rank, its in enumerate(turns) for n, (place, *t) in enumerate(its))
+            sizes = [tuple(nbytes * n for n in tokens) for nbytes in sent]
+            return [RankStage(rank, c, read, () if at == BEHIND else sizes[at]) for at, rank, _, read, c in each]
+
         token = [[(at, read, (compute,)) for at, read, compute in part.token] for part in parts]
         whole, rest = divmod(max(0, prompt - 1), step)
-
-        def first_s(whole: int) -> float:
-            part_of_chunk, tokens = [rest / step] * bool(rest), (step,) * whole + (rest,) * bool(rest) + (1,)
-            turns = [
-                [
-                    (at, read, (*(chunk * n for n in [1.0] * whole + part_of_chunk), last))
-                    for at, read, chunk, last in part.prompt[str(step)]
-                ]
-                for part in parts
-            ]
-            return rank_timing(_stages(parts, turns, sent, tokens), slots, link).first_s
-
-        ttft = first_s(min(whole, SIMULATED))
-        if whole > SIMULATED:
-            half = SIMULATED // 2
-            ttft += (ttft - first_s(half)) / (SIMULATED - half) * (whole - SIMULATED)
-        token_s = rank_timing(_stages(parts, token, sent, (sequences,)), slots, link).sweep_s
-        return cls(tuple(parts), token_s, ttft, prompt, link, step)
+        chunks = [step] * whole + [rest] * bool(rest)
+        first = [
+            [(at, read, (*(c * n / step for n in chunks), last)) for at, read, c, last in part.prompt[str(step)]]
+            for part in parts
+        ]
+        token_s = steady_s(stages(token, [sequences]), slots, link)
+        (ttft_s,) = sweep_ends(stages(first, [*chunks, 1]), slots, link)
+        return cls(tuple(parts), token_s, ttft_s, prompt, link, step)
 
     @property
     def calibrated(self) -> bool:
@@ -183,9 +167,6 @@ class RanksPlan:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        rows = [
-            {k: v for k, v in asdict(part).items() if k not in ("token", "prompt", "sync_s")} for part in self.parts
-        ]
         return {
             "predicted_token_s": self.token_s,
             "predicted_ttft_s": self.ttft_s,
@@ -195,49 +176,5 @@ class RanksPlan:
             "latency_s": self.link.latency_s,
             "link_bytes_per_s": self.link.rate,
             "layout": self.layout or None,
-            "ranks": rows,
+            "ranks": [{k: v for k, v in asdict(part).items() if k not in OUTSIDE} for part in self.parts],
         }
-
-
-def _stages(
-    parts: Sequence[RankPart],
-    turns: Sequence[Sequence[tuple[int, float, tuple[float, ...]]]],
-    sent: Sequence[int],
-    tokens: Sequence[int],
-) -> list[RankStage]:
-    """All ranks' in order. ``turns``: of each rank. ``tokens``: of each pass."""
-    found: list[tuple[int, RankStage]] = []
-    for rank, mine in enumerate(turns):
-        for place, read_s, compute_s in mine:
-            sizes = () if place == BEHIND else tuple(sent[place] * n for n in tokens)
-            found.append((len(sent) if place == BEHIND else place, RankStage(rank, compute_s, read_s, sizes)))
-    stages = [stage for _, stage in sorted(found, key=lambda each: each[0])]  # parts of a layer stay in their order
-    for i, (stage, then) in enumerate(itertools.pairwise(stages)):
-        if then.rank != stage.rank and not stage.read_s:
-            stages[i] = replace(stage, compute_s=tuple(c + parts[stage.rank].sync_s for c in stage.compute_s))
-    return stages
-
-
-def predicted(
-    share: RankShare, size: ModelSize, plan: Plan, calibration: Calibration, *, asked: int | None, **more: Any
-) -> RanksPlan:
-    """What all ranks together take; all of them ask at the same time.
-
-    A prompt in one chunk would be computed by one rank after the other: it is cut into chunks of the length by which
-    the first token is there soonest, which all ranks predict alike.
-
-    Args:
-        size, plan: of what this rank holds. ``calibration``: of this machine.
-        asked: tokens of a prompt's chunk, if they were asked for. ``more``: this rank's ``host`` and ``notes``.
-    """
-    link = share.link
-    # What they all see is what rank 0 was told.
-    prompt, sequences = json.loads(link.agree(json.dumps([size.prompt, size.sequences]).encode()))
-    (longest,) = RankAgreement(link).leasts([plan.prefill_step])
-    steps = [longest, *(n for n in STEPS if asked is None and n < min(longest, prompt))]
-    mine = RankPart.of(share, size, plan, calibration, steps, **more)
-    told = link.gather(json.dumps(asdict(mine)).encode())
-    parts, times = [RankPart(**json.loads(each)) for each in told], link_times(link)
-    found = [RanksPlan.of(parts, prompt, step, share.sent, sequences, times) for step in steps]
-    best = min(found, key=lambda each: each.ttft_s)
-    return best if best.ttft_s < WORTH * found[0].ttft_s else found[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
@@ -21,13 +22,21 @@ from outcore.plan.plan import Plan
 from outcore.plan.workload import Workload
 
 from .agreement import RankAgreement
-from .forecast import RanksPlan, predicted
-from .link.link import Link
+from .forecast import RankPart, RanksPlan
+from .link_protocol import Link
+from .link_times import LinkTimes, measure_link
 from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
 
+STEPS = 32, 64, 128, 256, 512
+"""Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
+than they save waiting."""
 
-@dataclass(frozen=True)
+WORTH = 0.9
+"""Part of the time to the first token from which on shorter chunks than planned are worth it."""
+
+
+@dataclass(eq=False)
 class RankGroup:
     """Ranks that share a model (``outcore.decode.preparation.Ranks``).
 
@@ -38,11 +47,18 @@ class RankGroup:
 
     link: Link
     host: str = ""
+    _times: LinkTimes | None = None
 
     @property
     def agreement(self) -> RankAgreement:
         """What they agree on before there is a model."""
         return RankAgreement(self.link)
+
+    @property
+    def times(self) -> LinkTimes:
+        """What the link does, measured when this is asked first; all ranks ask at the same time."""
+        self._times = self._times or measure_link(self.link)
+        return self._times
 
     # Loading
 
@@ -92,15 +108,18 @@ class RankGroup:
         """With what all ranks together take, and chunks of prompts of the length that is best for that."""
         profile, plan, share = prepared.profile, prepared.plan, prepared.profile.share
         assert isinstance(share, RankShare)  # it was shared out
-        found = predicted(
-            share,
-            profile.size,
-            plan,
-            prepared.calibration,
-            host=self.host or f"rank {self.link.rank}",
-            asked=o.prefill_step_size,
-            notes=[*prepared.notes],
-        )
+        size = profile.size
+        # What they all see is what rank 0 was told.
+        prompt, sequences = self.agreement.numbers(lambda: [size.prompt, size.sequences])
+        (longest,) = self.agreement.leasts([plan.prefill_step])
+        # A prompt in one chunk would be computed by one rank after the other.
+        steps = [longest, *(n for n in STEPS if o.prefill_step_size is None and n < min(longest, prompt))]
+        host, notes = self.host or f"rank {self.link.rank}", [*prepared.notes]
+        mine = RankPart.of(share, size, plan, prepared.calibration, steps, host=host, notes=notes)
+        parts = [RankPart(**json.loads(each)) for each in self.link.gather(json.dumps(asdict(mine)).encode())]
+        ways = [RanksPlan.of(parts, prompt, step, share.sent, sequences, self.times) for step in steps]
+        best = min(ways, key=lambda way: way.ttft_s)
+        found = best if best.ttft_s < WORTH * ways[0].ttft_s else ways[0]
         return replace(
             prepared,
             profile=replace(profile, share=replace(share, forecast=found)),

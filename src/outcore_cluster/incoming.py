@@ -9,7 +9,7 @@ import numpy as np
 
 from outcore.disk.metrics import Metrics
 
-from .link.link import Arrival, Link
+from .link_protocol import Arrival, Link
 
 
 @dataclass

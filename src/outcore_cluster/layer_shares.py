@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .timing import LinkTimes, RankStage, rank_timing
+from .link_times import LinkTimes
+from .timing import RankStage, steady_s
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def shared_sweep_s(
         )
         for n, o in zip(nbytes, owners, strict=True)
     ]
-    return rank_timing(stages, [SLOTS] * len(ranks), LinkTimes.same(len(ranks), hop_s)).sweep_s
+    return steady_s(stages, [SLOTS] * len(ranks), LinkTimes(hop_s))
 
 
 def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:

@@ -21,7 +21,7 @@ from outcore.plan.model_size import ModelSize
 from outcore.sizes import held_bytes
 
 from .cuts import Cuts, find_cuts
-from .link.link import Link
+from .link_protocol import Link
 from .stage import crossings
 from .transport import RankTransport
 

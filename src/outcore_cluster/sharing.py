@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from outcore.decode.opening import Opening
 from outcore.decode.preparation import draft_kind
@@ -25,8 +25,7 @@ from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 
 from .cuts import Cuts
 from .layer_shares import RankMeans, share_layers
-from .link.link import Link
-from .link_times import link_times
+from .link_protocol import Link
 from .rank_share import cuts_of, share_out
 from .stage import fillable
 from .weight_prints import check_same_model
@@ -35,13 +34,8 @@ if TYPE_CHECKING:
     from .group import RankGroup
 
 
-@dataclass(frozen=True)
-class SharedModel:
-    """How a model is shared out.
-
-    Attributes:
-        profile: what this rank holds. ``draft``: what drafts; other ranks than the first have nothing of it.
-    """
+class SharedModel(NamedTuple):
+    """What this rank holds of a model, and what drafts for it: other ranks than the first have nothing of that."""
 
     profile: ModelProfile
     draft: Draft | None
@@ -60,7 +54,7 @@ def shared_out(
         kind = profile.lazy.config.get("model_type", "this type")
         raise UsageError(f"a model of type {kind} cannot be shared out over several machines: {cuts.refusal}")
     check_same_model(profile.lazy, link, ranks.host)
-    calibration, times = known or ASSUMED, link_times(link)
+    calibration, times = known or ASSUMED, ranks.times
     told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, o.resident))).encode())
     others = [RankMeans(**json.loads(each)) for each in told[1:]]
 

@@ -43,7 +43,7 @@ class PipelineStage:
         metrics: where waiting is counted.
 
     Attributes:
-        recorder: what streams this rank's layers; None: all of them are in memory.
+        recorder: what streams this rank's layers; this itself where all of them are in memory.
         rounds: of the sweep whose passes are recorded.
         immediate: what is received has to be there when the graph goes on, in this sweep.
         before_send: called before anything that is sent is computed.
@@ -52,7 +52,8 @@ class PipelineStage:
 
     def __init__(self, share: RankShare, metrics: Metrics) -> None:
         self.link, self.metrics, self._share = share.link, metrics, share
-        self.recorder: PassRecorder | None = None
+        self.recorder: PassRecorder = self
+        self.recording: RecordedPass | None = None
         self.rounds: Rounds | None = None
         self.undo: Undo | None = None
         self.immediate = False
@@ -109,9 +110,6 @@ class PipelineStage:
             yield rounds.next_pass
         finally:
             self.rounds = None
-
-    def close(self) -> None:
-        """Whoever made the link closes it."""
 
     def watch(self, module: nn.Module) -> None:
         """Have what a layer in memory puts out sent, if it is to be."""
@@ -175,32 +173,26 @@ class PipelineStage:
     def _built(self, arrays: list[mx.array], leaving: Leaving, *seen: Any) -> None:
         """The call of a layer in memory was built, which others need, or a copy's: compute it, or have it wait for its
         turn."""
-        recorder = self.recorder
-        if recorder is None or recorder.recording is None:
+        recorder, within = self.recorder, self.recorder.recording
+        if within is None:
             self.settle()
-            by = recorder or self
-            by.reached(by.moved())
+            recorder.reached(recorder.moved())
             if leaving:
                 self.depart(leaving)
             else:
                 mx.eval(arrays)
             return
-        within = recorder.recording
         arrays = [*arrays, *(array for _, array in leaving)]
         within.units.append(Recorded(None, arrays, recorder.moved(), within.arriving(), leaving))
         within.see(*seen)
 
-    @property
-    def _recording(self) -> RecordedPass | None:
-        return None if self.recorder is None else self.recorder.recording
-
     def _buffer(self, layer: int, nbytes: int, n: int) -> mx.array:
-        if self._recording is None or self.rounds is None or layer not in self._reused:
+        if self.recorder.recording is None or self.rounds is None or layer not in self._reused:
             return new_buffer(nbytes)
         return self.rounds.buffer(nbytes, n)
 
     def _expect(self, incoming: Incoming) -> None:
-        recording = self._recording
+        recording = self.recorder.recording
         if recording is not None:
             assert self.rounds is not None
             self.rounds.add(incoming)

@@ -9,30 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .link_times import LinkTimes
+
 BEFORE, COUNTED = 3, 2
 """Sweeps until the rings are in step, and those whose mean counts."""
-
-
-@dataclass(frozen=True)
-class LinkTimes:
-    """What the link between ranks does, measured from rank 0 to each.
-
-    Attributes:
-        latency_s: from one rank's call to the other's, of a few bytes; by rank, of rank 0 itself 0.
-        rate: bytes a second.
-    """
-
-    latency_s: tuple[float, ...]
-    rate: tuple[float, ...]
-
-    @classmethod
-    def same(cls, ranks: int, latency_s: float, rate: float = 1e12) -> LinkTimes:
-        """A link that is the same between all."""
-        return cls((latency_s,) * ranks, (rate,) * ranks)
-
-    def hop_s(self, nbytes: int) -> float:
-        """Seconds of a hop between the two that take the longest."""
-        return max(self.latency_s, default=0.0) + nbytes / min(self.rate, default=1e12)
 
 
 @dataclass(frozen=True)
@@ -50,16 +30,14 @@ class RankStage:
     sent: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class RankTiming:
-    """Seconds of a sweep in the steady state, and of the first one, which begins with empty slots."""
-
-    sweep_s: float
-    first_s: float
+def steady_s(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes) -> float:
+    """Seconds of a sweep in the steady state. Arguments as of ``sweep_ends``."""
+    ends = sweep_ends(stages, slots, link, BEFORE + COUNTED)
+    return (ends[-1] - ends[-1 - COUNTED]) / COUNTED
 
 
-def rank_timing(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes) -> RankTiming:
-    """Seconds of sweeps that follow each other.
+def sweep_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes, sweeps: int = 1) -> list[float]:
+    """When sweeps end that follow each other, of which the first begins at 0 with empty slots.
 
     Args:
         stages: of one sweep, in order, all of as many passes, which follow each other over the ranks; the first rank
@@ -71,12 +49,11 @@ def rank_timing(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTim
 
     def hop(ready: list[float], source: int, to: int, sizes: Sequence[int]) -> None:
         for n in range(len(ready) if source != to else 0):
-            sending = sizes[n] / min(link.rate[source], link.rate[to]) if sizes else 0.0
-            sender[source] = max(sender[source], ready[n]) + sending
-            ready[n] = sender[source] + max(link.latency_s[source], link.latency_s[to])
+            sender[source] = max(sender[source], ready[n]) + (sizes[n] / link.rate if sizes else 0.0)
+            ready[n] = sender[source] + link.latency_s
 
     ends, turns = [0.0], _turns(stages)
-    for _ in range(BEFORE + COUNTED):
+    for _ in range(sweeps):
         ready, at, sizes = [ends[-1]] * len(stages[0].compute_s), 0, tuple[int, ...]()
         for turn in turns:
             hop(ready, at, turn.rank, sizes)
@@ -90,7 +67,7 @@ def rank_timing(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTim
                 before.append(ready[-1])
         hop(ready, at, 0, sizes)
         ends.append(ready[-1])
-    return RankTiming((ends[-1] - ends[-1 - COUNTED]) / COUNTED, ends[1])
+    return ends[1:]
 
 
 def _turns(stages: Sequence[RankStage]) -> list[RankStage]:

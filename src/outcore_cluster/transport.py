@@ -13,16 +13,20 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from outcore.decode.continuous import Continuous
+from outcore.engine.recorded_pass import Recorded, RecordedPass
 from outcore.engine.session import Session
+from outcore.engine.sweeps import Wanted, in_turn
 from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, PromptError, UsageError
+from outcore.machine.interrupts import check
 
 from .agreement import RankAgreement
 from .foreign import hold_alike
 from .leading import RankLeader
-from .link.link import Link
-from .resident_passes import ResidentPasses
+from .link_protocol import Link
 from .stage import PipelineStage
 
 if TYPE_CHECKING:
@@ -74,14 +78,8 @@ class RankRoom(RankAgreement):
             )
         if not room:
             raise refusal
-        return -1 if tokens == ENDLESS else tokens, self._chunk(room, asked=asked)
-
-    def chunk(self, most: int, *, asked: bool) -> int:
-        """Tokens of a prompt to compute at a time."""
-        return self._chunk(self.leasts([most])[0], asked=asked)
-
-    def _chunk(self, least: int, *, asked: bool) -> int:
-        return least if self.forecast is None or asked else min(least, self.forecast.step)
+        step = room if self.forecast is None or asked else min(room, self.forecast.step)
+        return -1 if tokens == ENDLESS else tokens, step
 
     def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
         """Room for sequences on all ranks; see ``Transport``."""
@@ -128,8 +126,48 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         for of_layer in zip(*caches, strict=True):
             hold_alike(*of_layer)
 
-    def sweeps(self) -> ResidentPasses | None:
+    def sweeps(self) -> RankTransport | None:
         """What computes several passes layer by layer, where nothing is streamed here."""
-        if self.eager:
-            return None
-        return ResidentPasses(self)
+        return None if self.eager else self
+
+    def sweep(
+        self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
+    ) -> list[mx.array]:
+        """As ``sweeps.StreamedPasses.sweep``, of layers in memory: layer after layer, as ranks do that stream theirs,
+        so that what is sent and received comes in the same order, and every rank computes meanwhile."""
+        recorded, outputs = list[RecordedPass](), list[mx.array]()
+        before, self.recorder = self.recorder, self
+        try:
+            with self.passes() as next_pass:
+                for number, run in enumerate(passes):
+                    self.recording = RecordedPass()
+                    next_pass()
+                    result = run()
+                    outputs += [result] if wanted is None or number in wanted else []
+                    del result
+                    recorded.append(self.recording)
+                    check()
+            self.recording = None
+            for turn in in_turn(recorded, (), self.reached, wanted):
+                self._compute(turn)
+            for each in recorded:
+                each.settle()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.recording, self.recorder = None, before
+        return outputs
+
+    def _compute(self, passes: Sequence[Recorded]) -> None:
+        """Compute what passes recorded of layers whose outputs go to other ranks."""
+        for recorded in passes:
+            for each in recorded.arriving:
+                each.wait()
+            self.reached(recorded.moved)
+            recorded.moved = []
+            with self.link.working():
+                mx.eval(recorded.arrays)
+            self.depart(recorded.leaving)
+            recorded.arrays, recorded.leaving = [], []
+            check()

@@ -21,7 +21,7 @@ from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
 from outcore.errors import UsageError
 from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_small
 
-from .link.link import Link
+from .link_protocol import Link
 
 OWN_CODE, CONFIG, BESIDE = "model_file", "config", "beside"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")

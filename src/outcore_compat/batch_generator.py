@@ -225,7 +225,7 @@ class SharedBatchGenerator(BatchGenerator):
         session = self._session
         if len(self._sequences) > 1 or session.size.sequences > 1 or len(s.text) < session.plan.context:
             return True
-        return session.residency is None or session.residency.holds(len(s.text) + 1)
+        return session.residency.holds(len(s.text) + 1)
 
     def _no_more(self, s: _Sequence) -> Any:
         """The end of one that there is no room for, which came without a token: nothing is added to its text."""

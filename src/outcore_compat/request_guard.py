@@ -56,7 +56,7 @@ def check_room(session: Session, tokens: int, prompt: int, held: int = 0) -> Non
     check_length(prompt, session, "the prompt", held)
     if tokens < session.plan.context and prompt <= session.size.prompt:
         return
-    if session.residency is not None and not session.residency.holds(tokens + 1, prompt):
+    if not session.residency.holds(tokens + 1, prompt):
         budget = format_size(session.plan.budget_bytes)
         raise PromptError(
             f"the prompt has {tokens} tokens, for which {budget} are not enough with this model: shorten it, or give "

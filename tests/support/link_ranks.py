@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -9,12 +10,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outcore_cluster.link.link import LinkLimits
+from outcore_cluster.link import handshake
+from outcore_cluster.link.handshake import Facts
 from outcore_cluster.link.meeting import Identity, listen
 from outcore_cluster.link.socket_link import SocketLink
+from outcore_cluster.link_protocol import LinkLimits
 
 KEY = b"k" * 32
-QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, verdict=0.3, grace=0.3)
+QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, grace=0.3)
+
+
+def ask(sock: socket.socket, *more: Any) -> Facts:
+    """``handshake.ask``, on a socket that may block."""
+    sock.setblocking(False)
+    return asyncio.run(handshake.ask(sock, *more))
+
+
+def answer(sock: socket.socket, *more: Any) -> Facts:
+    """``handshake.answer``, on a socket that may block."""
+    sock.setblocking(False)
+    return asyncio.run(handshake.answer(sock, *more))
 
 
 def identities(size: int, run: str = "test") -> tuple[list[Identity], list[socket.socket]]:

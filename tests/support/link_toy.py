@@ -15,7 +15,7 @@ import time
 
 from outcore.errors import OutcoreError
 from outcore_cluster.environment import from_environment
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import threading
 from contextlib import AbstractContextManager
 
 from outcore.errors import LinkError
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 
 PATIENCE_S = 60.0
 """Seconds that a rank waits for another one's bytes."""

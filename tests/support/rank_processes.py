@@ -16,7 +16,7 @@ from typing import Any
 
 from memory_link import Letters, MemoryLink
 from outcore.errors import LinkError
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 
 JOB_S = 150.0
 """Seconds that a piece of work may take."""

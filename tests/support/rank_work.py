@@ -38,7 +38,7 @@ from outcore_cluster.group import RankGroup
 from outcore_cluster.incoming import Incoming
 from outcore_cluster.layer_shares import RankMeans
 from outcore_cluster.leading import RankLeader, follow
-from outcore_cluster.link.link import Link
+from outcore_cluster.link_protocol import Link
 from outcore_tools.demo import demo_model
 from stand_ins import TokensOnly
 
@@ -174,6 +174,8 @@ class ToldDrafting:
 
     def hidden(self) -> None:
         return None
+
+    def close(self) -> None: ...
 
 
 def conversation(

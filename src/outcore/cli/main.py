@@ -25,7 +25,7 @@ from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from ..version import __version__
 from .commands import RANKS, Command, commands, parser_of, rank_module
-from .output import Result, failed, log_from, open_streams, spinner, streams, tell, told
+from .output import Result, failed, log_from, open_streams, spinner, streams
 from .parser import ArgumentParser
 
 WIDEST = 110
@@ -68,24 +68,18 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
     # Flags may be shortened; no other begins so.
     result = Result(sys.stdout, any(len(word) > 2 and "--json".startswith(word) for word in args))
     try:
-        status = _run(args[0], args[1:], result, alone) if name != "outcore" else _without_command(args)
-        result.write()
+        try:
+            status = _run(args[0], args[1:], result, alone) if name != "outcore" else _without_command(args)
+            result.write()
+        except SystemExit:
+            status = 0  # how argparse ends with its help; what is wrong is an error of ours
         sys.stdout.flush()
         return status
-    except SystemExit:
-        # How argparse ends with its help; what is wrong is an error of ours.
-        try:
-            sys.stdout.flush()
-        except OSError as e:
-            return failed(name, e, result)
-        return 0
-    except KeyboardInterrupt:
-        tell("")
-        tell(f"{name}: interrupted")
+    except KeyboardInterrupt as e:
         # Python remembers an interrupt that passed through an extension's own PyRun_String, and would end by the
         # signal instead of with a status; running any code from a string makes it forget (pythonrun.c).
         exec("")
-        return told(name, result, "interrupted", "KeyboardInterrupt", 130)
+        return failed(name, e, result)
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise

@@ -88,27 +88,26 @@ def spinner(what: str) -> AbstractContextManager[object]:
 
 
 def failed(name: str, error: BaseException, result: Result) -> int:
-    """Tell of an error that ended a command; its exit status.
+    """Tell of what ended a command, programs that asked for JSON too; its exit status.
 
     Args:
         name: of the command, as it was called.
         result: what it had found until then, which is told with the error.
     """
-    if os.environ.get(DEBUG, "") not in ("", "0"):
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if not interrupted and os.environ.get(DEBUG, "") not in ("", "0"):
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
     if isinstance(error, OSError) and error.errno in _STREAM_IS_GONE and error.filename is None:
         # Files that are written to say so in words of their own; what is left are the standard streams. Whoever read
         # a pipe has seen enough.
         return _unwritten(name, error, quiet=isinstance(error, BrokenPipeError))
-    said = _line(error)
+    said = "interrupted" if interrupted else _line(error)
+    status = 130 if interrupted else 2 if isinstance(error, UsageError) else 1
+    if interrupted:
+        tell("")  # a terminal shows ^C where the line stood
     tell(f"{name}: {said}")
-    return told(name, result, said, type(error).__name__, 2 if isinstance(error, UsageError) else 1)
-
-
-def told(name: str, result: Result, error: str, kind: str, status: int) -> int:
-    """Let programs that asked for JSON know what went wrong, too; the exit status."""
-    result.record |= {"error": error, "type": kind, "exit_status": status}
+    result.record |= {"error": said, "type": type(error).__name__, "exit_status": status}
     try:
         result.write()
     except OSError as e:

@@ -140,13 +140,6 @@ class Continuous:
             self.remove([uid])
         return row.cache or [], row.text[: row.held]
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The text that is written alone is over: its caches hold what was handed out of it, as ``OneText.end``."""
-        with self._session.exclusive:
-            if isinstance(self._batch, SpeculativeDecoder):
-                self._batch.end(error)
-            self.close()
-
     def step(self) -> StepResult:
         """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one; and
         a part of the prompts that are not all computed.
@@ -218,11 +211,19 @@ class Continuous:
         self._waiting.clear()
         self._session.metrics.tokens += len(step.tokens)
 
-    def close(self) -> None:
-        """End all of them. Safe to call twice."""
-        self._unseen = None
-        self._waiting.clear()
-        self._drop()
+    def close(self, error: BaseException | None = None) -> None:
+        """End all of them; caches of one text alone hold what was handed out of it, as ``OneText.end``. Safe to call
+        twice.
+
+        Args:
+            error: what broke it off.
+        """
+        with self._session.exclusive:
+            if self._room is None and isinstance(self._batch, SpeculativeDecoder):
+                self._batch.end(error)
+            self._unseen = None
+            self._waiting.clear()
+            self._drop()
 
     # Who is under way
 

@@ -132,7 +132,7 @@ class SpeculativeDecoder:
             seconds = self._ended - began
             # What prompts take says nothing of what is drafted.
             if waits is not None and len(going) == len(texts) and not beside:
-                computed = 1 if plain else sum(text.target.computed for text in going)
+                computed = 1 if plain else sum(len(text.target.fed) for text in going)
                 controls[0].swept(computed, seconds, waits.for_disks(), idle_s)
             for text in going:
                 if text.now is not None:

@@ -183,7 +183,7 @@ def _tokens(
         raise
     finally:
         try:
-            sequences.end(error)
+            sequences.close(error)
         finally:
             if session.in_cache == 0:
                 request.alone.forget()

@@ -133,7 +133,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     reading = Folders(o.io, o.threads or calibration.threads, calibration.chunk, report, o.kv_dir, prepared.mirrors)
     if o.io == "auto" and calibration.io != "auto":
         reading = replace(reading, io=calibration.io)
-    _tell_first(prepared, report)
     keep_kernels()
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     if prepared.mirrors is not None:
@@ -172,11 +171,17 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
 
 
 def _drafting(prepared: Preparation, opening: Opening, report: Progress) -> Drafting | None:
-    """What drafts, before the model is loaded, which it joins then."""
-    draft = prepared.draft
+    """What drafts, before the model is loaded, which it joins then. What is written for it, once, is told, and how long
+    that may take: it is read twice, for what is streamed and what drafts, and cut."""
+    draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
     if draft is None or draft.kind == NGRAM:
         return None if draft is None else Drafting(draft.name)
-    return draft_source(draft.kind).load(draft, prepared.profile, opening, report)
+    source = draft_source(draft.kind)
+    if first := source.to_write(profile, prepared.plan, draft)[0]:
+        rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
+        seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
+        report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
+    return source.load(draft, profile, opening, report)
 
 
 def _expectations(prepared: Preparation) -> AcceptanceStats | None:
@@ -191,18 +196,6 @@ def _expectations(prepared: Preparation) -> AcceptanceStats | None:
     if choice is not None and choice.planned is not None:
         found.expect(draft.kind, draft.chance, choice.drafted)
     return found
-
-
-def _tell_first(prepared: Preparation, report: Progress) -> None:
-    """Say what is written before the first answer, once, and how long that may take: it is read twice, for what is
-    streamed and what drafts, and cut."""
-    draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
-    if draft is None or draft.kind == NGRAM:
-        return
-    if first := draft_source(draft.kind).to_write(profile, prepared.plan, draft)[0]:
-        rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
-        seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
-        report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
 
 
 def _with_options(function: Any) -> None:

@@ -41,6 +41,7 @@ class ModelRunner:
         prompt_s: seconds that the prompt took; 0 before it.
         in_cache: tokens that went into the caches, of the prompt and then of the text.
         pending: tokens of the text that the caches do not hold yet, beside its last one.
+        fed: tokens that were verified last, drafted or not.
         snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
     """
 
@@ -61,7 +62,7 @@ class ModelRunner:
         self.in_cache, self.prompt_s, self.snapshots = in_cache, 0.0, 0
         self.pending: list[int] = []
         self._undo: Undo | None = None  # of a model that is all in memory
-        self._fed: list[int] = []  # tokens of the last pass
+        self.fed: list[int] = []
         self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
         self._committed = self._before = 0  # of them, part of the text; ``in_cache`` before them
 
@@ -79,7 +80,7 @@ class ModelRunner:
             with within as undo:
                 yield undo
         except BaseException:
-            self.in_cache, self.pending, self._fed, self._kept = before, pending, [], []
+            self.in_cache, self.pending, self.fed, self._kept = before, pending, [], []
             if self.hidden is not None:
                 self.hidden.cut(before)
             raise
@@ -190,19 +191,13 @@ class ModelRunner:
 
     # Drafted tokens
 
-    @property
-    def verifies(self) -> bool:
-        """Whether several tokens can be computed in one pass over the weights and taken back again."""
-        streaming = self._session.streaming
-        return not (self._session.transport.eager or (streaming is not None and streaming.evaluates))
-
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
         """The passes over ``token`` and drafted ones, which others may share; ``verified`` is to be told what they put
         out, and ``keep`` has to follow."""
         committed = [*self.pending, token]
-        self._fed, self._committed = [*committed, *drafted], len(committed)
+        self.fed, self._committed = [*committed, *drafted], len(committed)
         self._kept, self._before = [], self.in_cache
-        n, total = self._committed, len(self._fed)
+        n, total = self._committed, len(self.fed)
         if not self.in_blocks or self._will_quantize(total):
             ends = list(range(1, total + 1))
         else:
@@ -212,7 +207,7 @@ class ModelRunner:
         each = bool(self._session.transport.leasts([fits])[0]) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
-            logits = self._forward(mx.array(self._fed[first:end], dtype=mx.int32), None, at=self._before + first)
+            logits = self._forward(mx.array(self.fed[first:end], dtype=mx.int32), None, at=self._before + first)
             if end == n < total or (each and n < end < total):
                 self._kept.append((end, Snapshot(self.cache)))
             return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
@@ -223,7 +218,7 @@ class ModelRunner:
         """Logits (1, vocabulary) after the token and after each drafted one, of what the passes put out; evaluated."""
         self.evaluate(*rows)
         self.drain()
-        self.in_cache += len(self._fed)
+        self.in_cache += len(self.fed)
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
 
     def keep(self, accepted: int) -> None:
@@ -236,27 +231,18 @@ class ModelRunner:
         self.in_cache = self._before + end
         if self.hidden is not None:
             self.hidden.cut(self.in_cache)
-        if end == len(self._fed):
+        if end == len(self.fed):
             self._kept = []
             return
         if self.in_blocks and self._anywhere:
             for c in flat(self.cache):
-                c.trim(len(self._fed) - end)
+                c.trim(len(self.fed) - end)
             return
         at, snapshot = max((k for k in self._kept if k[0] <= end), key=lambda k: k[0])
         snapshot.restore()
-        self.pending = self._fed[at:end]
+        self.pending = self.fed[at:end]
         self.in_cache = self._before + at
         self._kept = []
-
-    def state(self) -> tuple[list[Any], list[int]]:
-        """The caches, and ``pending``. Not to be changed."""
-        return self.cache, self.pending
-
-    @property
-    def computed(self) -> int:
-        """Tokens that were verified last, drafted or not."""
-        return len(self._fed)
 
     def flush(self, last: int | None) -> None:
         """Bring the caches up to the text.

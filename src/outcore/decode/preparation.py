@@ -149,12 +149,17 @@ def prepare(
 
 
 def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
-    """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
-    within the budget. With the machine's calibration, if there is one."""
+    """A model before it is planned for, and what drafts for it. With the machine's calibration, if there is one."""
     if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
         offload.try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    # Mirrors and ranks have the folder that was named. A processor decodes more slowly than most disks are read.
+    compact = not (on_cpu() or o.mirrors or o.ranks is not None)
     lazy = open_model(
-        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
+        folder,
+        compact,
+        model_config=o.model_config,
+        trust_remote_code=o.trust_remote_code,
+        adapter_path=o.adapter_path,
     )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known = load_calibration(folder, streams)
@@ -166,9 +171,6 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Cal
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
-    elif mirrors is None and (packs := codings()) is not None:
-        # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        profile = packs.or_compact(folder, profile, known, opening.measured, budget, ring_options(o))
     told = () if mirrors is None else mirrors.about(profile.units)
     draft = shared.draft if shared is not None else None
     if shared is None:

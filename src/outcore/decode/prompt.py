@@ -66,7 +66,7 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     planned = session.plan.context
     wanted = held + length + max(max_tokens, 1)
     fits = wanted <= planned and length <= session.size.prompt
-    if not fits and not (session.residency is not None and session.residency.holds(wanted, length)):
+    if not fits and not session.residency.holds(wanted, length):
         raise PromptError(
             f"{held + length} prompt tokens and {max(max_tokens, 1)} new ones pass the context of {planned} tokens "
             f"that memory was planned for: load with context={wanted}"
@@ -74,8 +74,8 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     if max_tokens > 0:
         return max_tokens
     room = planned - held - length
-    if room > 0 or session.residency is None:
-        return max(room, 1)
+    if room > 0:
+        return room
     # The prompt fills what was planned for: as much as an answer usually takes, if there can be room for it.
     left = ANSWER if longest is None else longest - held - length
     more = min(ANSWER, left) if left > 0 else ANSWER

@@ -14,7 +14,6 @@ from ..machine.device import on_cpu
 from ..plan.cache_size import SHARED_STEP
 from ..plan.draft_choice import pays_for_several
 from ..plan.draft_cost import MOST, NGRAM, guess_s
-from ..plan.model_size import ModelSize
 from ..plan.planner import prefill_steps
 from ..plan.replan import replanned_bytes
 from ..plan.workload import JOINING, for_sequences
@@ -105,7 +104,9 @@ class SequenceRoom:
                 residency.release(self._base)
             # What looks ahead in memory keeps what it goes back to.
             kept = self._base.states if session.streaming is None else 0
-            ahead = self._ahead()
+            # Whether there is room for drafted tokens is agreed on before they are: a rank that has none would find it
+            # out when others go on.
+            ahead = 0 if self._transport.alone or session.drafting is None else MOST
             _, self.records = room_to_record(session, longest + ahead, prompt, self._asked_step, kept)
             return max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
@@ -151,7 +152,11 @@ class SequenceRoom:
         shared = alone if apart and not drafted else len(lengths) * context
         wanted = replace(wanted, shared=shared, step=KV_STEP if apart else SHARED_STEP, kept=kept + captured)
         if session.streaming is None:
-            self._check_whole(wanted, prompt)
+            # What a model that is all in memory would have to be streamed for is refused.
+            least = replace(session.plan, prefill_step=prefill_steps(prompt)[-1])
+            needed = replanned_bytes(wanted, least, least.resident)
+            if needed > least.budget_bytes:
+                raise BudgetError("no room for another sequence beside a model that is all in memory", needed)
         steps = [min(self._asked_step, prompt)] if self._asked_step else None
         residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
         if len(lengths) < size.sequences or captured < before:
@@ -181,11 +186,6 @@ class SequenceRoom:
         if guess is None:
             guess = guess_s(size, draft, residency.calibration)
         return pays(chance=min(seen.typical(draft.kind), 0.999), guess_s=guess)
-
-    def _ahead(self) -> int:
-        """Tokens that may be drafted beyond the next. Whether there is room for them is agreed on before they are: a
-        rank that has none finds it out when others go on."""
-        return 0 if self._transport.alone or self._session.drafting is None else MOST
 
     def _see_draft(self) -> bool:
         """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
@@ -220,11 +220,3 @@ class SequenceRoom:
         self._see_draft()
         if self._session.size is not self._base:
             self._session.residency.release(self._base)
-
-    def _check_whole(self, wanted: ModelSize, prompt: int) -> None:
-        """Refuse what a model that is all in memory would have to be streamed for."""
-        plan = self._session.plan
-        step = prefill_steps(prompt)[-1]
-        needed = replanned_bytes(wanted, replace(plan, prefill_step=step), plan.resident)
-        if needed > plan.budget_bytes:
-            raise BudgetError("no room for another sequence beside a model that is all in memory", needed)

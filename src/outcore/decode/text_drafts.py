@@ -48,7 +48,9 @@ class TextDrafts:
         """Have tokens be drafted whose log-probabilities are like these, if that can be worth its time; ``target`` runs
         the text."""
         session, drafting, self.drafting = self._session, self.drafting, None
-        if drafting is None or not target.verifies or (session.plan.pools and not self._fit_to_pools(target)):
+        # What evaluates on the way cannot be verified in one pass.
+        evaluates = session.transport.eager or (session.streaming is not None and session.streaming.evaluates)
+        if drafting is None or evaluates or (session.plan.pools and not self._fit_to_pools(target)):
             return
         if session.experience is None:
             session.experience = AcceptanceStats()
@@ -57,7 +59,9 @@ class TextDrafts:
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         how = foresee(self._request.sampler, logprobs.dtype)
-        self.source = drafting.source(self.control, how, logprobs.size, target.state, target.hidden)
+        self.source = drafting.source(
+            self.control, how, logprobs.size, lambda: (target.cache, target.pending), target.hidden
+        )
 
     def look(self) -> None:
         """Tell what drafts of the disk, as it is now."""

@@ -161,7 +161,6 @@ class Engine:
         with self.exclusive:
             if self.streaming is not None:
                 self.streaming.close()
-            self.transport.close()
             self._closed = True
             if self._give_back is not None:
                 self._give_back()

@@ -154,9 +154,6 @@ class Stage:
     def abandon(self) -> None:
         """After something failed: nobody waits for what was under way."""
 
-    def close(self) -> None:
-        """End what waits for other ranks. Safe to call twice."""
-
     def transaction(self, undo: Undo | None) -> None:
         """What takes caches back if a pass fails, where nothing is streamed; None: it is over."""
 

@@ -148,10 +148,6 @@ class Transport(Agreement, Stage):
         """
         return has_room()
 
-    def chunk(self, most: int, *, asked: bool) -> int:
-        """Tokens of a prompt to compute at a time, at most ``most``; all ranks ask."""
-        return most
-
     def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
         """Make room by ``here`` on all ranks, which all ask; tokens of a prompt at a time, where ranks have agreed.
 

@@ -15,7 +15,7 @@ from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 
 from ..environment import from_environment
-from ..link.link import Link
+from ..link_protocol import Link
 
 COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 """That run on several machines."""

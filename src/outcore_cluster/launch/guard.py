@@ -6,14 +6,13 @@ one object each: start (command, environment, directory, host, terminal), go (ra
 interrupt, terminate, beat. Its exit status is the rank's: 128 + n where signal n ended that.
 
 The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
-children are ended then, by SIGKILL if need be. Should the guard itself be killed, Linux kills the rank; elsewhere the
-rank sees that its parent is another.
+children are ended then, by SIGKILL if need be. Should the guard itself be killed, the rank's link sees that its parent
+is another, and ends it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -24,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -128,7 +126,6 @@ class RankGuard:
                 cwd=self._order["directory"],
                 pass_fds=(self._listener.fileno(), key),
                 start_new_session=terminal is None,
-                preexec_fn=_dying_with_parent(),
                 **dict(zip(("stdin", "stdout", "stderr"), terminal or own, strict=True)),
             )
         finally:
@@ -187,21 +184,6 @@ def is_stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
-
-
-def _dying_with_parent() -> Callable[[], None] | None:
-    """What a child does before it runs anything, so that the system kills it when this process ends; Linux has that."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    set_death_signal, parent = 1, os.getpid()
-
-    def run() -> None:
-        prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return run
 
 
 def main() -> int:

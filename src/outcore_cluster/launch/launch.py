@@ -8,22 +8,19 @@ list of processes shows it.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import fcntl
 import json
 import os
-import queue
 import secrets
-import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from outcore.cli.commands import TYPED_ELSEWHERE
@@ -56,44 +53,73 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     # A path is a program of its own, of which nothing is known.
-    args.program = bool(words) and "/" in words[0]
+    args.program, args.serves = bool(words) and "/" in words[0], words[:1] == ["serve"]
     inner = None if args.program else _command(words)
     hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
     variables = hosts.variables | dict(map(variable_of, args.env))
-    python, head = args.python or sys.executable, hosts.hosts[0]
     # A command that has no JSON prints nothing of it.
     answer: list[str] | None = [] if args.json and hasattr(inner, "json") else None
     asked = ["--json"] if answer is not None else []
     asked += ["--quiet"] if args.quiet and hasattr(inner, "quiet") else []
+    python = args.python or sys.executable
     command = list(words) if args.program else [python, "-m", "outcore", *words[:1], *asked, *words[1:]]
-    events: queue.Queue[Any] = queue.Queue()
-    with contextlib.ExitStack() as stack:
-        starting = stack.enter_context(contextlib.ExitStack())
-        ranks = RankProcesses(events, partial(_show, args.json, answer, starting))
-        typed = os.isatty(0)
-        own = _own_streams(args.json, stack) if head.local else None
-        stack.enter_context(_interrupts(ranks, typed and head.local))
-        if not args.quiet and not args.program:
-            starting.enter_context(spinner("starting" if head.local else f"waiting for {printable(head.name)}"))
-        stack.callback(ranks.end)
-        for number, host in enumerate(hosts.hosts):
-            streams = own if number == 0 else None
-            with _held(ranks):
-                ranks.ranks.append(rank := _guarded(args, number, host, python, events, streams, typed))
-            more = {TYPED_ELSEWHERE: "1"} if number == 0 and own is None and typed else {}
-            order = {"command": command, "environment": variables | more, "directory": args.cwd, "host": host.address}
-            rank.say(start=order | ({"terminal": streams} if streams is not None else {}))
-        ready = ranks.await_ready(READY_S)
-        check_versions(ranks, ready)
-        if head.local:
-            starting.close()  # from here on it says itself what it does
-        _go(ranks, [each["port"] for each in ready])
-        if not head.local:
-            threading.Thread(target=_read_input, args=(events,), daemon=True).start()
-        with _terminations(ranks) if words[:1] == ["serve"] else contextlib.nullcontext():
-            ranks.run()
+    order = {"command": command, "environment": variables, "directory": args.cwd}
+    with contextlib.ExitStack() as starting:
+        ranks = RankProcesses(partial(_show, args.json, answer, starting))
+        try:
+            asyncio.run(_run(args, hosts.hosts, python, order, ranks, starting))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     args.result.record |= _document(answer)
     return _status(ranks, args)
+
+
+async def _run(
+    args: argparse.Namespace,
+    hosts: Sequence[Host],
+    python: str,
+    order: dict[str, Any],
+    ranks: RankProcesses,
+    starting: contextlib.ExitStack,
+) -> None:
+    """Start a guard on each host and a rank behind it, and wait until all have ended.
+
+    Args:
+        order: what all guards are told of their ranks. ``starting``: what shows that it begins.
+    """
+    typed, head = os.isatty(0), hosts[0]
+    _hear_interrupts(ranks, typed and head.local)
+    with contextlib.ExitStack() as stack:
+        streams = _own_streams(args.json, stack) if head.local else None
+        if not args.quiet and not args.program:
+            starting.enter_context(spinner("starting" if head.local else f"waiting for {printable(head.name)}"))
+        try:
+            for host in hosts:
+                own = None if ranks.ranks else streams
+                guard = [python, "-m", "outcore_cluster.launch.guard"]
+                if not host.local:
+                    guard = remote_command(args.ssh, host.name, args.cwd or str(Path.cwd()), python)
+                # What reads from a terminal must be of its foreground.
+                handed_on = [fd for fd in own or () if fd > 2]
+                rank = await ranks.start(host, guard, pass_fds=handed_on, start_new_session=own is None or not typed)
+                its = {**order, "host": host.address} | ({"terminal": own} if own is not None else {})
+                if rank.number == 0 and own is None and typed:
+                    its["environment"] = order["environment"] | {TYPED_ELSEWHERE: "1"}
+                rank.say(start=its)
+            await ranks.await_ready(READY_S)
+            check_versions(ranks.ranks)
+            if head.local:
+                starting.close()  # from here on it says itself what it does
+            _go(ranks)
+            if args.serves:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ranks.terminate)
+            if not head.local:
+                reading = threading.Thread(target=_read_input, args=(asyncio.get_running_loop(), ranks.ranks[0]))
+                reading.daemon = True
+                reading.start()
+            await ranks.run()
+        finally:
+            await ranks.end()
 
 
 def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
@@ -110,11 +136,12 @@ def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
     return [found[0], 1, found[1]] if as_json else found
 
 
-def _read_input(events: queue.Queue[Any]) -> None:
-    """Lines of standard input, as events for the rank that wants them."""
-    for line in sys.stdin:
-        events.put((-1, {"input": line}))
-    events.put((-1, {"input_end": 1}))
+def _read_input(loop: asyncio.AbstractEventLoop, rank: Rank) -> None:
+    """Give lines of standard input to the rank that wants them."""
+    with contextlib.suppress(RuntimeError):  # all have ended
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(partial(rank.say, input=line))
+        loop.call_soon_threadsafe(partial(rank.say, input_end=1))
 
 
 def _document(answer: list[str] | None) -> dict[str, Any]:
@@ -141,54 +168,26 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
     return inner
 
 
-def check_versions(ranks: RankProcesses, ready: Sequence[dict[str, Any]]) -> None:
+def check_versions(ranks: Sequence[Rank]) -> None:
     """All hosts must compute the same, with the same programs.
 
     Raises:
         LinkError: names the host, and what it has.
     """
-    first = ready[0]["versions"]
-    for rank, answer in zip(ranks.ranks, ready, strict=True):
+    first = ranks[0].ready["versions"]
+    for rank in ranks:
         for name in PACKAGES:
-            if (there := answer["versions"][name]) != first[name]:
+            if (there := rank.ready["versions"][name]) != first[name]:
                 raise LinkError(
-                    f"{rank.who} has {name} {there}, {ranks.ranks[0].who} {first[name]}: install the same on all hosts",
+                    f"{rank.who} has {name} {there}, {ranks[0].who} {first[name]}: install the same on all hosts",
                     rank.number,
                 )
 
 
-def _guarded(
-    args: argparse.Namespace,
-    number: int,
-    host: Host,
-    python: str,
-    events: queue.Queue[Any],
-    own: list[int] | None,
-    typed: bool,
-) -> Rank:
-    command = [python, "-m", "outcore_cluster.launch.guard"]
-    if not host.local:
-        command = remote_command(args.ssh, host.name, args.cwd or str(Path.cwd()), python)
-    pipe = subprocess.PIPE
-    try:
-        guard = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            pass_fds=[fd for fd in own or () if fd > 2],
-            # What reads from a terminal must be of its foreground.
-            start_new_session=own is None or not typed,
-        )
-    except OSError as e:
-        raise LinkError(f"rank {number} ({host.name}): {shlex.join(command[:1])}: {e.strerror}", number) from e
-    return Rank(number, host, guard, events)
-
-
-def _go(ranks: RankProcesses, ports: Sequence[int]) -> None:
+def _go(ranks: RankProcesses) -> None:
     addresses = [
-        [f"[{rank.host.address}]:{port}" if ":" in rank.host.address else f"{rank.host.address}:{port}"]
-        for rank, port in zip(ranks.ranks, ports, strict=True)
+        [f"[{host}]:{rank.ready['port']}" if ":" in (host := rank.host.address) else f"{host}:{rank.ready['port']}"]
+        for rank in ranks.ranks
     ]
     names = [rank.host.name for rank in ranks.ranks]
     run = {"addresses": addresses, "names": names, "key": secrets.token_hex(32), "run": secrets.token_hex(4)}
@@ -210,63 +209,28 @@ def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStac
     to.flush()
 
 
-@contextlib.contextmanager
-def _interrupts(ranks: RankProcesses, by_terminal: bool) -> Iterator[None]:
+def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
     """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. A second within ``TWICE_S``
     ends all at once; one before there are ranks, too.
 
     Args:
         by_terminal: the terminal sends it to rank 0 itself.
     """
+    this = asyncio.current_task()
+    assert this is not None
 
-    def interrupted(_: int, __: FrameType | None) -> None:
-        now = time.monotonic()
-        if not ranks.begun:
-            ranks.interrupted_at = now
-            if ranks.held:
-                return
-            raise KeyboardInterrupt  # no rank is there yet that could be told
-        ranks.at_once = ranks.interrupted_at is not None and now - ranks.interrupted_at < TWICE_S
+    def interrupted() -> None:
+        now, before = time.monotonic(), ranks.interrupted_at
         ranks.interrupted_at = now
-        if not by_terminal and ranks.ranks:
+        if not ranks.begun:
+            this.cancel()  # no rank is there yet that could be told
+            return
+        ranks.at_once = before is not None and now - before < TWICE_S
+        ranks.wake()
+        if not by_terminal:
             ranks.ranks[0].say(interrupt=1)
 
-    with _handled(signal.SIGINT, interrupted):
-        yield
-
-
-@contextlib.contextmanager
-def _handled(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-@contextlib.contextmanager
-def _held(ranks: RankProcesses) -> Iterator[None]:
-    """A guard is started: Ctrl-C waits until it is known, and will be ended."""
-    ranks.held = True
-    try:
-        yield
-    finally:
-        ranks.held = False
-    if ranks.interrupted_at is not None:
-        raise KeyboardInterrupt
-
-
-def _terminations(ranks: RankProcesses) -> contextlib.AbstractContextManager[None]:
-    """SIGTERM is rank 0's, too, of a command that ends well by it."""
-
-    def terminated(_: int, __: FrameType | None) -> None:
-        ranks.terminated = True
-        ranks.ranks[0].say(terminate=1)
-
-    return _handled(signal.SIGTERM, terminated)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted)
 
 
 def _named(rank: Rank, ranks: RankProcesses) -> Rank:

@@ -65,9 +65,9 @@ def _forecast(prepared: Preparation) -> RanksPlan | None:
 
 
 def _together(name: str, shared: RanksPlan) -> str:
-    slowest = f"{1000 * max(shared.link.latency_s):.2g} ms"
-    if (rate := min(shared.link.rate)) < MOST:
-        slowest += f" and {format_size(round(rate))}/s"
+    slowest = f"{1000 * shared.link.latency_s:.2g} ms"
+    if shared.link.rate < MOST:
+        slowest += f" and {format_size(round(shared.link.rate))}/s"
     return (
         f"{name} on {len(shared.parts)} machines: predicted {1 / shared.token_s:.3g} tokens a second "
         f"({shared.token_s:.3g} s a token), {shared.ttft_s:.3g} s to the first (behind a prompt of {shared.prompt} "

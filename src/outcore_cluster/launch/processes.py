@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import os
-import queue
+import shlex
 import signal
-import subprocess
-import threading
 import time
+from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outcore.errors import LinkError
@@ -38,26 +37,18 @@ NOT_FOUND = 127
 class Rank:
     """A guard, and what it tells.
 
-    Args:
-        events: what it says goes there, as the rank's number and words: ``ready``, ``out``, ``err``, ``ended``.
-
     Attributes:
-        ended: the rank's exit status; below 0 the signal that ended it. ``moved_at``: when its guard here was last
-            seen not to be stopped.
+        ready: what it says of its host. ``ended``: the rank's exit status; below 0 the signal that ended it.
+        moved_at: when its guard here was last seen not to be stopped.
     """
 
-    def __init__(self, number: int, host: Host, guard: subprocess.Popen[bytes], events: queue.Queue[Any]) -> None:
-        self.number, self.host, self.guard, self._events = number, host, guard, events
-        self._stdin: Any = guard.stdin
-        self.moved_at = time.monotonic()
+    def __init__(self, number: int, host: Host) -> None:
+        self.number, self.host = number, host
+        self.guard: Process | None = None
+        self.ready: Any = None
         self.ended: int | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
-        self._readers = [
-            threading.Thread(target=self._read, args=(name, stream), name=f"outcore-launch-{number}", daemon=True)
-            for name, stream in (("out", guard.stdout), ("err", guard.stderr))
-        ]
-        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
-            thread.start()
+        self.moved_at = time.monotonic()
 
     @property
     def who(self) -> str:
@@ -65,32 +56,15 @@ class Rank:
         return f"rank {self.number} ({self.host.name})"
 
     def say(self, **what: Any) -> None:
-        """Tell the guard, as far as it listens."""
-        line = json.dumps(what).encode() + b"\n"
-        with contextlib.suppress(OSError, ValueError):  # that it is gone is seen where it is waited for
-            while line:  # past Python's buffer: a signal's handler may say something in the middle
-                line = line[os.write(self._stdin.fileno(), line) :]
+        """Tell the guard, as far as it listens: that it is gone is seen where it is waited for."""
+        assert self.guard is not None and self.guard.stdin is not None
+        if not self.guard.stdin.is_closing():
+            self.guard.stdin.write(json.dumps(what).encode() + b"\n")
 
     def let_go(self) -> None:
         """End of input: the guard ends its rank."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()
-
-    def _read(self, name: str, stream: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in iter(stream.readline, b"") if name == "out" else ():
-                if line.startswith(b'{"port"'):  # a shell there may have said something before
-                    self._events.put((self.number, {"ready": json.loads(line)}))
-                    break
-            while data := stream.read1(1 << 15):
-                self._events.put((self.number, {name: data.decode(errors="backslashreplace")}))
-
-    def _wait(self) -> None:
-        status = self.guard.wait()
-        for thread in self._readers:
-            thread.join(WORDS_S)  # what it started may hold its streams open
-        by_signal = 128 < status < 128 + signal.NSIG
-        self._events.put((self.number, {"ended": 128 - status if by_signal else status}))
+        if self.guard is not None and self.guard.stdin is not None:
+            self.guard.stdin.close()
 
 
 class RankProcesses:
@@ -101,53 +75,58 @@ class RankProcesses:
 
     Attributes:
         interrupted_at: when Ctrl-C was pressed last; ``at_once``: and once more, so that all are ended.
-        begun: guards were told to start their ranks. ``held``: one is started that is not known yet.
+        begun: guards were told to start their ranks.
         terminated: SIGTERM came, and rank 0 was told. ``failed``: the first that ended otherwise than with 0.
     """
 
-    def __init__(self, events: queue.Queue[Any], show: Callable[[str, str], None]) -> None:
+    def __init__(self, show: Callable[[str, str], None]) -> None:
         self.ranks: list[Rank] = []
         self.interrupted_at: float | None = None
-        self.at_once = self.terminated = self.begun = self.held = False
+        self.at_once = self.terminated = self.begun = False
         self.failed: Rank | None = None
-        self._events, self._show = events, show
+        self._show, self._changed = show, asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         self._beat = 0.0
         self._end: float | None = None
         self._let_go = False
 
-    def await_ready(self, within_s: float) -> list[Any]:
-        """What every guard says of its host.
+    async def start(self, host: Host, command: Sequence[str], **options: Any) -> Rank:
+        """Start the guard of one more rank.
+
+        Raises:
+            LinkError: there is no such program.
+        """
+        self.ranks.append(rank := Rank(len(self.ranks), host))
+        try:
+            rank.guard = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, **options)
+        except OSError as e:
+            raise LinkError(f"{rank.who}: {shlex.join(command[:1])}: {e.strerror}", rank.number) from e
+        self._tasks.append(asyncio.create_task(self._follow(rank, rank.guard)))
+        return rank
+
+    async def await_ready(self, within_s: float) -> None:
+        """Return when every guard has said what its host has.
 
         Raises:
             LinkError: one does not; says which and why.
         """
-        found: dict[int, Any] = {}
         end = time.monotonic() + within_s
-        while len(found) < len(self.ranks):
-            if (event := self._next(end)) is None:
-                late = next(rank for rank in self.ranks if rank.number not in found)
-                if time.monotonic() >= end:
-                    raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
-                if (rank := self._stopped()) is not None:
-                    raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
-                continue
-            rank, words = event
-            if "ready" in words:
-                found[rank.number] = words["ready"]
-            elif "ended" in words:
-                why = "; ".join(rank.lines) or "could not be started"
-                if words["ended"] == NOT_FOUND:
+        while (late := next((rank for rank in self.ranks if rank.ready is None), None)) is not None:
+            if (gone := next((rank for rank in self.ranks if rank.ended is not None), None)) is not None:
+                why = "; ".join(gone.lines) or "could not be started"
+                if gone.ended == NOT_FOUND:
                     why += "; --python PATH says where Python with Outcore is on every host"
-                raise LinkError(f"{rank.who}: {why}", rank.number)
-            else:
-                self._take(rank, words)
-        return [found[rank.number] for rank in self.ranks]
+                raise LinkError(f"{gone.who}: {why}", gone.number)
+            if time.monotonic() >= end:
+                raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
+            if (rank := self._stopped()) is not None:
+                raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
+            await self._next(end)
 
-    def run(self) -> None:
+    async def run(self) -> None:
         """Until all have ended."""
         while any(rank.ended is None for rank in self.ranks):
-            if (event := self._next(self._end)) is not None:
-                self._take(*event)
+            await self._next(self._end)
             now = time.monotonic()
             if (stopped := self._stopped()) is not None and stopped.ended is None:
                 self._fail(stopped, f"what guards it is stopped, for {SILENCE_S:.0f} s")
@@ -169,52 +148,70 @@ class RankProcesses:
         for rank in self.ranks:
             rank.let_go()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Whatever still runs is ended."""
-        until = time.monotonic() + (0.0 if self._let_go else LET_GO_S)
+        within_s = 0.0 if self._let_go else LET_GO_S
         self.let_go()
-        for rank in self.ranks:
-            try:
-                rank.guard.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.guard.kill()
-                rank.guard.wait()
+        guards = [rank.guard for rank in self.ranks if rank.guard is not None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*(guard.wait() for guard in guards))
+        for guard in guards:
+            with contextlib.suppress(ProcessLookupError):
+                guard.kill()
+            await guard.wait()
 
-    def _next(self, end: float | None) -> tuple[Rank, dict[str, Any]] | None:
-        """The next that a guard says; None: nothing, for as long as there is time until the next beat."""
+    def terminate(self) -> None:
+        """SIGTERM is rank 0's, too, of a command that ends well by it."""
+        self.terminated = True
+        self.ranks[0].say(terminate=1)
+
+    def wake(self) -> None:
+        """Look what there is to do."""
+        self._changed.set()
+
+    async def _follow(self, rank: Rank, guard: Process) -> None:
+        readers = [
+            asyncio.create_task(self._read(rank, *each)) for each in (("out", guard.stdout), ("err", guard.stderr))
+        ]
+        status = await guard.wait()
+        await asyncio.wait(readers, timeout=WORDS_S)  # what it started may hold its streams open
+        rank.ended = 128 - status if 128 < status < 128 + signal.NSIG else status
+        if rank.ended:
+            self._fail(rank)
+        self.wake()
+
+    async def _read(self, rank: Rank, name: str, stream: Any) -> None:
+        while name == "out" and rank.ready is None and (line := await stream.readline()):
+            if line.startswith(b'{"port"'):  # a shell there may have said something before
+                rank.ready = json.loads(line)
+                self.wake()
+        while data := await stream.read(1 << 15):
+            text = data.decode(errors="backslashreplace")
+            if rank.number == 0 and self.begun:
+                self._show(name, text)
+            rank.lines.extend(printable(line) for line in text.splitlines() if line.strip())
+
+    async def _next(self, end: float | None) -> None:
+        """Wait until a rank has ended or is ready, for as long as there is time until the next beat."""
         now = time.monotonic()
         if now >= self._beat:
             self._beat = now + BEAT_S
             for rank in self.ranks:
                 if not self._let_go:
                     rank.say(beat=1)
-                if not is_stopped(rank.guard.pid):
+                if rank.guard is not None and not is_stopped(rank.guard.pid):
                     rank.moved_at = now
         until = min(self._beat, end if end is not None else self._beat)
-        try:
-            number, words = self._events.get(timeout=max(0.01, until - now))
-        except queue.Empty:
-            return None
-        if number < 0:
-            self.ranks[0].say(**words)
-            return None
-        return self.ranks[number], words
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.01, until - now)):
+                await self._changed.wait()
+        self._changed.clear()
 
     def _stopped(self) -> Rank | None:
         """One whose guard here, or ssh to it, is stopped: who is slow may yet answer, that one will not."""
         now = time.monotonic()
         return next((rank for rank in self.ranks if now - rank.moved_at > SILENCE_S + BEAT_S), None)
-
-    def _take(self, rank: Rank, words: dict[str, Any]) -> None:
-        if "ended" in words:
-            rank.ended = words["ended"]
-            if rank.ended:
-                self._fail(rank)
-        for name in ("out", "err"):
-            if name in words:
-                if rank.number == 0 and self.begun:
-                    self._show(name, words[name])
-                rank.lines.extend(printable(line) for line in words[name].splitlines() if line.strip())
 
     def _fail(self, rank: Rank, why: str = "") -> None:
         if self.failed is None and not self._let_go:

@@ -2,8 +2,8 @@
 
     client → server   magic, protocol, 32 random bytes
     server → client   magic, protocol, 32 random bytes
-    client → server   facts, HMAC-SHA256 over what was said so far and the facts
-    server → client   accepted or refused, facts, HMAC over all of that
+    client → server   facts, and an HMAC-SHA256 over both greetings and them
+    server → client   its own, with a reason where it refuses
 
 The client proves itself first, so a stranger who connects learns nothing but that Outcore listens. A message has 8 kB
 at most, and the whole may take ``LinkLimits.handshake`` seconds, however slowly bytes drip. The words in front of each
@@ -15,22 +15,22 @@ later.
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import hmac
 import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 MAGIC = b"OUTCLINK"
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_FACTS = 8192
+SLOW = "it took too long to say who it is"
 _HELLO = struct.Struct("!8sH32s")
-_LENGTH = struct.Struct("!?H")
-_MAC_BYTES = hashlib.sha256().digest_size
+_LENGTH = struct.Struct("!H")
+_CLIENT, _SERVER = b"client\n", b"server\n"
 
 
 class HandshakeError(Exception):
@@ -48,6 +48,7 @@ class Facts:
     Attributes:
         version: of Outcore. ``run``: the run's name: two at the same time do not meet.
         rank: who says it. ``to``: whom. ``purpose``: ``control`` or ``data``.
+        reason: why the other is refused; empty: it is welcome.
     """
 
     version: str
@@ -59,106 +60,97 @@ class Facts:
     reason: str = ""
 
 
-def ask(sock: socket.socket, key: bytes, mine: Facts, within_s: float) -> Facts:
+async def ask(sock: socket.socket, key: bytes, mine: Facts, within_s: float) -> Facts:
     """The client's side; the server's facts.
 
     Raises:
         HandshakeError: it is no rank of this run. RefusedError: it is, and says why it refuses.
-        OSError: the connection broke or took too long.
+        OSError: the connection broke.
     """
-    talk = _Talk(sock, key, within_s)
-    talk.greet()
-    talk.hear_greeting("it hung up at once")
-    talk.prove(b"client", True, mine)
-    accepted, theirs = talk.proven(b"server", "it hung up: its key is another")
-    if not accepted:
+    hung_up = "it hung up at once"
+    try:
+        async with asyncio.timeout(within_s):
+            key = await _greeted(sock, key, _CLIENT)
+            hung_up = "it hung up: its key is another"
+            await _prove(sock, key, _CLIENT, mine)
+            theirs = await _proven(sock, key, _SERVER)
+    except EOFError:
+        raise HandshakeError(hung_up) from None
+    except TimeoutError:
+        raise HandshakeError(SLOW) from None
+    if theirs.reason:
         raise RefusedError(theirs.reason)
     if (theirs.run, theirs.size, theirs.rank, theirs.to) != (mine.run, mine.size, mine.to, mine.rank):
         raise HandshakeError(f"it is rank {theirs.rank} of {theirs.size} of run {theirs.run}")
     return theirs
 
 
-def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], Facts], within_s: float) -> Facts:
+async def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], Facts], within_s: float) -> Facts:
     """The server's side; the client's facts, once it was told that it is welcome.
 
     Args:
         judge: what to say of ourselves to a client that has the key; with a ``reason`` it is refused.
 
     Raises:
-        HandshakeError: it has not the key, or was refused.
-        OSError: the connection broke or took too long.
+        HandshakeError: it has not the key, or was refused. OSError: the connection broke.
     """
-    talk, silent = _Talk(sock, key, within_s), "it hung up before it had said who it is"
-    talk.hear_greeting(silent)
-    talk.greet()
-    _, theirs = talk.proven(b"client", silent)
-    facts = judge(theirs)
-    talk.prove(b"server", not facts.reason, facts)
-    if facts.reason:
-        raise HandshakeError(facts.reason)
+    try:
+        async with asyncio.timeout(within_s):
+            key = await _greeted(sock, key, _SERVER)
+            theirs = await _proven(sock, key, _CLIENT)
+            mine = judge(theirs)
+            await _prove(sock, key, _SERVER, mine)
+    except EOFError:
+        raise HandshakeError("it hung up before it had said who it is") from None
+    except TimeoutError:
+        raise HandshakeError(SLOW) from None
+    if mine.reason:
+        raise HandshakeError(mine.reason)
     return theirs
 
 
-class _Talk:
-    """What both sides have said on a socket so far, until a deadline; nothing is read that belongs to what follows."""
+async def _greeted(sock: socket.socket, key: bytes, role: bytes) -> bytes:
+    """A key for this connection alone, made with both sides' random bytes."""
+    mine = _HELLO.pack(MAGIC, PROTOCOL, os.urandom(32))
+    if role == _CLIENT:
+        await asyncio.get_running_loop().sock_sendall(sock, mine)
+    theirs = await _exactly(sock, _HELLO.size)
+    magic, protocol, _ = _HELLO.unpack(theirs)
+    if magic != MAGIC:
+        raise HandshakeError("it does not speak Outcore's link")
+    if protocol != PROTOCOL:
+        raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
+    if role == _SERVER:
+        await asyncio.get_running_loop().sock_sendall(sock, mine)
+    both = mine + theirs if role == _CLIENT else theirs + mine
+    return hmac.digest(key, b"outcore link\n" + both, "sha256")
 
-    def __init__(self, sock: socket.socket, key: bytes, within_s: float) -> None:
-        self._sock, self._key, self._end = sock, key, time.monotonic() + within_s
-        self._said = b""
 
-    def greet(self) -> None:
-        self._write(_HELLO.pack(MAGIC, PROTOCOL, os.urandom(32)))
+async def _prove(sock: socket.socket, key: bytes, role: bytes, facts: Facts) -> None:
+    text = json.dumps(asdict(facts)).encode()
+    said = _LENGTH.pack(len(text)) + text + hmac.digest(key, role + text, "sha256")
+    await asyncio.get_running_loop().sock_sendall(sock, said)
 
-    def hear_greeting(self, hung_up: str) -> None:
-        magic, protocol, _ = _HELLO.unpack(self._read(_HELLO.size, hung_up))
-        if magic != MAGIC:
-            raise HandshakeError("it does not speak Outcore's link")
-        if protocol != PROTOCOL:
-            raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
 
-    def prove(self, role: bytes, accepted: bool, facts: Facts) -> None:
-        text = json.dumps(asdict(facts)).encode()
-        body = _LENGTH.pack(accepted, len(text)) + text
-        self._write(body + self._mac(role, self._said + body))
+async def _proven(sock: socket.socket, key: bytes, role: bytes) -> Facts:
+    (length,) = _LENGTH.unpack(await _exactly(sock, _LENGTH.size))
+    if length > MOST_FACTS:
+        raise HandshakeError(f"it says {length} bytes of itself")
+    text = await _exactly(sock, length)
+    mac = hmac.digest(key, role + text, "sha256")
+    if not hmac.compare_digest(mac, await _exactly(sock, len(mac))):
+        raise HandshakeError("its key is another")
+    try:
+        return Facts(**json.loads(text))
+    except (ValueError, TypeError) as e:
+        raise HandshakeError("what it says of itself cannot be read") from e
 
-    def proven(self, role: bytes, hung_up: str) -> tuple[bool, Facts]:
-        accepted, length = _LENGTH.unpack(self._read(_LENGTH.size, hung_up))
-        if length > MOST_FACTS:
-            raise HandshakeError(f"it says {length} bytes of itself")
-        text = self._read(length, hung_up)
-        mac = self._mac(role, self._said)
-        if not hmac.compare_digest(mac, self._read(_MAC_BYTES, hung_up)):
-            raise HandshakeError("its key is another")
-        try:
-            found = Facts(**json.loads(text))
-            wrong = [f.name for f in fields(Facts) if type(getattr(found, f.name)).__name__ != f.type]
-        except (ValueError, TypeError) as e:
-            raise HandshakeError("what it says of itself cannot be read") from e
-        if wrong:
-            raise HandshakeError(f"what it says of itself cannot be read: {wrong[0]}")
-        return accepted, found
 
-    def _mac(self, role: bytes, said: bytes) -> bytes:
-        return hmac.new(self._key, b"outcore link " + role + b"\n" + said, hashlib.sha256).digest()
-
-    def _left(self) -> float:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("it took too long to say who it is")
-        return left
-
-    def _read(self, count: int, hung_up: str) -> bytes:
-        data = b""
-        while len(data) < count:
-            self._sock.settimeout(self._left())
-            more = self._sock.recv(count - len(data))
-            if not more:
-                raise HandshakeError(hung_up)
-            data += more
-        self._said += data
-        return data
-
-    def _write(self, data: bytes) -> None:
-        self._sock.settimeout(self._left())
-        self._sock.sendall(data)
-        self._said += data
+async def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = await asyncio.get_running_loop().sock_recv(sock, count - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data

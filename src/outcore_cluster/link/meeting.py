@@ -7,22 +7,22 @@ any more.
 
 from __future__ import annotations
 
+import asyncio
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from outcore.errors import LinkError
 from outcore.text import one_line
 
+from ..link_protocol import LinkLimits
 from .handshake import Facts, HandshakeError, RefusedError, answer, ask
-from .link import LinkLimits
 
 CONTROL, DATA = "control", "data"
 RETRY_S = 0.1
-CHECK_S = 0.5
+POLL_S = 0.02
 MOST_GREETED = 32
 """Connections that may be proving who they are at the same time; the one that has taken longest makes room for another:
 strangers who say nothing keep nobody out."""
@@ -49,9 +49,9 @@ class Identity:
         """How many ranks there are."""
         return len(self.addresses)
 
-    def who(self, rank: int) -> str:
-        """A rank as errors name it."""
-        return f"rank {rank} ({self.names[rank]})"
+    def who(self, *ranks: int) -> str:
+        """Ranks as errors name them."""
+        return ", ".join(f"rank {rank} ({self.names[rank]})" for rank in ranks)
 
     def facts(self, to: int, purpose: str) -> Facts:
         """What this rank says of itself to another."""
@@ -63,7 +63,7 @@ class Meeting:
 
     Args:
         listener: what others connect to; closed at the end. None: it is made.
-        alone: a reason to end, such as a launcher that is gone; asked about twice a second.
+        alone: a reason to end, such as a launcher that is gone.
 
     Attributes:
         there: connections so far, by rank at the other end and purpose.
@@ -74,79 +74,68 @@ class Meeting:
     ) -> None:
         self._me, self._limits, self._alone = me, limits, alone
         self.there: dict[tuple[int, str], socket.socket] = {}
-        self._changed = threading.Condition()
-        self._over = False
         self._refused = ""
-        self._greeting: list[socket.socket] = []  # who came first is first
         self._end = time.monotonic() + limits.start
         self._listener = listener or listen(me.addresses[me.rank], me.who(me.rank))
 
-    def meet(self) -> dict[tuple[int, str], socket.socket]:
+    async def meet(self) -> dict[tuple[int, str], socket.socket]:
         """The connections to all other ranks.
 
         Raises:
             LinkError: somebody did not come in time; says who. What was connected by then is in ``there``.
         """
-        accepting = threading.Thread(target=self._accept, name="outcore-link-accept", daemon=True)
-        accepting.start()
+        accepting = asyncio.create_task(self._accept())
         try:
             for peer in range(self._me.rank):
                 for purpose in (CONTROL, DATA) if peer == 0 else (DATA,):
-                    self.there[peer, purpose] = self._connected(peer, purpose)
-            self._await_others()
+                    self.there[peer, purpose] = await self._connected(peer, purpose)
+            await self._await_others()
         finally:
-            with self._changed:
-                self._over = True
-            accepting.join()
+            accepting.cancel()
             self._listener.close()
         return self.there
 
-    def _connected(self, peer: int, purpose: str) -> socket.socket:
+    async def _connected(self, peer: int, purpose: str) -> socket.socket:
         """The higher rank's side."""
         me, why = self._me, ""
         while (left := self._end - time.monotonic()) > 0:
             self._check()
-            within, sock = min(left, self._limits.handshake), None
             try:
-                sock = socket.create_connection(me.addresses[peer], timeout=within)
-                ask(sock, me.key, me.facts(peer, purpose), within)
-                return sock
+                return await self._asked(peer, purpose, min(left, self._limits.handshake))
             except RefusedError as e:
-                assert sock is not None
-                sock.close()
                 raise LinkError(f"{me.who(peer)} refuses {me.who(me.rank)}: {e}", peer) from None
             except HandshakeError as e:
                 why = f": {one_line(e)}"
             except OSError as e:
                 # Whoever could be talked to has told more.
                 why = why or f": {e.strerror or one_line(e)}" if left < 2 * RETRY_S else why
-            if sock is not None:
-                sock.close()
-            time.sleep(min(RETRY_S, left))
+            await asyncio.sleep(min(RETRY_S, left))
         raise LinkError(self._absent([peer]) + why, peer)
 
-    def _await_others(self) -> None:
+    async def _asked(self, peer: int, purpose: str, within_s: float) -> socket.socket:
+        sock = await asyncio.to_thread(socket.create_connection, self._me.addresses[peer], within_s)
+        sock.setblocking(False)
+        try:
+            await ask(sock, self._me.key, self._me.facts(peer, purpose), within_s)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _await_others(self) -> None:
         """The lower rank's side."""
         me = self._me
-        purposes = (DATA,) if me.rank else (CONTROL, DATA)
-        wanted = {(peer, purpose) for peer in range(me.rank + 1, me.size) for purpose in purposes}
-        with self._changed:
-            while missing := wanted - self.there.keys():
-                left = self._end - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(min(left, CHECK_S))
-                self._check()
+        wanted = {(peer, p) for peer in range(me.rank + 1, me.size) for p in (CONTROL, DATA)[bool(me.rank) :]}
+        while (missing := wanted - self.there.keys()) and time.monotonic() < self._end:
+            self._check()
+            await asyncio.sleep(POLL_S)
         if not missing:
             return
         ranks = sorted({peer for peer, _ in missing})
         if not self._refused and len(ranks) == me.size - 1 and len({me.names[rank] for rank in ranks}) > 1:
             # Rather this one is cut off than all of several hosts.
-            raise LinkError(
-                f"{me.who(me.rank)}: has met nobody within {self._limits.start:.3g} s of the start; "
-                f"{', '.join(map(me.who, ranks))} should be there",
-                me.rank,
-            )
+            within = f"within {self._limits.start:.3g} s of the start"
+            raise LinkError(f"{me.who(me.rank)}: has met nobody {within}; {me.who(*ranks)} should be there", me.rank)
         last = f"; last refused: {self._refused}" if self._refused else ""
         raise LinkError(self._absent(ranks) + last, ranks[0])
 
@@ -155,43 +144,34 @@ class Meeting:
             raise LinkError(f"{self._me.who(self._me.rank)}: {reason}", self._me.rank)
 
     def _absent(self, ranks: list[int]) -> str:
-        return f"{', '.join(map(self._me.who, ranks))} did not come within {self._limits.start:.3g} s of the start"
+        return f"{self._me.who(*ranks)} did not come within {self._limits.start:.3g} s of the start"
 
-    def _accept(self) -> None:
-        self._listener.settimeout(RETRY_S)
-        while not self._over:
+    async def _accept(self) -> None:
+        greeting: list[asyncio.Task[None]] = []  # who came first is first
+        self._listener.setblocking(False)
+        while True:
             try:
-                sock, address = self._listener.accept()
-            except TimeoutError:
-                continue
+                sock, address = await asyncio.get_running_loop().sock_accept(self._listener)
             except OSError:
-                time.sleep(RETRY_S)  # no descriptors left, or a connection that broke at once
+                await asyncio.sleep(RETRY_S)  # no descriptors left, or a connection that broke at once
                 continue
-            with self._changed:
-                self._greeting.append(sock)
-                if len(self._greeting) > MOST_GREETED:
-                    with suppress(OSError):
-                        self._greeting.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
-            name = f"outcore-link-greet-{address[0]}"
-            threading.Thread(target=self._greet, args=(sock, str(address[0])), name=name, daemon=True).start()
+            greeting = [each for each in greeting if not each.done()]
+            if len(greeting) == MOST_GREETED:
+                greeting.pop(0).cancel()
+            greeting.append(asyncio.create_task(self._greet(sock, str(address[0]))))
+            greeting[-1].add_done_callback(partial(self._greeted, sock))
 
-    def _greet(self, sock: socket.socket, address: str) -> None:
-        theirs = None
+    async def _greet(self, sock: socket.socket, address: str) -> None:
         try:
-            theirs = answer(sock, self._me.key, self._judged, self._limits.handshake)
+            theirs = await answer(sock, self._me.key, self._judged, self._limits.handshake)
+            if self._vacant(theirs):
+                self.there[theirs.rank, theirs.purpose] = sock
         except (OSError, HandshakeError) as e:
             self._refused = f"{address}: {one_line(e)}"
-        with self._changed:
-            # Who had to make room is cut off already.
-            known = sock in self._greeting
-            if known:
-                self._greeting.remove(sock)
-            if theirs is not None and known and not self._over and self._vacant(theirs):
-                sock.setblocking(False)
-                self.there[theirs.rank, theirs.purpose] = sock
-            else:
-                sock.close()
-            self._changed.notify_all()
+
+    def _greeted(self, sock: socket.socket, _: object) -> None:
+        if sock not in self.there.values():
+            sock.close()
 
     def _judged(self, theirs: Facts) -> Facts:
         """What to answer to one who has the key."""
@@ -200,7 +180,7 @@ class Meeting:
             reason = "another run"
         elif theirs.version != me.version:
             reason = f"Outcore {theirs.version} there, {me.version} here: install the same version on all hosts"
-        elif theirs.size != me.size or theirs.to != me.rank or not me.rank < theirs.rank < me.size:
+        elif (theirs.size, theirs.to) != (me.size, me.rank) or theirs.rank not in range(me.rank + 1, me.size):
             reason = f"rank {theirs.rank} of {theirs.size} for rank {theirs.to}, at rank {me.rank} of {me.size}"
         elif theirs.purpose not in (CONTROL, DATA):
             reason = "no such purpose"

@@ -10,47 +10,22 @@ ended by itself after ``LinkLimits.grace`` is ended, with status 1.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-import struct
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
 from outcore.errors import LinkError
 
-from .connection import Kind, LinkConnection
-from .link import LinkLimits
-from .meeting import CONTROL, DATA, Identity, Meeting
-from .signs import LinkThread
+from ..link_protocol import LinkLimits
+from .connection import Kind
+from .link_thread import LinkThread, Receive
+from .meeting import Identity, Meeting
 from .verdict import Blame
 
-SMALL = 1 << 16
-"""Bytes that the caller hands to the kernel himself, where there is room for them: a thread that is to do it has to get
-hold of the interpreter first, up to 5 ms (``sys.getswitchinterval``) after a caller who goes on computing."""
-
-_COUNT = struct.Struct("!Q")
-
-
-class Receive:
-    """An ``Arrival``: a receive from one rank."""
-
-    def __init__(self, thread: LinkThread, source: int, into: memoryview) -> None:
-        self._thread, self._source = thread, source
-        self.into, self.done = into, False
-
-    @property
-    def ready(self) -> bool:
-        """Whether ``wait`` returns or raises at once."""
-        return self.done or self._thread.fault is not None
-
-    def wait(self) -> None:
-        """Wait for the bytes.
-
-        Raises:
-            LinkError: the run has failed.
-        """
-        self._thread.wait_for(lambda: self.done, self._source, due=True)
+_COUNT = 8
+"""Bytes of how often was agreed, in front of a value that is gathered."""
 
 
 class SocketLink:
@@ -80,12 +55,17 @@ class SocketLink:
         limits = limits or LinkLimits()
         self._agreements = 0  # values that were agreed on: of rank 0 that it told, of others that they took
         self._closed = False
-        # A rank that lacks another one tells rank 0 by then, which says who did not come if nobody knows better.
-        until = time.monotonic() + limits.start + (2 if self.rank else 1) * limits.verdict
-        there = _met(Meeting(me, limits, listener, alone), me.rank)
-        control, data = ({rank: sock for (rank, its), sock in there.items() if its == p} for p in (CONTROL, DATA))
-        self._thread = LinkThread(me, limits, control, data, until, leave, alone)
+        meeting, missed = Meeting(me, limits, listener, alone), None
         try:
+            asyncio.run(meeting.meet())
+        except LinkError as e:
+            missed = e
+        self._thread = LinkThread(me, limits, meeting.there, leave, alone)
+        try:
+            if missed is not None:
+                # So that rank 0, which may have met everybody, names the right one.
+                self._thread.fail(Blame(missed.rank or 0, str(missed).partition(") ")[2] or str(missed)))
+                raise missed
             self.gather(b"")
         except BaseException:
             self.close()
@@ -94,18 +74,12 @@ class SocketLink:
     def send(self, to: int, data: memoryview) -> None:
         """As in ``Link``; what is small leaves at once."""
         self.check()
-        payload = data.cast("B") if data.nbytes else memoryview(b"")
-        self._thread.put(self._thread.data[to], Kind.DATA, payload, at_once=payload.nbytes <= SMALL)
+        self._thread.put(self._thread.data[to], Kind.DATA, _flat(data))
 
     def receive(self, source: int, into: memoryview) -> Receive:
         """As in ``Link``."""
         self.check()
-        arrival = Receive(self._thread, source, into.cast("B") if into.nbytes else memoryview(b""))
-        posted = self._thread.data[source].posted
-        posted.append(arrival)
-        if len(posted) == 1:
-            self._thread.wake_up()
-        return arrival
+        return self._thread.receive(source, _flat(into))
 
     def agree(self, value: bytes) -> bytes:
         """Rank 0's value. Rank 0 waits for nobody."""
@@ -120,10 +94,11 @@ class SocketLink:
         """Everybody's value, by rank."""
         self.check()
         if self.rank:
-            self._thread.tell(Kind.GATHER, _COUNT.pack(self._agreements) + value)
-            return parted(self._told(Kind.GATHERED, 0))
+            self._thread.tell(Kind.GATHER, self._agreements.to_bytes(_COUNT) + value)
+            return [self._told(Kind.GATHER, 0) for _ in range(self.size)]
         values = [value, *(self._in_step(rank, self._told(Kind.GATHER, rank)) for rank in range(1, self.size))]
-        self._thread.tell(Kind.GATHERED, b"".join(_COUNT.pack(len(each)) + each for each in values))
+        for each in values:
+            self._thread.tell(Kind.GATHER, each)
         return values
 
     def _told(self, kind: Kind, rank: int) -> bytes:
@@ -133,12 +108,12 @@ class SocketLink:
 
     def _in_step(self, rank: int, told: bytes) -> bytes:
         """A rank's value. One that has left some of what was agreed on would take it for what comes next."""
-        agreements = int.from_bytes(told[: _COUNT.size])
+        agreements = int.from_bytes(told[:_COUNT])
         if agreements != self._agreements:
             why = f"is out of step: it has taken {agreements} values of {self._agreements} that were agreed on"
             self._thread.fail(Blame(rank, f"{why}; each rank has to do the same, to the same end"))
             self.check()
-        return told[_COUNT.size :]
+        return told[_COUNT:]
 
     def working(self) -> AbstractContextManager[None]:
         """As in ``Link``."""
@@ -170,26 +145,5 @@ class SocketLink:
                 self._thread.close()
 
 
-def _met(meeting: Meeting, rank: int) -> dict[tuple[int, str], socket.socket]:
-    try:
-        return meeting.meet()
-    except BaseException as e:
-        if isinstance(e, LinkError) and rank and (0, CONTROL) in meeting.there and e.rank is not None:
-            # So that rank 0, which has met everybody, names the right one.
-            told = LinkConnection(meeting.there[0, CONTROL], 0, data=False)
-            told.put(Kind.FAULT, memoryview(Blame(e.rank, str(e).partition(") ")[2] or str(e)).packed()))
-            with suppress(OSError):
-                told.write()
-        for sock in meeting.there.values():
-            sock.close()
-        raise
-
-
-def parted(payload: bytes) -> list[bytes]:
-    """Values, each behind its length."""
-    values, at = [], 0
-    while at < len(payload):
-        end = at + _COUNT.size
-        at = end + int.from_bytes(payload[at:end])
-        values.append(payload[end:at])
-    return values
+def _flat(data: memoryview) -> memoryview:
+    return data.cast("B") if data.nbytes else memoryview(b"")

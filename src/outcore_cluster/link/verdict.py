@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from outcore.text import one_line
 
@@ -18,32 +16,14 @@ GONE = "its process has ended, or its connection broke"
 LEFT = "has ended, while others wait for it"
 BUSY = 0.02
 """Processor seconds a second from which on a process counts as working. One that waits takes less than 0.005."""
-_SIGN = struct.Struct("!dq?")
 _IO = Path("/proc/self/io")
 
 
-@dataclass(frozen=True)
-class Blame:
+class Blame(NamedTuple):
     """A rank, and what is wrong with it."""
 
     rank: int
     what: str
-
-    def packed(self) -> bytes:
-        """As the payload of a frame."""
-        return json.dumps([self.rank, self.what]).encode()
-
-    @classmethod
-    def unpacked(cls, payload: bytes, size: int) -> Blame:
-        """Back from it.
-
-        Raises:
-            ValueError, TypeError: it is none.
-        """
-        rank, what = json.loads(payload)
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise ValueError(f"a verdict on rank {rank!r} of {size}")
-        return cls(rank, one_line(str(what)))
 
 
 def broke(error: OSError | EOFError) -> str:
@@ -54,8 +34,7 @@ def broke(error: OSError | EOFError) -> str:
     return f"its connection broke: {error.strerror or one_line(error)}"
 
 
-@dataclass(frozen=True)
-class Sign:
+class Sign(NamedTuple):
     """What a rank tells of itself.
 
     Attributes:
@@ -67,15 +46,6 @@ class Sign:
     still_s: float = 0.0
     waits_for: int = NOBODY
     due: bool = False
-
-    def packed(self) -> bytes:
-        """As the payload of a frame."""
-        return _SIGN.pack(self.still_s, self.waits_for, self.due)
-
-    @classmethod
-    def unpacked(cls, payload: bytes) -> Sign:
-        """Back from it; raises ``struct.error`` where it is none."""
-        return cls(*_SIGN.unpack(payload))
 
 
 class Movement:

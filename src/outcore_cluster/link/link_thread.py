@@ -7,24 +7,25 @@ as that rank's, not as that of those who ended because of it. Who hears nothing 
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-import selectors
 import socket
-import struct
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from outcore.errors import LinkError
 from outcore.machine import interrupts
 from outcore.text import one_line, printable
 
-from .connection import Kind, LinkConnection
-from .link import LinkLimits
-from .meeting import Identity
+from ..link_protocol import LinkLimits
+from .connection import SMALL, Kind, LinkConnection
+from .meeting import CONTROL, DATA, Identity
 from .verdict import GONE, LEFT, Blame, Movement, Sign, broke, silent, stuck
 
 POLL_S = 0.05
@@ -33,27 +34,28 @@ TELL_S = 0.5
 
 
 @dataclass
-class Peer:
-    """A rank at the other end of a connection for signs.
+class Receive:
+    """A receive (``Arrival``): the ``number``-th message of data that a connection brings, from 1."""
 
-    Attributes:
-        heard_at: or by when it must begin to give signs, less the silence that is allowed.
-        gone: nothing more comes from it. ``ended``: it said before that its part was done.
-    """
+    thread: LinkThread
+    source: LinkConnection
+    number: int
 
-    control: LinkConnection
-    heard_at: float
-    sign: Sign = field(default_factory=Sign)
-    ended: bool = False
-    gone: bool = False
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait`` returns or raises at once."""
+        return self.source.received >= self.number or self.thread.fault is not None
+
+    def wait(self) -> None:
+        """Wait for the bytes. Raises ``LinkError`` where the run has failed."""
+        self.thread.wait_for(lambda: self.source.received >= self.number, self.source.rank, due=True)
 
 
 class LinkThread:
     """One rank's.
 
     Args:
-        control, data: sockets by rank; of signs rank 0 has one to each, others one to rank 0.
-        until: by ``time.monotonic``; all must have begun to give signs by then.
+        there: sockets by rank and purpose; of signs rank 0 has one to each, others one to rank 0.
         leave: ends the process once the run has failed and the grace is over; None: nothing does.
         alone: asked once a beat; a reason to end, such as a launcher that is gone.
 
@@ -65,25 +67,28 @@ class LinkThread:
         self,
         me: Identity,
         limits: LinkLimits,
-        control: Mapping[int, socket.socket],
-        data: Mapping[int, socket.socket],
-        until: float,
+        there: Mapping[tuple[int, str], socket.socket],
         leave: Callable[[int], None] | None,
         alone: Callable[[], str | None],
     ) -> None:
         self._me, self._limits, self._leave, self._alone = me, limits, leave, alone
         self.movement = Movement(limits.computing)
         self.inbox: defaultdict[tuple[Kind, int], deque[bytes]] = defaultdict(deque)
-        self.data = {rank: LinkConnection(sock, rank, data=True) for rank, sock in data.items()}
-        first = until - limits.silence
-        self.peers = {rank: Peer(LinkConnection(sock, rank, data=False), first) for rank, sock in control.items()}
+        # Others may be meeting yet.
+        first = time.monotonic() + limits.start - limits.silence
+        self.data, self.peers = (
+            {
+                rank: LinkConnection(sock, rank, its == DATA, first, self._take)
+                for (rank, its), sock in there.items()
+                if its == of
+            }
+            for of in (DATA, CONTROL)
+        )
         self.fault: LinkError | None = None
         self._told = self._closing = False
         self._changed = threading.Condition()  # of what leaves, too
-        self._selector = selectors.DefaultSelector()
-        self._wake = socket.socketpair()
-        self._wake[0].setblocking(False)
-        self._selector.register(self._wake[1], selectors.EVENT_READ, None)
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._broke)
         self._thread = threading.Thread(target=self._run, name="outcore-link", daemon=True)
         self._thread.start()
 
@@ -121,35 +126,39 @@ class LinkThread:
                 self.check()
                 interrupts.check()
 
-    def put(self, to: LinkConnection, kind: Kind, payload: memoryview, *, at_once: bool = True) -> None:
-        """Queue a frame; ``at_once``: it leaves now, as far as the connection takes it."""
+    def receive(self, source: int, into: memoryview) -> Receive:
+        """Begin to receive a message of a rank."""
+        each = self.data[source]
+        each.asked += 1
+        each.posted.append(into)
+        if len(each.posted) == 1:
+            self._soon(self._read, each)
+        return Receive(self, each, each.asked)
+
+    def put(self, to: LinkConnection, kind: Kind, payload: memoryview) -> None:
+        """Queue a frame; what is small leaves now, as far as the connection takes it."""
         with self._changed:
             behind = bool(to.leaving)
             to.put(kind, payload)
-            if at_once and not behind:
+            if not behind and payload.nbytes <= SMALL:
                 with suppress(OSError):  # what is wrong is found by the thread
                     to.write()
             left = bool(to.leaving)
-        if left:
-            self.wake_up()
+        if left and not behind:
+            self._soon(self._loop.add_writer, to.sock, self._write, to)
 
     def tell(self, kind: Kind, payload: bytes = b"") -> None:
         """Tell all ranks that this one has a connection for signs to: rank 0, or all others."""
         for peer in self.peers.values():
             if not peer.gone:
-                self.put(peer.control, kind, memoryview(payload))
+                self.put(peer, kind, memoryview(payload))
 
     def fail(self, blame: Blame) -> None:
         """The run cannot go on, for what seems to be a rank's fault. Rank 0 is told, which tells all."""
-        if self._me.rank == 0 or blame.rank == 0 or self.peers[0].gone:
+        if self._me.rank == 0 or blame.rank == 0 or all(peer.gone for peer in self.peers.values()):
             self._decide(blame)
         else:
-            self.tell(Kind.FAULT, blame.packed())
-
-    def wake_up(self) -> None:
-        """Have the thread see what there is to do."""
-        with suppress(OSError):  # where there is no room, enough is there to wake it
-            self._wake[0].send(b"!")
+            self.tell(Kind.BLAME, json.dumps(blame).encode())
 
     def close(self) -> None:
         """Tell the others that this rank's part is done, wait until they know, and end."""
@@ -161,102 +170,97 @@ class LinkThread:
         with self._changed:
             peers = self.peers.values()
             self._changed.wait_for(lambda: self.fault or all(peer.gone for peer in peers), self._limits.grace)
-        self._wake[0].shutdown(socket.SHUT_WR)
+        self._soon(self._loop.stop)
         self._thread.join()
-        for sock in (*self._wake, *(each.sock for each in self._connections)):
-            sock.close()
+        for each in (*self.data.values(), *self.peers.values()):
+            each.sock.close()
+
+    def _soon(self, call: Callable[..., object], *args: Any) -> None:
+        with suppress(RuntimeError):  # where the thread has ended, nobody is there to do it
+            self._loop.call_soon_threadsafe(call, *args)
 
     # The thread's own.
 
-    @property
-    def _connections(self) -> list[LinkConnection]:
-        return [*self.data.values(), *(peer.control for peer in self.peers.values())]
-
     def _run(self) -> None:
+        for peer in self.peers.values():
+            self._read(peer)
+        self._beat()
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _broke(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # A thread that does not go on would look like a rank that is silent.
+        self._decide(
+            Blame(self._me.rank, f"its link broke: {one_line(context.get('exception') or context['message'])}")
+        )
+
+    def _beat(self) -> None:
+        self._loop.call_later(self._limits.beat, self._beat)
+        sign = self.movement.look()
+        self.tell(Kind.BEAT, json.dumps(sign).encode())
+        if not self._closing and self.fault is None:
+            self._judge(sign)
+
+    def _read(self, each: LinkConnection) -> None:
         try:
-            with self._selector:
-                self._go_round()
-        except Exception as e:
-            # A thread that dies would look like a rank that is silent.
-            self._decide(Blame(self._me.rank, f"its link broke: {one_line(e)}"))
-
-    def _go_round(self) -> None:
-        beat = time.monotonic()
-        while True:
-            for key, _ in self._selector.select(self._pause(beat)):
-                if key.data is not None:
-                    self._serve(key.data)
-                elif not self._wake[1].recv(4096):
-                    return
-            if time.monotonic() >= beat:
-                beat = time.monotonic() + self._limits.beat
-                sign = self.movement.look()
-                self.tell(Kind.BEAT, sign.packed())
-                if not self._closing and self.fault is None:
-                    self._judge(sign)
-
-    def _pause(self, beat: float) -> float:
-        """Have connections watched for what is wanted of them; seconds until the next beat."""
-        for each in self._connections:
-            events = 0 if each.lost else each.wanted * selectors.EVENT_READ | bool(each.leaving) * selectors.EVENT_WRITE
-            if each.data and self.fault is not None:
-                events = 0
-            if events != each.events:
-                if each.events:
-                    self._selector.unregister(each.sock)
-                if events:
-                    self._selector.register(each.sock, events, each)
-                each.events = events
-        return max(0.0, beat - time.monotonic())
-
-    def _serve(self, each: LinkConnection) -> None:
-        why, moved = None, False
-        try:
-            with self._changed:
-                moved = each.write() > 0
-            while each.wanted and not each.lost:
-                frame = each.read()
-                moved = True
-                if frame is None:
-                    break
-                if not each.data:
-                    self._take(each.rank, *frame)
+            each.read()
         except BlockingIOError:
-            pass
+            self._loop.add_reader(each.sock, self._read, each)
         except (OSError, EOFError) as e:
-            why = broke(e)
-        except (ValueError, TypeError, struct.error) as e:
-            why = one_line(e)
-        if moved and each.data:
-            self.movement.note()
-        if why is not None:
+            self._lost(each, broke(e))
+        except (ValueError, TypeError) as e:
+            self._lost(each, one_line(e))
+        else:
+            self._loop.remove_reader(each.sock)
+            if each.ended:
+                self._lost(each, "")
+        self._moved(each)
+
+    def _write(self, each: LinkConnection) -> None:
+        why = ""
+        with self._changed:
+            try:
+                each.write()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                why = broke(e)
+            if why or not each.leaving:
+                self._loop.remove_writer(each.sock)
+        if why:
             self._lost(each, why)
+        self._moved(each)
+
+    def _moved(self, each: LinkConnection) -> None:
+        if each.data:
+            self.movement.note()
         with self._changed:
             self._changed.notify_all()
 
-    def _lost(self, each: LinkConnection, why: str) -> None:
-        """A connection is over; ``why``: empty where that is as it should be."""
-        each.lost = True
-        if not each.data:
-            self.peers[each.rank].gone = True
-        if why and not self._closing:
-            self.fail(Blame(each.rank, why))
-
-    def _take(self, rank: int, kind: Kind, payload: bytes) -> None:
-        peer, size = self.peers[rank], self._me.size
+    def _take(self, peer: LinkConnection, kind: Kind, payload: bytes) -> None:
         peer.heard_at = max(peer.heard_at, time.monotonic())
         if kind == Kind.BEAT:
-            peer.sign, peer.heard_at = Sign.unpacked(payload), time.monotonic()
+            peer.sign, peer.heard_at = Sign(*json.loads(payload)), time.monotonic()
+        elif kind == Kind.BLAME:
+            rank, what = json.loads(payload)
+            if rank not in range(self._me.size):
+                raise ValueError(f"a verdict on rank {rank!r} of {self._me.size}")
+            self._decide(Blame(rank, one_line(str(what))))
         elif kind == Kind.BYE:
             peer.ended = True
-            peer.control.sock.shutdown(socket.SHUT_WR)  # so it knows
-            self._lost(peer.control, "")
-        elif kind == (Kind.VERDICT if self._me.rank else Kind.FAULT):
-            self._decide(Blame.unpacked(payload, size))
-        elif kind in ((Kind.AGREE, Kind.GATHERED) if self._me.rank else (Kind.GATHER,)):
-            self.inbox[kind, rank].append(payload)
+            peer.sock.shutdown(socket.SHUT_WR)  # so it knows
         else:
-            raise ValueError(f"{kind.name} from rank {rank} at rank {self._me.rank}")
+            self.inbox[kind, peer.rank].append(payload)
+
+    def _lost(self, each: LinkConnection, why: str) -> None:
+        """Nothing more comes by a connection; ``why``: empty where that is as it should be."""
+        each.gone = True
+        self._loop.remove_reader(each.sock)
+        for peer in self.peers.values():
+            if why and each.data and not peer.gone:
+                self._read(peer)  # it may have been told whose fault it is
+        if why and not self._closing:
+            self.fail(Blame(each.rank, why))
 
     def _judge(self, sign: Sign) -> None:
         """Look whether anybody is silent, or does nothing though others wait for it."""
@@ -280,7 +284,7 @@ class LinkThread:
             self.fault = LinkError(f"{self._me.who(blame.rank)}: {blame.what}", blame.rank)
             self._changed.notify_all()
         if self._me.rank == 0:
-            self.tell(Kind.VERDICT, blame.packed())
+            self.tell(Kind.BLAME, json.dumps(blame).encode())
         if self._leave is not None:
             threading.Thread(target=self._end, args=(self._leave,), name="outcore-link-end", daemon=True).start()
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class LinkLimits:
-    """Seconds. With a fault, all ranks have ended ``silence + verdict + grace`` after it, and one heartbeat.
+    """Seconds. With a fault, all ranks have ended ``silence + grace`` after it, and one heartbeat.
 
     Attributes:
         beat: from one heartbeat to the next.
@@ -19,7 +19,6 @@ class LinkLimits:
         computing: that one evaluation on a GPU, which is no thread's processor time, counts as work.
         start: from the first rank's begin until all are there.
         handshake: that one connection may take to prove who it is.
-        verdict: that a rank waits for rank 0 to say whose fault it was.
         grace: that the main thread has for ending by itself, once the run has failed.
     """
 
@@ -29,7 +28,6 @@ class LinkLimits:
     computing: float = 60.0
     start: float = 60.0
     handshake: float = 2.0
-    verdict: float = 0.75
     grace: float = 2.0
 
 
