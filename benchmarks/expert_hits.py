@@ -117,7 +117,7 @@ def engine(folder: Path, ids: list[int], slots: int, dtype: str | None) -> tuple
         cache = make_prompt_cache(model)
         for token in ids:
             mx.eval(model(mx.array([[token]]), cache=cache))
-        return session.metrics.experts_used, session.metrics.experts_used - session.metrics.experts_read
+        return session.metrics.experts.used, session.metrics.experts.used - session.metrics.experts.read
 
 
 def main() -> None:

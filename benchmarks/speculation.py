@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from outcore.decode.passes import HiddenKeeper
 from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
-from outcore.decode.speculative.proposers import Proposer
+from outcore.decode.speculative.proposers import Proposer, drawn
 from outcore.plan.draft_cost import MOST
 from result_file import write_result
 
@@ -76,7 +77,7 @@ def alone(
     hidden: HiddenKeeper | None = None,
 ) -> Proposer:
     """The model's guesses without the text's repetitions."""
-    found = self.proposer(how, vocabulary, state, hidden)
+    found = self.proposer(partial(drawn, how=how, vocabulary=vocabulary, name=self.kind), state, hidden)
     assert found is not None
     return found
 

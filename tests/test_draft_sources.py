@@ -75,7 +75,7 @@ def test_one_class_brings_a_kind_of_draft(demo_model: Path, monkeypatch: pytest.
 
 def test_a_kind_that_nobody_brings_is_refused_by_name(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
-    with pytest.raises(UsageError, match="--draft blocks: give auto, none, ngram, "):
+    with pytest.raises(UsageError, match="draft blocks: give auto, none, ngram, "):
         with_draft("blocks", None, nothing, nothing)
     bring(monkeypatch, Echo())
     with pytest.raises(UsageError, match="draft /no/such/folder: needs the package outcore_drafts"):

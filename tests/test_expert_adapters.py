@@ -84,7 +84,7 @@ def assert_equal(folder: Path, adapter: Path | None, experts: int, dtype: str | 
         assert session.plan.pools
         for _ in range(2):
             assert np.array_equal(logits(model), expected)
-        assert bool(session.metrics.experts_read) == (experts < EXPERTS)  # all of them are brought before they are used
+        assert bool(session.metrics.experts.read) == (experts < EXPERTS)  # all of them are brought before they are used
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_texts_in_a_budget_without_room_for_all_experts(
             texts = outcore.batch_generate(model, ours, prompts, max_tokens=8).texts
             alone = [mlx_lm.generate(theirs, tokenizer, p, max_tokens=8) for p in prompts]
             assert [t.strip() for t in texts] == [t.strip() for t in alone]
-        assert session.metrics.experts_read > 0
+        assert session.metrics.experts.read > 0
 
 
 def test_memory_is_planned_for_what_an_adapter_takes_on_the_way(

@@ -102,7 +102,7 @@ def test_every_kind_of_switch(model_type: str, quantize: dict[str, int] | None, 
         assert session.plan.pools and all(n == experts for _, n in session.plan.pools)
         found = logits(model, PASSES)
         assert np.array_equal(found, expected)
-        assert 0 < session.metrics.experts_read <= session.metrics.experts_used
+        assert 0 < session.metrics.experts.read <= session.metrics.experts.used
         session.close()
 
 
@@ -201,7 +201,7 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
         model = held(folder, slots)
         model.outcore.streaming.experts.look_ahead = None
         logits(model, [1] * 60)
-        assert (model.outcore.metrics.experts_used, model.outcore.metrics.experts_read) == (used, read)
+        assert (model.outcore.metrics.experts.used, model.outcore.metrics.experts.read) == (used, read)
         model.outcore.close()
 
 
@@ -214,12 +214,12 @@ def test_a_prompt_reads_each_expert_once_at_most_and_leaves_those_it_used_most(f
     ring = session.plan.slots * session.plan.slot_bytes
     blocks = 2 * BLOCK * sum(len(u.unit.extents) for u in session.streaming.layers.units)  # type: ignore[union-attr]
     assert session.metrics.bytes_read - before <= whole + ring + blocks
-    assert session.metrics.experts_used == 0
+    assert session.metrics.experts.used == 0
     mx.eval(model(mx.array([[5]]), cache=make_prompt_cache(model)))
-    assert session.metrics.experts_used > 0
+    assert session.metrics.experts.used > 0
     cold = held(folder, 12)
     mx.eval(cold(mx.array([[5]]), cache=make_prompt_cache(cold)))
-    assert session.metrics.experts_read < cold.outcore.metrics.experts_read / 2
+    assert session.metrics.experts.read < cold.outcore.metrics.experts.read / 2
     # The next one finds most of what it needs in the pools.
     before = session.metrics.bytes_read
     logits(model, [80])
@@ -247,7 +247,7 @@ def test_sequences_share_pools(folder: Path) -> None:
     model, ours = outcore.load(str(folder), memory="1GB", experts=10, sequences=4, govern=False)
     found = outcore.batch_generate(model, ours, prompts, max_tokens=12)
     assert found.texts == alone
-    assert model.outcore.metrics.experts_used > 0
+    assert model.outcore.metrics.experts.used > 0
     model.outcore.close()
 
 
@@ -291,7 +291,7 @@ def test_what_is_foreseen_changes_no_bit(model_type: str, tmp_path: Path, monkey
     model = held(folder, 3)
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     m = model.outcore.metrics
-    assert m.experts_foreseen >= m.experts_wasted
+    assert m.experts.foreseen >= m.experts.wasted
     model.outcore.close()
 
 
@@ -306,12 +306,12 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     assert np.array_equal(logits(model, PASSES[::-1]), logits(theirs, PASSES[::-1]))
     m = model.outcore.metrics
-    assert m.experts_foreseen > 0 and m.experts_wasted < m.experts_foreseen
-    before = m.experts_read
+    assert m.experts.foreseen > 0 and m.experts.wasted < m.experts.foreseen
+    before = m.experts.read
     model.outcore.streaming.experts.look_ahead = None
     m.reset()
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
-    assert before and not m.experts_foreseen
+    assert before and not m.experts.foreseen
     model.outcore.close()
 
 

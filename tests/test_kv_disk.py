@@ -32,10 +32,10 @@ from outcore.decode.generate import generate_step
 from outcore.decode.passes import MLX_LM_STEP, KvBits
 from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
-from outcore.modules.away import Away
 from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
+from outcore_kv.away import Away
 from outcore_kv.scratch import Scratch
 
 TOKENS = 300

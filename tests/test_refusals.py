@@ -118,7 +118,7 @@ def test_no_value_of_any_flag_ends_in_a_traceback(
     for where, name in (
         (Runner, "run"),
         (MatrixRunner, "run"),
-        (calibrate, "measuring"),
+        (calibrate, "calibrated"),
         (demo, "_run"),
         (doctor, "examine"),
         (serve, "open_service"),

@@ -18,7 +18,7 @@ from outcore.decode.continuous import Continuous
 from outcore.decode.request import Token
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, CheckpointError, RequestError
-from outcore.serve.choice import Choice
+from outcore.serve.choice import AnswerChoice
 from outcore.serve.events import Ended, Finished, GenerationRequest
 from outcore.serve.service import ModelService
 from test_service import heard, serving, text_of, together
@@ -127,16 +127,16 @@ def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -
 
 
 def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
-    original = Choice.add
+    original = AnswerChoice.add
 
-    def add(self: Choice, token: Token) -> Any:
+    def add(self: AnswerChoice, token: Token) -> Any:
         if self.ask.max_tokens == 7 and self.tokens == 2:
             raise IndexError("a token that the tokenizer does not have")
         return original(self, token)
 
     with serving(served) as service, pytest.MonkeyPatch.context() as patched:
         expected = text_of(asyncio.run(heard(service, OTHER)))
-        patched.setattr(Choice, "add", add)
+        patched.setattr(AnswerChoice, "add", add)
         model = service.engine.slot.loaded
 
         async def both() -> Any:
@@ -222,9 +222,9 @@ def test_the_time_until_a_model_goes_begins_with_the_last_answer(served: Path) -
             await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=0.05))
             await asyncio.sleep(0.1)
             assert service.engine.slot.loaded is not None
-            until = service.engine.slot.left_s
+            until = service.engine.slot.loaded.left_s
             await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=60))
-            assert service.engine.slot.left_s is None
+            assert service.engine.slot.loaded.left_s is None
             await answer.aclose()
             return until
 

@@ -17,9 +17,8 @@ from outcore.checkpoint.packed_store import open_model
 from outcore.decode.loader import load_model
 from outcore.decode.opening import Opening
 from outcore.decode.preparation import prepare
-from outcore.decode.sampling import DrawForecast, MlxLmSampler
 from outcore.decode.speculative.drafting import Drafting
-from outcore.decode.speculative.proposers import Guess, cut, drawn
+from outcore.decode.speculative.proposers import Draw, Guess
 from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
@@ -90,8 +89,8 @@ class ByModel(Drafting):
         super().__init__(name)
         self.model, self._own = model, own
 
-    def proposer(self, how: DrawForecast | MlxLmSampler | None, vocabulary: int, *_: Any) -> ModelProposer | None:
-        return None if self.model is None else ModelProposer(self.model, how, vocabulary)
+    def proposer(self, draw: Draw, *_: Any) -> ModelProposer | None:
+        return None if self.model is None else ModelProposer(self.model, draw)
 
     def close(self) -> None:
         model, self.model = self.model, None
@@ -104,16 +103,15 @@ class ModelProposer:
 
     Args:
         model: all in memory.
-        how, vocabulary: as in ``Drafting.proposer``.
+        draw: as in ``Drafting.proposer``.
     """
 
     name = MODEL
     cheaper = None
 
-    def __init__(self, model: nn.Module, how: DrawForecast | MlxLmSampler | None, vocabulary: int) -> None:
+    def __init__(self, model: nn.Module, draw: Draw) -> None:
         self._model: nn.Module | None = model
-        self._how = how
-        self._vocabulary = vocabulary
+        self._draw = draw
         self._text: list[int] = []
         self._cache: list[Any] = make_prompt_cache(model)
         self._fed: list[int] = []  # tokens that the caches hold
@@ -156,7 +154,7 @@ class ModelProposer:
             self._follow(new[:-1])
         with mx.stream(generation_stream):
             logits = self._feed(new[-1:])
-            return drawn(cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
+            return self._draw(logits[0, -1], len(drafted))
 
     def _follow(self, ids: list[int]) -> None:
         """Compute tokens whose logits nobody asks for."""

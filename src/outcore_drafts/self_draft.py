@@ -17,9 +17,8 @@ from outcore.checkpoint.manifest import MANIFEST
 from outcore.checkpoint.packed_store import missing_bytes, open_packed, source_of, whole_files
 from outcore.decode.opening import Opening
 from outcore.decode.passes import HiddenKeeper
-from outcore.decode.sampling import DrawForecast, MlxLmSampler
 from outcore.decode.speculative.drafting import Drafting, TextState
-from outcore.decode.speculative.proposers import Guess, cut, drawn
+from outcore.decode.speculative.proposers import Draw, Guess
 from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
@@ -141,14 +140,8 @@ class ByCopy(Drafting):
         self._stamps = file_stamps(self._high_bits)
         return self
 
-    def proposer(
-        self,
-        how: DrawForecast | MlxLmSampler | None,
-        vocabulary: int,
-        state: TextState,
-        hidden: HiddenKeeper | None,
-    ) -> CopyProposer | None:
-        return None if self.model is None else CopyProposer(self.model, how, vocabulary, state)
+    def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> CopyProposer | None:
+        return None if self.model is None else CopyProposer(self.model, draw, state)
 
     @property
     def intact(self) -> bool:
@@ -171,19 +164,15 @@ class CopyProposer:
 
     Args:
         model: the copy, all in memory.
-        how, vocabulary, state: as in ``Drafting.proposer``.
+        draw, state: as in ``Drafting.proposer``.
     """
 
     name = SELF
     cheaper = None
 
-    def __init__(
-        self, model: nn.Module, how: DrawForecast | MlxLmSampler | None, vocabulary: int, state: TextState
-    ) -> None:
+    def __init__(self, model: nn.Module, draw: Draw, state: TextState) -> None:
         self._model: nn.Module | None = model
-        self._how = how
-        self._vocabulary = vocabulary
-        self._state = state
+        self._draw, self._state = draw, state
         self._cache: list[Any] | None = None
         self._last: list[int] = []  # token of the text
         self._new: list[int] = []  # tokens of the text that the model's caches did not hold
@@ -209,4 +198,4 @@ class CopyProposer:
         self._fed += len(new)
         with mx.stream(generation_stream):
             logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
-            return drawn(cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
+            return self._draw(logits[0, -1], len(drafted))

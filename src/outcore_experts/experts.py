@@ -230,8 +230,8 @@ class Experts:
     # Memory and counting
 
     def _count(self, used: int, missing: int) -> None:
-        self.metrics.experts_used += used
-        self.metrics.experts_read += missing
+        self.metrics.experts.used += used
+        self.metrics.experts.read += missing
 
     # Memory
 

@@ -118,7 +118,7 @@ class LookAhead:
         foreseen = self._foreseen.pop(id(switch), None)
         if foreseen is None:
             return
-        self._metrics.experts_wasted += len(foreseen - wanted)
+        self._metrics.experts.wasted += len(foreseen - wanted)
 
     def foresee(self, switch: PooledSwitch, likely: set[int]) -> None:
         """Begin to read what the switch after this one will likely use, as far as there is time for it."""
@@ -132,7 +132,7 @@ class LookAhead:
         if loads:
             self._credit -= len(loads)
             self._foreseen[id(after)] = {e for e, _ in loads}
-            self._metrics.experts_foreseen += len(loads)
+            self._metrics.experts.foreseen += len(loads)
             self._reads.foresee(after, loads)
 
     def read(self) -> None:

@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import QuantizedKVCache
 
 from outcore.disk.layout import Extent
-from outcore.modules.away import Away, as_away, as_plain
 from outcore.modules.cache_rollback import KEEPER
 from outcore.modules.hooks import handle
 from outcore.sizes import BLOCK, round_up
 
+from .away import Away, as_away, as_plain
 from .scratch import Region, Scratch
 
 TOKENS = 256

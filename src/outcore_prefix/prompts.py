@@ -24,7 +24,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from outcore.decode.prefix_cache import CAPTURED, GRID, PrefixMatch
-from outcore.modules.away import Away
+from outcore.modules.away import is_away
 from outcore.modules.call_values import flat
 
 from .blocks import Block, BlockFiles
@@ -89,7 +89,7 @@ class StoredPrompts:
 
     def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
         # Caches that lie on disk would have to come into memory for it.
-        states = None if any(isinstance(c, Away) for c in flat(cache)) else _states_of(flat(cache), by_token=True)
+        states = None if any(map(is_away, flat(cache))) else _states_of(flat(cache), by_token=True)
         if states is None:
             return None
         name = self._name_of(tokens)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ..errors import StoreError
 from ..packages import modules
 from .checkpoint import TensorInfo
-from .lazy_model import Decoder, LazyModel
+from .lazy_model import Decoder
 from .manifest import Coded, Manifest
 
 
@@ -23,23 +23,6 @@ class Codings(Protocol):
 
         Raises:
             StoreError: a coding's tensor is not there or not of its form.
-        """
-
-    def or_compact(
-        self,
-        folder: Path,
-        profile: Any,
-        known: Any,
-        measure: Callable[[LazyModel], Any],
-        budget: int,
-        fixed: Mapping[str, Any],
-    ) -> Any:
-        """The model's profile, or that of its compact copy in the cache where plans for that are faster.
-
-        Args:
-            known: the machine's calibration.
-            measure: makes a profile of what was opened.
-            fixed: what ``make_plan`` takes beside.
         """
 
     def about(self, profile: Any, plan: Any) -> tuple[str, ...]:

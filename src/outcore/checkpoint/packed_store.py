@@ -30,7 +30,19 @@ from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
 from .codings import as_used
 from .identity import identity_of
 from .lazy_model import Decoder, LazyModel, open_lazily
-from .manifest import AGAIN, FULL, MANIFEST, OVERLAY, PLAIN, Manifest, PackedFrom, Record, is_packed, read_manifest
+from .manifest import (
+    AGAIN,
+    COMPACT,
+    FULL,
+    MANIFEST,
+    OVERLAY,
+    PLAIN,
+    Manifest,
+    PackedFrom,
+    Record,
+    is_packed,
+    read_manifest,
+)
 from .packed_bytes import CHUNK, PAD, PackedFile, packed_file
 
 NON_LAYER = "non_layer"
@@ -102,12 +114,13 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def open_model(folder: Path, **arguments: Any) -> LazyModel:
+def open_model(folder: Path, compact: bool = False, **arguments: Any) -> LazyModel:
     """Open a model lazily from the folder itself, packed or not, or from a full packed copy of it in the cache.
 
     A copy in the cache that is damaged is passed over with a warning, for the original is there.
 
     Args:
+        compact: a compact copy in the cache is taken, if there is one.
         arguments: of ``open_lazily``.
 
     Raises:
@@ -116,7 +129,8 @@ def open_model(folder: Path, **arguments: Any) -> LazyModel:
     """
     if is_packed(folder):
         return _open_kept(folder, arguments)
-    return open_copy(folder, PLAIN, **arguments) or open_lazily(open_checkpoint(folder), **arguments)
+    copy = open_copy(folder, COMPACT, **arguments) if compact else None
+    return copy or open_copy(folder, PLAIN, **arguments) or open_lazily(open_checkpoint(folder), **arguments)
 
 
 def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:

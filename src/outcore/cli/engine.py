@@ -137,10 +137,10 @@ def engine_record(session: Session) -> dict[str, Any]:
         "head_streamed": plan.head_streamed,
         "slots": plan.slots,
         "expert_slots": sum(n for _, n in plan.pools),
-        "experts_used": m.experts_used,
-        "experts_read": m.experts_read,
-        "experts_foreseen": m.experts_foreseen,
-        "experts_wasted": m.experts_wasted,
+        "experts_used": m.experts.used,
+        "experts_read": m.experts.read,
+        "experts_foreseen": m.experts.foreseen,
+        "experts_wasted": m.experts.wasted,
         "peak_memory_bytes": peak_held(),
         "planned_peak_bytes": plan.peak_bytes,
         "peak_rss_bytes": peak_rss(),
@@ -159,8 +159,8 @@ def print_summary(lines: list[str], session: Session) -> None:
     used = f"Streaming: nothing, {plan.held} are resident"
     if plan.pools:
         # What was foreseen was read for its use, and not found.
-        there = m.experts_used - m.experts_read - (m.experts_foreseen - m.experts_wasted)
-        found = f", {100 * max(0, there) / m.experts_used:.0f} % of uses found" if m.experts_used else ""
+        there = m.experts.used - m.experts.read - (m.experts.foreseen - m.experts.wasted)
+        found = f", {100 * max(0, there) / m.experts.used:.0f} % of uses found" if m.experts.used else ""
         used = f"Experts: {plan.held} in memory{found}; {format_size(m.bytes_read)} read, {read}"
     elif plan.streams:
         of, head = len(plan.resident) + len(plan.streamed), " and the head" if plan.head_streamed else ""

@@ -24,7 +24,6 @@ from ..options import LoadOptions, chosen
 from ..plan.draft_choice import expected
 from ..plan.draft_cost import AUTO, NGRAM, NONE
 from ..plan.joint_plan import Planned
-from .opening import Opening
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.acceptance import AcceptanceStats
@@ -137,7 +136,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     check_machine(profile.lazy.checkpoint.files, reading.io, profile.lazy.checkpoint.check)
     if prepared.mirrors is not None:
         prepared.mirrors.compare(partial(check_machine, io=reading.io), report)
-    drafting = _drafting(prepared, Opening(Path(model_path), o, calibration), report)
+    drafting = _drafting(prepared, report)
     with contextlib.ExitStack() as unless:
         if drafting is not None:
             unless.callback(drafting.close)
@@ -170,7 +169,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
     return profile.lazy.model, profile.lazy.config
 
 
-def _drafting(prepared: Preparation, opening: Opening, report: Progress) -> Drafting | None:
+def _drafting(prepared: Preparation, report: Progress) -> Drafting | None:
     """What drafts, before the model is loaded, which it joins then. What is written for it, once, is told, and how long
     that may take: it is read twice, for what is streamed and what drafts, and cut."""
     draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
@@ -181,7 +180,7 @@ def _drafting(prepared: Preparation, opening: Opening, report: Progress) -> Draf
         rate = min(rates.read_gbps, rates.weight_gbps) * 1e9
         seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
         report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
-    return source.load(draft, profile, opening, report)
+    return source.load(draft, profile, prepared.opening, report)
 
 
 def _expectations(prepared: Preparation) -> AcceptanceStats | None:

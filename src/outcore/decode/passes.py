@@ -50,7 +50,8 @@ class Pass:
 
 
 class HiddenKeeper(Protocol):
-    """Keeps the last hidden states of a text's tokens, (1, tokens, hidden), for what drafts from them.
+    """Keeps hidden states of a text's tokens, (1, tokens, hidden), for what drafts from them: behind the last layer, or
+    behind others. What is called on the way to logits is called inside ``watch``.
 
     Attributes:
         arrays: what it holds, to be evaluated with the pass that made it.

@@ -46,6 +46,7 @@ class Preparation:
     """A model opened and planned for, of which nothing has been read.
 
     Attributes:
+        opening: what it was opened with.
         planning: makes plans within other budgets. For one sequence.
         given: the folder, as it was named; what is read may be a copy in the cache.
         choices: ways to draft, where ``auto`` had to choose; empty where it had not.
@@ -55,6 +56,7 @@ class Preparation:
         calibration: of the machine and the disk that the model is on.
     """
 
+    opening: Opening
     profile: ModelProfile
     plan: Plan
     cpu_streams: int
@@ -126,7 +128,7 @@ def prepare(
     if ranks is not None:
         o = ranks.options(o)
     budget, folder = asked_budget(o.memory), Path(model_path)
-    opened, known = _opened(folder, o, budget)
+    opened = _opened(folder, o, budget)
     if ranks is not None:
         planning = ranks.room_for_draft(opened.planning, o, budget)
         opened = replace(opened, planning=planning, draft=planning.draft)
@@ -140,7 +142,7 @@ def prepare(
         prepared = replace(opened, profile=replace(profile, size=size), plan=plan)
     else:
         alone = False
-        prepared = _planned_for_one(opened, folder, o, known, budget, least)
+        prepared = _planned_for_one(opened, budget, least)
     notes = (*prepared.profile.notes, *_advice(prepared.profile, prepared.plan, kind, o), *opened.notes)
     if alone:
         notes += ("sequences run one after the other: this model's caches cannot be merged",)
@@ -148,13 +150,18 @@ def prepare(
     return prepared if ranks is None else ranks.predicted(prepared, o)
 
 
-def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Calibration | None]:
-    """A model before it is planned for, and what drafts for it: of all copies that there are the one that is fastest
-    within the budget. With the machine's calibration, if there is one."""
+def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
+    """A model before it is planned for, and what drafts for it."""
     if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
         offload.try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
+    # Mirrors and ranks have the folder that was named. A processor decodes more slowly than most disks are read.
+    compact = not (on_cpu() or o.mirrors or o.ranks is not None)
     lazy = open_model(
-        folder, model_config=o.model_config, trust_remote_code=o.trust_remote_code, adapter_path=o.adapter_path
+        folder,
+        compact,
+        model_config=o.model_config,
+        trust_remote_code=o.trust_remote_code,
+        adapter_path=o.adapter_path,
     )
     streams = (o.cpu_streams or cores()) if on_cpu() else 1
     known = load_calibration(folder, streams)
@@ -166,18 +173,15 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> tuple[Preparation, Cal
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
-    elif mirrors is None and (packs := codings()) is not None:
-        # A compact copy lies in the cache alone, and mirrors hold the folder that was named.
-        profile = packs.or_compact(folder, profile, known, opening.measured, budget, ring_options(o))
     told = () if mirrors is None else mirrors.about(profile.units)
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(kind, which, profile, opening)
     planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
-    found = Preparation(
-        profile, cast(Plan, None), streams, told, known or ASSUMED, draft, planning, "", mirrors=mirrors
+    calibration = known or ASSUMED
+    return Preparation(
+        opening, profile, cast(Plan, None), streams, told, calibration, draft, planning, "", mirrors=mirrors
     )
-    return found, known
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
@@ -199,18 +203,16 @@ def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
     raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
 
 
-def _planned_for_one(
-    opened: Preparation, folder: Path, o: LoadOptions, known: Calibration | None, budget: int, least: bool
-) -> Preparation:
+def _planned_for_one(opened: Preparation, budget: int, least: bool) -> Preparation:
     """One sequence, and what drafts for it."""
     planning, profile, draft_ways = opened.planning, opened.profile, list[Way]()
     # A caution of ours is no reason to refuse what there is room for.
-    room = budget if o.asked else max(budget, last_resort())
+    room = budget if opened.opening.options.asked else max(budget, last_resort())
     allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
     planned = planning.at(allowed, opened.calibration)
     choice: Choice | None = None
     if planning.kind == AUTO and planned.plan.streams and not planned.plan.pools:
-        draft_ways = ways_to_draft(profile, planning, planned, Opening(folder, o, known), allowed)
+        draft_ways = ways_to_draft(profile, planning, planned, opened.opening, allowed)
         choice = fastest([each for each, _ in draft_ways])
         profile = next(its for each, its in draft_ways if each is choice)
         planned = choice.planned or planned

@@ -318,13 +318,11 @@ class RowReader:
             ReadError: the file is too short, or the disk failed.
         """
         out = np.empty((len(rows), nbytes), dtype=np.uint8)
-        began = self.metrics.clock()
         extents = [Extent(path, offset + row * nbytes, nbytes, i * nbytes) for i, row in enumerate(rows)]
         read = self._reader.submit(f"rows of {name}", extents, out.reshape(-1).data)
         read.ended()
         read.wait()
         self.metrics.rows_read += len(rows)
-        self.metrics.rows_s += self.metrics.clock() - began
         return out
 
     def check(self) -> None:

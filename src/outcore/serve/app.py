@@ -51,6 +51,8 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     def missing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
         what = "no such address" if status == 404 else f"{request.method}: not here"
+        if not modules("apis"):
+            what += " (only OpenAI's chats and completions are installed; install outcore whole)"
         told = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
         response = site.refusal(request.url.path, request.headers, told)
         response.headers.update(getattr(error, "headers", None) or {})

@@ -50,7 +50,7 @@ def request_of(uid: int, prompt: Prompt, ask: GenerationRequest) -> Request:
     )  # fmt: skip
 
 
-class Choice:
+class AnswerChoice:
     """A choice that is asked for, and its answer so far.
 
     Args:
@@ -77,10 +77,6 @@ class Choice:
         self._text, self._stopper = prompt.tokenizer.detokenizer, Stopper(prompt.stop)
         self._parser = prompt.parser(index)
         self._logprobs: list[TokenLogprob] = []
-
-    def request(self) -> Request:
-        """What the scheduler is given for it."""
-        return request_of(self.uid, self.prompt, self.ask)
 
     def add(self, token: Token) -> list[Event]:
         """What another token brings; ``Ended`` is the last of it, if it ends the choice."""
@@ -146,7 +142,7 @@ def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
     return str(tokenizer.decode([token])).encode()
 
 
-def as_request_error(error: Exception, choice: Choice | None = None) -> RequestError:
+def as_request_error(error: Exception, choice: AnswerChoice | None = None) -> RequestError:
     """Any error as a client is told of it; ``choice``: the one whose prompt it is of, and no other's."""
     if isinstance(error, RequestError):
         return error

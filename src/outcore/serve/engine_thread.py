@@ -28,7 +28,7 @@ from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
 from ..machine.held_signals import asking, join
 from ..text import one_line
-from .choice import Choice, as_request_error
+from .choice import AnswerChoice, as_request_error, request_of
 from .events import RETRY_S, Begun, Ended, Event, shutting_down
 from .model_slot import Loaded, ModelSlot
 
@@ -59,7 +59,7 @@ class EngineThread:
         self._most_waiting = most_waiting
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._choices: dict[int, Choice] = {}  # submitted, and not over, in the order in which they came
+        self._choices: dict[int, AnswerChoice] = {}  # submitted, and not over, in the order in which they came
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outcore-engine", daemon=True)
@@ -77,7 +77,7 @@ class EngineThread:
     def waiting(self) -> int:
         return max(0, len(self._choices) - self.running)
 
-    def submit(self, choices: Sequence[Choice]) -> None:
+    def submit(self, choices: Sequence[AnswerChoice]) -> None:
         """Have these answered.
 
         Raises:
@@ -91,7 +91,7 @@ class EngineThread:
             self._choices |= {choice.uid: choice for choice in choices}
         self._inbox.put(int)
 
-    def cancel(self, choices: Sequence[Choice]) -> None:
+    def cancel(self, choices: Sequence[AnswerChoice]) -> None:
         """Nobody waits for these any more: their places are free before the next sweep."""
         for choice in choices:
             choice.wanted = False
@@ -182,7 +182,7 @@ class EngineThread:
         self._fail_all(error)
         return True
 
-    def _live(self) -> list[Choice]:
+    def _live(self) -> list[AnswerChoice]:
         with self._lock:
             return list(self._choices.values())
 
@@ -195,9 +195,9 @@ class EngineThread:
             self._take_in(None)
         else:
             slot.loaded.rest()
-            self._take_in(slot.left_s if slot.loaded.leader is None else LOOK_S)
+            self._take_in(slot.loaded.left_s if slot.loaded.leader is None else LOOK_S)
         self._over([choice for choice in self._live() if not choice.wanted])
-        if slot.left_s == 0 and not self._choices:
+        if slot.loaded is not None and slot.loaded.left_s == 0 and not self._choices:
             slot.drop()
 
     def _take_in(self, wait_s: float | None = 0) -> None:
@@ -223,7 +223,7 @@ class EngineThread:
             return
         for choice in itertools.takewhile(lambda choice: choice.ask.model == loaded.name, pending):
             try:
-                request = choice.request()
+                request = request_of(choice.uid, choice.prompt, choice.ask)
             except Exception as e:
                 self._fail([choice], e)
                 continue
@@ -256,7 +256,7 @@ class EngineThread:
         for uid, (drafted, accepted) in step.drafts.items():
             choices[uid].drafted += drafted
             choices[uid].accepted += accepted
-        over: dict[Choice, Ended | Exception] = {}
+        over: dict[AnswerChoice, Ended | Exception] = {}
         for token in step.tokens:
             loaded.tokens += 1
             try:
@@ -277,7 +277,7 @@ class EngineThread:
             # What failed for several together is not the length of one's prompt.
             self._fail([choices[uid]], error, concerned[id(error)] == 1)
 
-    def _over(self, choices: Collection[Choice]) -> None:
+    def _over(self, choices: Collection[AnswerChoice]) -> None:
         """These are over, or nobody wants them: their places are free."""
         started = [choice.uid for choice in choices if choice.started]
         if started and self.slot.loaded is not None:
@@ -286,7 +286,7 @@ class EngineThread:
             for choice in choices:
                 self._choices.pop(choice.uid, None)
 
-    def _fail(self, choices: Collection[Choice], error: Exception, alone: bool = False) -> None:
+    def _fail(self, choices: Collection[AnswerChoice], error: Exception, alone: bool = False) -> None:
         """These end with an error; ``alone``: it is of one's prompt and no other."""
         self._over(choices)
         for choice in choices:
@@ -302,7 +302,7 @@ class EngineThread:
         self.slot.drop()
 
 
-def _say(choice: Choice, said: Sequence[Event], over: dict[Choice, Ended | Exception]) -> None:
+def _say(choice: AnswerChoice, said: Sequence[Event], over: dict[AnswerChoice, Ended | Exception]) -> None:
     """Tell all but the end."""
     for event in said:
         if isinstance(event, Ended):

@@ -106,11 +106,6 @@ class ModelSlot:
         """Of the model that is in memory."""
         return self.loaded.name if self.loaded is not None else None
 
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the model is unloaded; None: it stays."""
-        return self.loaded.left_s if self.loaded is not None else None
-
     def switch(self, name: str) -> Loaded:
         """Have this model in memory, and no other."""
         self.drop()

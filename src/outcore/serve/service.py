@@ -22,7 +22,7 @@ from ..machine.allocator import note_held, peak_held
 from ..modules.mlx_lm_tokenizer import set_chat_template
 from ..options import LoadOptions
 from ..text import one_line
-from .choice import Choice, as_request_error
+from .choice import AnswerChoice, as_request_error
 from .engine_thread import EngineThread, too_many
 from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard, shutting_down
 from .prompting import Prompt, Prompter, too_long
@@ -103,7 +103,7 @@ class ModelService:
             with suppress(RuntimeError):  # the loop has ended, and nobody is there
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
-        choices: list[Choice] = []
+        choices: list[AnswerChoice] = []
         for ask in asks:
             prompt = await self._read(model, ask, self._room(model))
             most, sampling = self._limit(model, prompt, ask.max_tokens), ask.sampling
@@ -111,7 +111,7 @@ class ModelService:
                 # Those of one seed are not to be the same.
                 own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + n)
                 own_ask = replace(ask, model=model.name, max_tokens=most, sampling=own)
-                choices.append(Choice(len(choices), own_ask, prompt, tell))
+                choices.append(AnswerChoice(len(choices), own_ask, prompt, tell))
         self.engine.submit(choices)
         begun, ended, first_at = list[Begun](), list[Ended](), 0.0
         try:
@@ -255,6 +255,6 @@ class ModelService:
         loaded = self.engine.slot.loaded
         if loaded is None or loaded.name != model.name:
             return model.card
-        left_s, memory_bytes = self.engine.slot.left_s, loaded.session.plan.peak_bytes
+        left_s, memory_bytes = loaded.left_s, loaded.session.plan.peak_bytes
         expires_at = None if left_s is None else time.time() + left_s
         return replace(model.card, loaded=True, memory_bytes=memory_bytes, expires_at=expires_at)

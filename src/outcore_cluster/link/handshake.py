@@ -65,7 +65,7 @@ async def ask(sock: socket.socket, key: bytes, mine: Facts, within_s: float) -> 
 
     Raises:
         HandshakeError: it is no rank of this run. RefusedError: it is, and says why it refuses.
-        OSError: the connection broke.
+        OSError: the connection broke, or it took too long.
     """
     hung_up = "it hung up at once"
     try:
@@ -77,7 +77,7 @@ async def ask(sock: socket.socket, key: bytes, mine: Facts, within_s: float) -> 
     except EOFError:
         raise HandshakeError(hung_up) from None
     except TimeoutError:
-        raise HandshakeError(SLOW) from None
+        raise TimeoutError(SLOW) from None
     if theirs.reason:
         raise RefusedError(theirs.reason)
     if (theirs.run, theirs.size, theirs.rank, theirs.to) != (mine.run, mine.size, mine.to, mine.rank):
@@ -92,7 +92,7 @@ async def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], Facts
         judge: what to say of ourselves to a client that has the key; with a ``reason`` it is refused.
 
     Raises:
-        HandshakeError: it has not the key, or was refused. OSError: the connection broke.
+        HandshakeError: it has not the key, or was refused. OSError: the connection broke, or it took too long.
     """
     try:
         async with asyncio.timeout(within_s):
@@ -103,7 +103,7 @@ async def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], Facts
     except EOFError:
         raise HandshakeError("it hung up before it had said who it is") from None
     except TimeoutError:
-        raise HandshakeError(SLOW) from None
+        raise TimeoutError(SLOW) from None
     if mine.reason:
         raise HandshakeError(mine.reason)
     return theirs

@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten
 
 from outcore.decode.opening import Opening
 from outcore.decode.passes import HiddenKeeper
-from outcore.decode.sampling import DrawForecast, MlxLmSampler
 from outcore.decode.speculative.drafting import Drafting, TextState
+from outcore.decode.speculative.proposers import Draw
 from outcore.decode.speculative.sources import DraftSource
 from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
@@ -114,17 +114,11 @@ class ByHead(Drafting):
     def hidden(self) -> HiddenKeeper | None:
         return None if self.shared is None else HiddenStates(self.shared.tap)
 
-    def proposer(
-        self,
-        how: DrawForecast | MlxLmSampler | None,
-        vocabulary: int,
-        state: TextState,
-        hidden: HiddenKeeper | None,
-    ) -> MtpProposer | None:
+    def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> MtpProposer | None:
         if self.shared is None:
             return None
         assert isinstance(hidden, HiddenStates)
-        return MtpProposer(self.model, self.shared, how, vocabulary, hidden)
+        return MtpProposer(self.model, self.shared, draw, hidden)
 
     def close(self) -> None:
         self.model = self.shared = None

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from outcore.decode.sampling import DrawForecast, MlxLmSampler
-from outcore.decode.speculative.proposers import Guess, cut, drawn
+from outcore.decode.speculative.proposers import Draw, Guess
 
 from .head import MtpHead, SharedParts
 from .hidden_states import HiddenStates
@@ -29,26 +28,16 @@ class MtpProposer:
 
     Args:
         head, shared: in memory; ``shared`` with the model.
-        how, vocabulary: as in ``Drafting.proposer``.
+        draw: as in ``Drafting.proposer``.
         hidden: of the text's tokens, but for the last one.
     """
 
     name = MTP
     cheaper = None
 
-    def __init__(
-        self,
-        head: MtpHead,
-        shared: SharedParts,
-        how: DrawForecast | MlxLmSampler | None,
-        vocabulary: int,
-        hidden: HiddenStates,
-    ) -> None:
+    def __init__(self, head: MtpHead, shared: SharedParts, draw: Draw, hidden: HiddenStates) -> None:
         self._head: MtpHead | None = head
-        self._shared = shared
-        self._how = how
-        self._vocabulary = vocabulary
-        self._hidden = hidden
+        self._shared, self._draw, self._hidden = shared, draw, hidden
         self._text: list[int] = []
         self._cache: Cache | None = None  # none where nothing was followed yet
         self._followed = 0  # the token behind the last one whose hidden state went into the head
@@ -76,7 +65,7 @@ class MtpProposer:
             for token in drafted[len(self._chain) :]:
                 self._chain.append(self._compute([token], self._chain[-1] if self._chain else self._state))
             logits = self._shared.logits(self._chain[-1] if self._chain else self._state)
-            return drawn(cut(logits[0, -1], self._vocabulary), self._how, len(drafted), self.name)
+            return self._draw(logits[0, -1], len(drafted))
 
     def _follow(self) -> None:
         """Compute the text's tokens that are new: each from the hidden state of the one before it."""

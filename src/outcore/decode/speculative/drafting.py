@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from ...engine.model_profile import ModelProfile
@@ -14,7 +15,7 @@ from ...text import shortened
 from ..passes import HiddenKeeper
 from ..sampling import DrawForecast, MlxLmSampler
 from .draft_length import DraftLengthPolicy
-from .proposers import Both, NGram, Proposer
+from .proposers import Both, Draw, NGram, Proposer, drawn
 
 LONGEST = 256
 """Drafted tokens that can be asked for at most: no text can be foreseen that far."""
@@ -61,18 +62,11 @@ class Drafting:
         they are is between the two."""
         return None
 
-    def proposer(
-        self,
-        how: DrawForecast | MlxLmSampler | None,
-        vocabulary: int,
-        state: TextState,
-        hidden: HiddenKeeper | None,
-    ) -> DroppableProposer | None:
+    def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> DroppableProposer | None:
         """What guesses one text's tokens by weights; None: nothing does.
 
         Args:
-            how: as in ``proposers.drawn``.
-            vocabulary: tokens that there are; a drafting model may have logits for more, or fewer.
+            draw: makes a guess of logits.
             state: of the text, in the model. ``hidden``: this text's, of ``hidden()``.
         """
         return None
@@ -85,8 +79,12 @@ class Drafting:
         state: TextState,
         hidden: HiddenKeeper | None = None,
     ) -> Proposer:
-        """What guesses one text's tokens: its own repetitions, and what has weights beside them."""
-        model = self.proposer(how, vocabulary, state, hidden)
+        """What guesses one text's tokens: its own repetitions, and what has weights beside them.
+
+        Args:
+            how: as in ``proposers.drawn``. ``vocabulary``: tokens that there are.
+        """
+        model = self.proposer(partial(drawn, how=how, vocabulary=vocabulary, name=self.kind), state, hidden)
         if model is None:
             return NGram()
         self._proposers.add(model)

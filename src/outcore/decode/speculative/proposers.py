@@ -139,13 +139,23 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
-def drawn(logits: mx.array, how: DrawForecast | MlxLmSampler | None, ahead: int, name: str) -> Guess | None:
-    """A model's guess after its logits (vocabulary,); None where they are no numbers, as a broken draft's are.
+Draw = Callable[[mx.array, int], Guess | None]
+"""Makes a guess of a drafting model's logits (as many as it has), behind so many guesses (``drawn``)."""
+
+
+def drawn(
+    logits: mx.array, ahead: int, *, how: DrawForecast | MlxLmSampler | None, vocabulary: int, name: str
+) -> Guess | None:
+    """A model's guess after its logits; None where they are no numbers, as a broken draft's are.
 
     Args:
-        how: drawn with a sampler's distribution, or as one will draw; None: the most likely token.
+        logits: one-dimensional; a drafting model may have more or fewer than there are tokens in the ``vocabulary``.
         ahead: guesses before this one.
+        how: drawn with a sampler's distribution, or as one will draw; None: the most likely token.
+        name: of the source.
     """
+    missing = vocabulary - logits.size
+    logits = logits[:vocabulary] if missing <= 0 else mx.pad(logits, (0, missing), constant_values=-mx.inf)
     logprobs = logits - mx.logsumexp(logits, keepdims=True)
     q = likely = None
     if how is None:
@@ -166,9 +176,3 @@ def drawn(logits: mx.array, how: DrawForecast | MlxLmSampler | None, ahead: int,
         return None
     key = name, int(chance * 15.99)
     return Guess(cast(int, token.item()), key, q, None if likely is None else cast(int, likely.item()))
-
-
-def cut(logits: mx.array, vocabulary: int) -> mx.array:
-    """A drafting model's logits for as many tokens as there are."""
-    missing = vocabulary - logits.size
-    return logits[:vocabulary] if missing <= 0 else mx.pad(logits, (0, missing), constant_values=-mx.inf)
