@@ -66,12 +66,12 @@ class Continuous:
         self._model, self.ends, self._asked_step, self._drafted = model, ends, prefill_step, draft_tokens
         self._planned = planned
         session: Session = model.outcore
-        self._session, self._transport = session, session.transport
+        self._session = session
         self._room = None if alone else SequenceRoom(session, prefill_step, draft_tokens, planned=planned)
         self.sequences = 1
         if not alone:
             single = (session.streaming is not None and session.streaming.evaluates) or not mergeable(model)
-            (self.sequences,) = self._transport.leasts([1 if single else most])
+            (self.sequences,) = self._session.transport.leasts([1 if single else most])
         self._waiting: deque[ScheduledSequence] = deque()
         self._rows: dict[int, ScheduledSequence] = {}
         self._prefills = Prefills()  # of those whose prompts are not all computed
@@ -179,7 +179,7 @@ class Continuous:
         try:
             joined = self._sweep(self._room, admitted, step, waits=waits)
         except Exception as e:
-            if not self._transport.alone:
+            if not self._session.transport.alone:
                 raise  # others are in the middle of it
             if isinstance(e, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
                 step.full += self._rows
@@ -279,7 +279,7 @@ class Continuous:
                 self._fit(room, list(self._rows.values()), [])
                 return
             except BudgetError as e:
-                if self._planned and self._transport.alone:
+                if self._planned and self._session.transport.alone:
                     longest = max(self._rows.values(), key=lambda row: row.length)
                     self.remove([longest.request.uid])
                     step.failed.append((longest.request.uid, e))
@@ -330,7 +330,7 @@ class Continuous:
         if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
-        together = sweeps_of(self._session.streaming, self._transport) is not None
+        together = sweeps_of(self._session.streaming, self._session.transport) is not None
         apart = len(self._rows) == 1 or room.apart
         for row in admitted:
             request = row.begin(self._session, chunk, whole=apart, finds=not self._planned, records=room.records)
@@ -378,7 +378,7 @@ class Continuous:
             chunk: tokens of one. together: as in ``_sweep``.
         """
         going = len(self._rows) > len(self._prefills)
-        if self._planned or not self._transport.alone or (together and not going):
+        if self._planned or not self._session.transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
             return self._prefills.next(chunk, math.inf)
         # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
