@@ -17,11 +17,11 @@ from outcore.disk.ring import Slot
 from outcore.errors import BudgetError
 from outcore.machine import device
 from outcore.machine.device import most_slot_bytes
-from outcore.machine.hardware import device_facts
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
 from outcore.sizes import ARRAY_BYTES, BLOCK, PAGE, most_unit, slot_bytes
+from outcore_tools.device_facts import device_facts
 
 GB = 10**9
 MOST = most_unit(ARRAY_BYTES)

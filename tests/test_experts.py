@@ -28,11 +28,11 @@ from outcore.disk.reader import FileReader
 from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
 from outcore.machine.device_memory import move
-from outcore.machine.device_stretches import CudaDriver, DeviceMemory
 from outcore.modules.layers import is_stacked
 from outcore.sizes import BLOCK
 from outcore_experts import expert_windows, look_ahead
 from outcore_experts import experts as on_demand
+from outcore_experts.device_stretches import CudaDriver, DeviceMemory
 from outcore_experts.expert_cache import ExpertReads, PooledSwitch
 from outcore_experts.expert_plan import hit_rate, pooled_sweep
 from outcore_experts.expert_policy import ExpertPolicy

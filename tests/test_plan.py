@@ -18,7 +18,7 @@ from outcore.errors import BudgetError, UsageError
 from outcore.plan.candidate import ALLOCATOR_LEAST, Candidate, Candidates
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
-from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, held_between, split_layer, spread
+from outcore.plan.partition import LayerSize, PieceSize, StreamedPart, cut_layer, held_between, spread
 from outcore.plan.plan import Plan
 from outcore.plan.planner import (
     ENOUGH_STEP,
@@ -375,11 +375,11 @@ def test_parts_of_layers_make_the_smallest_budget_smaller() -> None:
 
 def test_parts_are_as_equal_as_their_order_allows() -> None:
     x = split((10 * MB, 10 * MB, 10 * MB, 60 * MB, 10 * MB))
-    assert [p.pieces for p in split_layer(x, (), 65 * MB)] == [(0, 1, 2), (3,), (4,)]
-    assert [p.pieces for p in split_layer(x, (), 75 * MB)] == [(0, 1, 2), (3, 4)]
-    assert [p.pieces for p in split_layer(x, (3,), 75 * MB)] == [(0, 1, 2, 4)]
-    assert [p.pieces for p in split_layer(x, (), 1)] == [(0, 1, 2), (3,), (4,)]  # no piece is cut
-    assert [p.pieces for p in split_layer(x, (), 200 * MB)] == [()]
+    assert [p.pieces for p in cut_layer(x, (), 65 * MB).parts] == [(0, 1, 2), (3,), (4,)]
+    assert [p.pieces for p in cut_layer(x, (), 75 * MB).parts] == [(0, 1, 2), (3, 4)]
+    assert [p.pieces for p in cut_layer(x, (3,), 75 * MB).parts] == [(0, 1, 2, 4)]
+    assert [p.pieces for p in cut_layer(x, (), 1).parts] == [(0, 1, 2), (3,), (4,)]  # no piece is cut
+    assert [p.pieces for p in cut_layer(x, (), 200 * MB).parts] == [()]
 
 
 def test_layers_that_stay_are_spread_evenly() -> None:
@@ -483,7 +483,7 @@ def test_parts_of_mixed_tensors_are_no_larger_than_planned() -> None:
         pieces = [PieceSize(0, u.slot_bytes, u.read_bytes, ranges=ranges(u, begins)) for u in units.values()]
         layer = LayerSize(0, whole.slot_bytes, whole.read_bytes, pieces=tuple(pieces), splittable=True)
         for unit in (rng.randrange(1, whole.slot_bytes) for _ in range(3)):
-            for part in split_layer(layer, (), unit):
+            for part in cut_layer(layer, (), unit).parts:
                 numbers = part.pieces or range(len(pieces))
                 there = place_unit("", [s for n in numbers for s in list(sources.values())[n]], direct=True)
                 assert there.slot_bytes <= part.slot and there.read_bytes == part.read

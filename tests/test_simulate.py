@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import pytest
 
-from outcore.plan.prediction import ComputeStep, simulate
+from outcore.plan.prediction import Turn, simulate
 
 
-def layers(n: int, compute: float, read: float, resident: Collection[int] = ()) -> list[ComputeStep]:
-    return [ComputeStep(compute, 0.0 if i in resident else read) for i in range(n)]
+def layers(n: int, compute: float, read: float, resident: Collection[int] = ()) -> list[Turn]:
+    return [Turn(compute, 0.0 if i in resident else read) for i in range(n)]
 
 
 def test_nothing_streamed_is_the_sum_of_computing() -> None:
-    timing = simulate([ComputeStep(0.5), ComputeStep(0.25)], 3)
+    timing = simulate([Turn(0.5), Turn(0.25)], 3)
     assert timing.sweep_s == timing.first_s == 0.75
 
 
@@ -33,7 +33,7 @@ def test_the_first_sweep_finds_full_slots() -> None:
 
 def test_a_ring_of_two_waits_for_the_large_units_and_one_of_three_does_not() -> None:
     # As measured (benchmarks/experiments/07): 1.27 times the time with two slots, the same with three.
-    halves = [s for _ in range(32) for s in (ComputeStep(0.3, 0.5), ComputeStep(1.2, 1.5))]
+    halves = [s for _ in range(32) for s in (Turn(0.3, 0.5), Turn(1.2, 1.5))]
     whole = simulate(layers(32, 1.5, 2.0), 2).sweep_s
     assert simulate(halves, 3).sweep_s == pytest.approx(whole, rel=0.01)
     assert simulate(halves, 2).sweep_s > 1.1 * whole
@@ -50,7 +50,7 @@ def test_bounds_that_no_sweep_can_beat() -> None:
     rng = random.Random(3)
     for _ in range(200):
         stages = [
-            ComputeStep(rng.random(), rng.choice([0.0, rng.random() * rng.choice([0.1, 1, 5])]))
+            Turn(rng.random(), rng.choice([0.0, rng.random() * rng.choice([0.1, 1, 5])]))
             for _ in range(rng.randint(8, 40))
         ]
         reads, computing = sum(s.read_s for s in stages), sum(s.compute_s for s in stages)

@@ -26,11 +26,11 @@ from outcore.disk.ring import Slot
 from outcore.engine.layer_sizes import Place
 from outcore.errors import ReadError
 from outcore.machine.device_memory import address_of, move
-from outcore.machine.device_stretches import DeviceMemory
 from outcore.modules.hooks import absent, put
 from outcore.modules.layers import Layer, Parameter
 from outcore.sizes import BLOCK, round_up
 
+from .device_stretches import DeviceMemory
 from .expert_policy import ExpertPolicy, Load
 from .switches import Switch
 

@@ -178,8 +178,8 @@ class OnDemand:
                 else:
                     reading -= min(FORESEEN * reading, compute)
                 seconds += calibration.sync_s + min(1.0, missing) * calibration.read_latency_s + reading
-            turns.append(Turn(i, seconds))
-        return [*turns, Turn(None, rest)]
+            turns.append(Turn(seconds, layer=i))
+        return [*turns, Turn(rest)]
 
 
 ON_DEMAND = OnDemand()

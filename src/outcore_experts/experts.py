@@ -25,12 +25,12 @@ from outcore.disk.ring import Lease, Ring, Slot
 from outcore.engine.streamed_layers import StreamedUnit
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import device_kind, on_cuda, on_metal
-from outcore.machine.device_stretches import DeviceMemory
 from outcore.machine.interrupts import check
 from outcore.modules.hooks import Call, arrays_in, swap, unswap
 from outcore.plan.plan import Plan
 from outcore.sizes import round_up
 
+from .device_stretches import DeviceMemory
 from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit, stacked
 from .expert_plan import pooled_sweep
 from .expert_windows import Windows

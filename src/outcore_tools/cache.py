@@ -11,11 +11,11 @@ from outcore.checks import choice
 from outcore.cli.console import console, table
 from outcore.cli.output import tell
 from outcore.errors import OutcoreError, UsageError
-from outcore.machine.cache_contents import CONVERSATION, Entry, contents
 from outcore.machine.cache_folder import cache_dir
 from outcore.sizes import format_size
 from outcore.text import counted, shortened
 
+from .cache_contents import CONVERSATION, Entry, contents
 from .flags import ACTIONS
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))

@@ -32,13 +32,14 @@ from outcore.disk.ring import Slot
 from outcore.errors import OutcoreError, StoreError
 from outcore.machine.cache_folder import make_cache
 from outcore.machine.device import device_kind
-from outcore.machine.hardware import cpu_name, device_facts, gpu_name
+from outcore.machine.hardware import cpu_name, gpu_name
 from outcore.machine.memory import default_budget
 from outcore.sizes import BLOCK, format_size, round_up
 from outcore.text import one_line
 from outcore.version import __version__
 from outcore_calibrate.cold_ranges import forget, scratch_file
 
+from .device_facts import device_facts
 from .random_checkpoint import save_random_checkpoint
 
 REPORT = "please report what stands here"

@@ -21,8 +21,7 @@ from ..decode.conversation import ChatTemplate
 from ..decode.loader import load_model
 from ..engine.transport import Agreement
 from ..errors import BudgetError, UsageError
-from ..machine.cache_contents import SESSIONS
-from ..machine.cache_folder import make_cache, require_own
+from ..machine.cache_folder import SESSIONS, make_cache, require_own
 from ..text import counted, shortened
 from .answering import draft_tokens, generation_options, opened
 from .answers import Chat

@@ -16,7 +16,7 @@ from ..machine.allocator import clear_cache, limits
 from ..modules.hooks import put, settle, swap, unswap
 from ..modules.layers import Layer, Parameter
 from ..modules.module_tree import named_modules, named_parameters
-from ..plan.partition import StreamedPart, split_layer
+from ..plan.partition import StreamedPart, cut_layer
 from ..plan.plan import Plan
 from .layer_sizes import part_of
 from .model_profile import ModelProfile
@@ -84,7 +84,7 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
     dormant = [
         dataclasses.replace(p, layer=i)
         for i in sheddable(profile, plan)
-        for p in split_layer(profile.size.layers[i], (), plan.unit_bytes)
+        for p in cut_layer(profile.size.layers[i], (), plan.unit_bytes).parts
     ]
     for part in (*plan.parts, *dormant):
         numbers.setdefault(part.layer, []).append(len(units))
@@ -109,7 +109,7 @@ def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
         i
         for i in plan.resident
         if profile.parts[i].unit is not None
-        and all(p.slot <= plan.unit_bytes for p in split_layer(profile.size.layers[i], (), plan.unit_bytes))
+        and all(p.slot <= plan.unit_bytes for p in cut_layer(profile.size.layers[i], (), plan.unit_bytes).parts)
     ]
 
 

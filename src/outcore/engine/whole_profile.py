@@ -30,7 +30,7 @@ def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **ho
         prompt: tokens of the longest prompt, if known.
 
     Raises:
-        UsageError, PromptError: as ``planned_context``.
+        PromptError: as ``planned_context``.
     """
     context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)

@@ -124,11 +124,6 @@ class AllocatorLimits:
             self._apply()
 
     @property
-    def cache(self) -> int | None:
-        """Bytes of freed memory that MLX may keep; None: no model says anything of that."""
-        return self._limits["cache"][1] if "cache" in self._limits else None
-
-    @property
     def held(self) -> bool:
         """Whether any model needs any."""
         return bool(self._needs)

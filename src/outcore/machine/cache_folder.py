@@ -15,6 +15,9 @@ from platformdirs import PlatformDirs
 from ..errors import StoreError
 from .settings import setting
 
+SESSIONS = "sessions"
+"""The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
+
 _ADVICE = "set OUTCORE_CACHE to a folder of your own"
 
 

@@ -7,14 +7,13 @@ import importlib.metadata
 import os
 import platform
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from . import mac
-from .device import metal_info, most_slot_bytes, on_cpu
+from .device import on_cpu
 from .memory import text_of
 
 version = functools.cache(importlib.metadata.version)
@@ -58,39 +57,3 @@ def _mounted_at(folder: Path, number: int | None) -> str:
     # A partition's folder lies in its disk's.
     models = [text_of(disk / "device/model").strip() for disk in (block, block.resolve().parent)]
     return f"{mount.fstype} on {device}" + next((f" ({model})" for model in models if model), "")
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """What is known of the device. Bytes; None: this system has no such limit, or does not tell it.
-
-    Attributes:
-        name: as MLX gives it.
-        memory: of the device, which on a Mac is the machine's.
-        working_set: what Metal recommends to use at most; MLX knows what it was when the process began.
-        wired_limit: what the user lets the GPU wire (``iogpu.wired_limit_mb``); None too where macOS decides.
-        buffer: the largest one that Metal makes.
-        slot: the largest array of bytes, and with it the largest slot, alignment included: one Metal buffer on a Mac,
-            on whichever device.
-    """
-
-    name: str
-    memory: int | None
-    working_set: int | None
-    wired_limit: int | None
-    buffer: int | None
-    slot: int
-
-
-def device_facts() -> DeviceFacts:
-    """What MLX and the system tell of the device."""
-    info, metal = mx.device_info(), metal_info()
-    buffer = int(metal.get("max_buffer_length", 0)) or None
-    return DeviceFacts(
-        name=str(info.get("device_name", "unknown")),
-        memory=int(info.get("total_memory", 0) or info.get("memory_size", 0)) or None,
-        working_set=int(metal.get("max_recommended_working_set_size", 0)) or None,
-        wired_limit=mac.wired_limit(),
-        buffer=buffer,
-        slot=most_slot_bytes(),
-    )

@@ -145,11 +145,6 @@ def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
     )
 
 
-def split_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> tuple[StreamedPart, ...]:
-    """The parts of ``cut_layer``."""
-    return cut_layer(layer, kept, unit).parts
-
-
 @lru_cache(maxsize=4096)
 def _spans(layer: LayerSize, left: tuple[int, ...]) -> list[list[int]]:
     """Bytes in a slot of these pieces from each on: of one, of two, and so on, at most. What lies between them in a

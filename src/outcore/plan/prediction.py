@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .machine_profile import Calibration
 from .model_size import ModelSize
@@ -84,36 +84,22 @@ def _passes(prompt: int, step: int) -> Passes:
     return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """What is computed of one layer at one go, or of what lies behind all of them (None). Seconds of computing, and of
     reading before that (0: it is in memory)."""
 
-    layer: int | None
     compute_s: float
     read_s: float = 0.0
+    layer: int | None = None
 
 
 def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> Timing:
     """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
-    stages: list[ComputeStep] = []
-    pending = 0.0  # of resident layers: on the device's queue with what follows
-    for turn in turns_of(size, plan, calibration, passes, kept):
-        if turn.layer is not None and not turn.read_s:
-            pending += turn.compute_s
-            continue
-        if turn.read_s and pending:
-            stages.append(ComputeStep(pending))
-            pending = 0.0
-        stages.append(ComputeStep(pending + turn.compute_s, turn.read_s))
-        pending = 0.0
-    if pending:
-        stages.append(ComputeStep(pending))
-    slots = max(plan.slots, 2)
-    timing = simulate(stages, slots)
-    less, more = sorted([sum([s.read_s for s in stages]), sum([s.compute_s for s in stages])])
+    turns, slots = turns_of(size, plan, calibration, passes, kept), max(plan.slots, 2)
+    timing = simulate(turns, slots)
+    less, more = sorted([sum([t.read_s for t in turns]), sum([t.compute_s for t in turns])])
     lost = max(0.0, UNEVEN / slots**2 * more - (more - less) / 2) if less else 0.0
-    return replace(timing, sweep_s=timing.sweep_s + lost)
+    return timing._replace(sweep_s=timing.sweep_s + lost)
 
 
 def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> list[Turn]:
@@ -129,7 +115,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             computing[key] = computing_s(*key, calibration, passes)
         compute, mine = computing[key], parts.get(i)
         if mine is None:
-            turns.append(Turn(i, compute))
+            turns.append(Turn(compute, layer=i))
             continue
         total = sum(map(attrgetter("read"), mine))
         if layer.joined or layer.decoded or layer.to_cast:
@@ -142,7 +128,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
         text = size.kv_read(i, kept) if size.on_disk else 0
         for part in mine:
             share = part.read / total if total else 1 / len(mine)
-            turns.append(Turn(i, compute * share + calibration.sync_s, (part.read + text) / rate))
+            turns.append(Turn(compute * share + calibration.sync_s, (part.read + text) / rate, i))
             text = 0
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
@@ -151,10 +137,10 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
     if plan.streams and size.tables:
         rest += calibration.read_latency_s
     if head is None:
-        return [*turns, Turn(None, rest)]
+        return [*turns, Turn(rest)]
     slices = max(1, -(-head.read // max(plan.unit_bytes, 1)))
     each = rest / slices + calibration.sync_s
-    return turns + [Turn(None, each, head.read // slices / rate)] * slices
+    return turns + [Turn(each, head.read // slices / rate)] * slices
 
 
 def computing_s(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
@@ -171,31 +157,22 @@ BEFORE = 3
 """Sweeps that are simulated after those that full slots hold already, until the ring is in step."""
 
 
-@dataclass(frozen=True)
-class ComputeStep:
-    """What the device computes at one go: seconds of computing, and of reading before that (0: it is in memory)."""
-
-    compute_s: float
-    read_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds of one sweep in the steady state, and of the first one, which starts with its slots full."""
 
     sweep_s: float
     first_s: float
 
 
-def simulate(stages: Sequence[ComputeStep], slots: int) -> Timing:
-    """Run ``stages``, of one sweep in order, again and again through a ring of ``slots`` slots.
+def simulate(turns: Sequence[Turn], slots: int) -> Timing:
+    """Run the turns of one sweep, in order, again and again through a ring of ``slots`` slots.
 
     Reads follow each other at the disk's rate, computing follows in order. A slot is free again when its unit has been
     computed.
     """
-    reads = [s.read_s for s in stages if s.read_s > 0]
+    reads = [s.read_s for s in turns if s.read_s > 0]
     if not reads:
-        total = sum([s.compute_s for s in stages])
+        total = sum([s.compute_s for s in turns])
         return Timing(total, total)
     # The ring is full in the beginning: the first read is of what comes so many units later.
     coming = islice(cycle(reads), slots, None)
@@ -203,13 +180,13 @@ def simulate(stages: Sequence[ComputeStep], slots: int) -> Timing:
     device = disk = 0.0  # when they are free
     marks = []
     for _ in range(BEFORE + slots // len(reads)):
-        for stage in stages:
-            if stage.read_s > 0:
-                device = max(device, ready.popleft()) + stage.compute_s
+        for turn in turns:
+            if turn.read_s > 0:
+                device = max(device, ready.popleft()) + turn.compute_s
                 disk = max(disk, device) + next(coming)
                 ready.append(disk)
             else:
-                device += stage.compute_s
+                device += turn.compute_s
         marks.append(device)
     # Slots that were full at first may take many sweeps to run dry where reading takes hardly longer than computing.
     return Timing(max(marks[-1] - marks[-2], sum(reads)), marks[0])

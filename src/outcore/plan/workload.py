@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..errors import BudgetError, PromptError, UsageError
+from ..errors import BudgetError, PromptError
 from .model_size import ModelSize
 from .plan import ANSWER, Plan
 from .planner import WORTH
@@ -115,9 +115,6 @@ class Workload:
 CONTEXT = 2048
 """Tokens of context that memory is reserved for when nothing is asked for."""
 
-MOST_CONTEXT = 2**31 - 1
-"""Tokens that can be asked for of a model that does not say how many it was made for: MLX counts in int32."""
-
 
 def planned_context(longest: int | None, positions: int | None, asked: int | None, prompt: int | None) -> int:
     """Tokens to plan for: as asked; else what is usual, and at least the prompt and an answer.
@@ -128,26 +125,11 @@ def planned_context(longest: int | None, positions: int | None, asked: int | Non
         prompt: tokens of the longest prompt, if known.
 
     Raises:
-        UsageError: the context is not positive, or larger than can be counted.
         PromptError: the model has no positions for the prompt.
     """
     if positions is not None and prompt is not None and prompt > positions:
         raise PromptError(f"the prompt has {prompt} tokens; this model has {positions} positions: shorten the prompt")
-    if prompt is not None and prompt < 0:
-        raise UsageError(f"a prompt of {prompt} tokens: it cannot have fewer than none")
-    most = positions or MOST_CONTEXT
     if asked is None:
         usual = max(CONTEXT, (prompt or 0) + ANSWER)
-        return min(max(min(usual, longest or usual), (prompt or 0) + 1), most)
-    if asked < 1:
-        raise UsageError(f"a context of {asked} tokens: at least 1 is needed")
-    if asked > MOST_CONTEXT:
-        raise UsageError(
-            f"a context of {_short(asked)} tokens: {MOST_CONTEXT} are the most that can be counted; ask for fewer"
-        )
-    return min(asked, most)
-
-
-def _short(number: int) -> str:
-    """A number that a person can read, however many digits were typed."""
-    return str(number) if number < 10**15 else f"about 10^{len(str(number)) - 1}"
+        asked = max(min(usual, longest or usual), (prompt or 0) + 1)
+    return min(asked, positions or asked)

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache_folder import cache_dir
-from .cache_use import REMOVED, WRITER, InUseError, remove_folder, state
-from .small_files import INDEX_BYTES, parse_json, read_small
+from outcore.machine.cache_folder import SESSIONS, cache_dir
+from outcore.machine.cache_use import REMOVED, WRITER, InUseError, remove_folder, state
+from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 
 _COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
 _PROMPTS = re.compile(r"(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
@@ -25,9 +25,6 @@ _MANIFEST = "manifest.json"
 _CODING = re.compile(r"compact|planes:[1-7]")
 
 KERNELS, REMAINS, PROMPTS, CONVERSATION = "kernels", "remains", "prompts", "conversation"
-
-SESSIONS = "sessions"
-"""The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
 
 FILES = {
     "calibration": ("calibration", r"[0-9a-f]{16}\.json"),

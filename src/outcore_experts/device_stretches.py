@@ -14,7 +14,7 @@ import ctypes
 import threading
 from typing import Any
 
-from .device_memory import PREFERRED_LOCATION, address_of
+from outcore.machine.device_memory import PREFERRED_LOCATION, address_of
 
 NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: it waits for no other stream, and none for it."""
