@@ -119,7 +119,7 @@ def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
     if not kept and (layer.slot <= unit or not layer.splittable):
         whole = StreamedPart(0, (), layer.slot, layer.read, layer.cast)
         return Cut((whole,), whole.slot, whole.cast, whole.read, None)
-    left = tuple(n for n in range(len(layer.pieces)) if n not in kept)
+    left = tuple([n for n in range(len(layer.pieces)) if n not in kept])
     spans = _spans(layer, left)
     ends = [len(left)]
     if layer.splittable:
@@ -208,7 +208,7 @@ def _held_before(layer: LayerSize, piece: int) -> int:
     begins = blocks.index(blocks[piece])
     if blocks[piece] in blocks[begins:piece] and len(set(blocks[begins : piece + 1])) > 1:
         begins = 0  # blocks take turns, so nothing is known of what goes from one to another
-    return sum(p.out for p in layer.pieces[begins:piece])
+    return sum(map(attrgetter("out"), layer.pieces[begins:piece]))
 
 
 def smallest_slot(layer: LayerSize) -> int:
