@@ -48,6 +48,7 @@ class LinkConnection:
     Attributes:
         heard_at: when it last was. ``sign``: the last that was heard.
         ended: the other rank has said that its part is done. ``gone``: nothing more comes from it.
+        watched: its thread is told when more has come.
         leaving: bytes that the kernel has not taken yet. ``posted``: where data goes, in order.
         asked, received: messages of data that somebody asked for so far, and that are there.
     """
@@ -62,7 +63,7 @@ class LinkConnection:
     ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.rank, self.data, self.heard_at = sock, rank, data, heard_at
-        self.sign, self.ended, self.gone = Sign(), False, False
+        self.sign, self.ended, self.gone, self.watched = Sign(), False, False, False
         self.leaving: deque[memoryview] = deque()
         self.posted: deque[memoryview] = deque()
         self.asked = self.received = 0

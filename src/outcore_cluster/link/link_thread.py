@@ -205,13 +205,16 @@ class LinkThread:
         try:
             each.read()
         except BlockingIOError:
-            self._loop.add_reader(each.sock, self._read, each)
+            if not each.watched:
+                self._loop.add_reader(each.sock, self._read, each)
+            each.watched = True
         except (OSError, EOFError) as e:
             self._lost(each, broke(e))
         except (ValueError, TypeError) as e:
             self._lost(each, one_line(e))
         else:
             self._loop.remove_reader(each.sock)
+            each.watched = False
             if each.ended:
                 self._lost(each, "")
         self._moved(each)

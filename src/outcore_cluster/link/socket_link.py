@@ -25,7 +25,7 @@ from .meeting import Identity, Meeting
 from .verdict import Blame
 
 _COUNT = 8
-"""Bytes of how often was agreed, in front of a value that is gathered."""
+"""Bytes in front of a value that is gathered: how often was agreed, and on the way back its length."""
 
 
 class SocketLink:
@@ -95,10 +95,9 @@ class SocketLink:
         self.check()
         if self.rank:
             self._thread.tell(Kind.GATHER, self._agreements.to_bytes(_COUNT) + value)
-            return [self._told(Kind.GATHER, 0) for _ in range(self.size)]
+            return _parted(self._told(Kind.GATHER, 0))
         values = [value, *(self._in_step(rank, self._told(Kind.GATHER, rank)) for rank in range(1, self.size))]
-        for each in values:
-            self._thread.tell(Kind.GATHER, each)
+        self._thread.tell(Kind.GATHER, b"".join(len(each).to_bytes(_COUNT) + each for each in values))
         return values
 
     def _told(self, kind: Kind, rank: int) -> bytes:
@@ -147,3 +146,13 @@ class SocketLink:
 
 def _flat(data: memoryview) -> memoryview:
     return data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def _parted(payload: bytes) -> list[bytes]:
+    """Values, each behind its length."""
+    values = []
+    while payload:
+        end = _COUNT + int.from_bytes(payload[:_COUNT])
+        values.append(payload[_COUNT:end])
+        payload = payload[end:]
+    return values
