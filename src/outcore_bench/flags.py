@@ -62,16 +62,15 @@ MATRIX: list[str | Flag] = [
     *grouped(
         "axes (lists are separated by commas)",
         flag("--memory", _BUDGETS, "", metavar="SIZES"),
-        flag("--io", f"Ways to read. Default: {','.join(IO)}, or what the file system allows.", metavar="LIST"),
+        flag("--io", "Ways to read.", ",".join(IO), metavar="LIST"),
         flag("--slots", "Layers in the ring.", "2,3,4", metavar="LIST"),
         flag("--threads", "Reads in flight.", "1,4,8", metavar="LIST"),
     ),
     *runs(8),
     FLAGS["output"].but(
-        help="JSON document, written after each run; runs that it holds are not measured again. "
-        "Default: ./MODEL-matrix.json.",
+        help="JSON document, written after each run. Default: ./MODEL-matrix.json.",
     ),
-    FLAGS["force"].but(help="Measure all again, whatever is there."),
+    FLAGS["force"].but(help="Replace what is there."),
     "output-flags",
 ]
 

@@ -22,7 +22,7 @@ COMMANDS = dict([
     _command(
         "matrix",
         "Speed at every combination of budget, way of reading, slots and threads, and which is best. Each is measured "
-        "in a process of its own. Cut off, it goes on where it stopped.",
+        "in a process of its own.",
         f"{HUB} --memory 2GB,4GB --slots 2,3",
     ),
     _command(

@@ -12,14 +12,13 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import ProgressBar
-from outcore.cli.output import tell
 from outcore.decode.budget import given_budget
-from outcore.errors import OutcoreError
+from outcore.errors import OutcoreError, UsageError
 from outcore.text import printable
 
 from ..document import writable
 from ..jobs import RunSettings, listed, numbers
-from ..matrix import Grid, MatrixRunner
+from ..matrix import Grid, run_matrix
 from ..runner import shown_command
 from ..table import WIDTH, show
 from ..verdict import by_budget, sentences
@@ -29,18 +28,17 @@ def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        OutcoreError: nothing could be measured, or the file holds other measurements.
+        OutcoreError: nothing could be measured, or the file is there already.
     """
     grid, settings = axes(args), each_run(args)
     name = model_name(args.model)
     output = writable(args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix.json"))
+    if output.exists() and not args.force:
+        raise UsageError(f"{output} is there already: give another file with --output, or --overwrite to replace it")
     command = shlex.join(["outcore", "matrix", *shown_command(args.argv, {args.model: name, str(output): output.name})])
     with ProgressBar() as bar:
         folder = resolve_model(args.model, args.revision)
-        runner = MatrixRunner(folder, name, grid, settings, output, command, overwrite=args.force)
-        if runner.reused:
-            tell(f"outcore matrix: {runner.reused} runs are there already in {output}")
-        document = runner.run(bar.count)
+        document = run_matrix(folder, name, grid, settings, output, command, bar.count)
     console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
     said = sentences(document.rows)
     if best := by_budget(document.rows):
@@ -62,7 +60,7 @@ def axes(args: argparse.Namespace) -> Grid:
     """
     return Grid(
         memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory else None,
-        io=listed(args.io) if args.io is not None else None,
+        io=listed(args.io),
         slots=tuple(sorted(numbers("--slots", args.slots))),
         threads=tuple(sorted(numbers("--threads", args.threads))),
     )

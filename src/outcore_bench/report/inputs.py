@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..document import SCHEMA, Document, read_record, validated
-from ..verdict import by_budget
 
 PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
@@ -41,10 +40,9 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that was read. Of a matrix, a document of a grid, the best rows are among the documents, too."""
+    """Everything that was read."""
 
     documents: list[Document] = field(default_factory=list)
-    matrices: list[Document] = field(default_factory=list)
     perplexities: list[Perplexities] = field(default_factory=list)
 
 
@@ -58,13 +56,5 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
     known: dict[str, Any] = {SCHEMA: Document.of, PERPLEXITY_SCHEMA: lambda raw: validated(Perplexities, raw)}
     for path in paths:
         found: Any = read_record(path, known)
-        if isinstance(found, Perplexities):
-            inputs.perplexities.append(found)
-            continue
-        if "grid" in found.settings:
-            inputs.matrices.append(found)
-            found = replace(found, rows=by_budget(found.rows))
-            if not found.rows:
-                continue
-        inputs.documents.append(found)
+        (inputs.perplexities if isinstance(found, Perplexities) else inputs.documents).append(found)
     return inputs

@@ -41,8 +41,7 @@ def _table(table: ReportTable) -> str:
 
 
 def _table_line(line: Line, columns: int) -> str:
-    bold = line.bold | ({0} if line.kind in ("group", "ours") else set())
-    cells = [f"**{escape(c)}**" if i in bold else escape(c) for i, c in enumerate(line.cells)]
+    cells = [f"**{escape(c)}**" if line.kind == "group" else escape(c) for c in line.cells]
     return _line(cells + [""] * (columns - len(cells)), escaped=True)
 
 

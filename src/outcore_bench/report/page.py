@@ -26,7 +26,6 @@ def page(summary: str, sections: Sequence[Section]) -> str:
     page = template.render(
         style=(folder / "templates" / "page.css").read_text(encoding="utf-8"),
         summary=summary,
-        sections=[s for s in sections if not s.name.startswith("published")],
-        published=[s for s in sections if s.name.startswith("published")],
+        sections=sections,
     )
     return shown(page)

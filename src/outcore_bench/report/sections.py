@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..devices import published_data
 from ..document import BenchRow, Document, Stat
-from ..verdict import sentences
+from ..verdict import by_budget, place, sentences
 from . import tables
 from .charts import ChartCurve, curves_chart
 from .inputs import Inputs
-from .published import published_tables
+from .published import published_table
 from .tables import ReportTable, ceiling, document_name, number, percent, resident_share, size, speed, streams
 
 _MODES = {"outcore": "Outcore", "plain": "the plain way", "mlx-lm": "mlx-lm, all in memory"}
@@ -46,33 +46,28 @@ class Section:
 
 def sections(inputs: Inputs) -> list[Section]:
     """All sections that have something to show."""
-    documents = inputs.documents
+    documents = [replace(d, rows=sorted(d.rows, key=place)) if _is_matrix(d) else d for d in inputs.documents]
     text = tables.LEGEND + tables.BUSY_LEGEND * any(r.busy for d in documents for r in d.rows)
     many = "s" * (len(documents) > 1)
+    said = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
+    main, published = tables.main_table(documents), published_table(inputs)
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
-        Section("results", "What was measured", text, tables.main_table(documents), notes=tables.notes(documents)),
-        *_matrices(inputs),
-        *_curves(documents),
+        Section("results", "What was measured", text, main, said=said, notes=tables.notes(documents)),
+        *_curves(_best(documents)),
         Section("perplexity", "Perplexity", "", tables.perplexity_table(inputs.perplexities)),
+        Section("published", "Beside the paper's tables", published_data()["source"], published),
     ]
-    compared = [t for t in published_tables(inputs) if t.ours]
-    for i, t in enumerate(compared):
-        title = f"Published table {t.number}: {t.title}"
-        found.append(Section(f"published-{t.number}", title, "" if i else published_data()["source"], t.table))
     return [s for s in found if s.table or s.charts]
 
 
-def _matrices(inputs: Inputs) -> list[Section]:
-    """Every matrix that measured anything: what its points say, and all of them."""
-    out = []
-    for i, matrix in enumerate(inputs.matrices):
-        name = f": {document_name(matrix, inputs.documents)}" if len(inputs.documents) > 1 else ""
-        text = "Tokens per second. Bold: the best point, or all that are equally fast. –: no numbers."
-        text += " *: met a busy machine; quote no such number." if any(r.busy for r in matrix.rows) else ""
-        title, table = f"Every budget and way of reading{name}", tables.matrix_table(matrix)
-        out.append(Section(f"matrix-{i}", title, text, table, said=tuple(sentences(matrix.rows))))
-    return out
+def _is_matrix(document: Document) -> bool:
+    return "grid" in document.settings
+
+
+def _best(documents: Sequence[Document]) -> list[Document]:
+    """The documents, each matrix with the best row of each budget alone."""
+    return [replace(d, rows=by_budget(d.rows)) if _is_matrix(d) else d for d in documents]
 
 
 def _curves(documents: Sequence[Document]) -> list[Section]:
@@ -115,7 +110,7 @@ def _curves_of(d: Document, x: Callable[[BenchRow], float | None]) -> list[Chart
 
 def summary(inputs: Inputs) -> str:
     """A sentence for each machine's fullest document: speed, share of the ceiling, memory, and what else ran there."""
-    told = [(d, row) for d in inputs.documents if (row := _headline(d)) is not None]
+    told = [(d, row) for d in _best(inputs.documents) if (row := _headline(d)) is not None]
     fullest = {}
     for d, row in sorted(told, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
         fullest[tables.machine_name(d.machine)] = _sentence(d, row)

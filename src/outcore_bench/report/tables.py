@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from outcore.sizes import format_size
 
 from ..document import BenchRow, Document, Machine, Stat
-from ..verdict import equals, point
 from .inputs import Perplexities
 
 NOTHING = ""
@@ -23,12 +22,11 @@ BUSY_LEGEND = " *: other programs used the machine right before; quote no such n
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a table. ``kind`` is ``group`` (one cell over all columns), ``error`` (a name and what happened),
-    ``ours`` (a row of ours among published ones) or empty; ``bold`` are places of cells that stand out."""
+    """One row of a table. ``kind`` is ``group`` (one cell over all columns), ``error`` (a name and what happened) or
+    empty."""
 
     cells: tuple[str, ...]
     kind: str = ""
-    bold: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -204,27 +202,6 @@ def resident_reference(document: Document) -> BenchRow | None:
     rows = [r for r in document.rows if r.error is None and r.use.peak_memory_bytes]
     full = [r for r in rows if r.mode == "mlx-lm"] or [r for r in rows if resident_share(r) == 1]
     return full[0] if full else None
-
-
-def matrix_table(matrix: Document) -> ReportTable | None:
-    """Tokens a second at each budget (across) and setting (down); the best stand out."""
-    rows, best = {point(r): r for r in matrix.rows}, {point(r) for r in equals(matrix.rows)}
-    if not best:
-        return None
-    budgets = sorted({p.memory for p in rows})
-    settings = sorted({p._replace(memory=0) for p in rows}, key=lambda p: (p.io not in ("", "direct"), p))
-    lines = []
-    for setting in settings:
-        points = [setting._replace(memory=budget) for budget in budgets]
-        bold = frozenset(i for i, p in enumerate(points, 1) if p in best)
-        lines.append(Line((setting.setting, *(_cell(rows.get(p)) for p in points)), bold=bold))
-    return ReportTable(("", *map(size, budgets)), tuple(lines))
-
-
-def _cell(row: BenchRow | None) -> str:
-    if row is None:
-        return NOTHING
-    return "–" if row.speed.s_per_token is None else number(1 / row.speed.s_per_token.median) + "*" * row.busy
 
 
 def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:
