@@ -18,9 +18,8 @@ import pytest
 
 import outcore
 from outcore import UsageError
-from outcore_compat import lmstudio
-from outcore_compat.flash_config import REFUSED, FlashConfig
-from outcore_compat.lmstudio import INSTEAD, NotBatched, apply_flash_patch, remove_flash_patch
+from outcore_compat.flash_config import DEFAULTS, MEANT, FlashConfig
+from outcore_compat.lmstudio import NotBatched, apply_flash_patch, remove_flash_patch
 from outcore_compat.mlx_lm import remove_patch
 
 PROMPT = "def f(x):\n"
@@ -64,11 +63,11 @@ OTHER: dict[str, Any] = {
     "metal_kernels": False, "strict_guardrails": False, "kv_cache_local_window_size": 64,
     "max_in_memory_kv_tokens": 512, "enable_prefill_guardrail": False, "max_safe_prefill_tokens": 32,
     "max_safe_context_tokens": 256, "disk_kv_max_tokens": 4096, "min_quant_bits": 8, "strict_quant": True,
-    "debug": True, "enable_profiling": True, "monitor_queue": 1,
+    "debug": True, "enable_profiling": True, "monitor_queue": 1, "kv_keep": 4,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sorted(set(DEFAULTS) - MEANT))
 def test_what_means_nothing_here_is_refused_when_it_is_used(name: str) -> None:
     config = FlashConfig(enabled=True, **{name: OTHER[name]})
     assert getattr(config, name) == OTHER[name]
@@ -76,23 +75,15 @@ def test_what_means_nothing_here_is_refused_when_it_is_used(name: str) -> None:
         apply_flash_patch(config)
 
 
-def test_no_field_is_passed_over() -> None:
-    """Each one changes something, or is refused."""
-    meant = {
-        "enabled", "ram_budget_gb", "eviction_strategy", "n_io_threads", "pipeline_depth", "prefetch_layers",
-        "max_kv_size", "kv_keep", "kv_bits", "kv_cache_quantized", "kv_cache_bits", "prefill_chunk_size",
-        "pipelined_execution", "disk_kv_enabled", "disk_kv_dir", "kv_cache_dir",
-    }  # fmt: skip
-    fields = {f.name for f in dataclasses.fields(FlashConfig)}
-    assert fields == meant | set(REFUSED) and not meant & set(REFUSED) and set(OTHER) == set(REFUSED)
+def test_every_field_is_told_of() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    assert [name for name in sorted(fields | set(INSTEAD)) if f"`{name}`" not in text] == []
+    assert [name for name in sorted(DEFAULTS) if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("ram_budget_gb", 0.05), ("ram_budget_gb", float("nan")), ("n_io_threads", 0), ("n_io_threads", 64),
-     ("eviction_strategy", "lru"), ("kv_keep", -1), ("prefill_chunk_size", -1), ("prefetch_layers", "two"),
+     ("eviction_strategy", "lru"), ("prefill_chunk_size", -1), ("prefetch_layers", "two"),
      ("max_kv_size", 0)],
 )  # fmt: skip
 def test_values_that_cannot_be_meant_are_refused_by_name(field: str, value: Any) -> None:
@@ -107,8 +98,6 @@ def test_values_that_cannot_be_meant_are_refused_by_name(field: str, value: Any)
 def test_settings_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="max_kv_size and kv_bits"):
         FlashConfig(max_kv_size=512, kv_bits=4).generation()
-    with pytest.raises(UsageError, match=r"kv_keep=250: fewer than max_kv_size=128"):
-        FlashConfig(max_kv_size=128).caches()
 
 
 def test_a_configuration_is_read_from_a_dictionary() -> None:
@@ -117,16 +106,6 @@ def test_a_configuration_is_read_from_a_dictionary() -> None:
     assert FlashConfig.from_dict(whole).options().memory == 8_000_000_000
     with pytest.warns(UserWarning, match="without effect: unknown_key"):
         assert FlashConfig.from_dict({"enabled": True, "unknown_key": 999}).enabled
-
-
-@pytest.mark.parametrize("name", INSTEAD)
-def test_names_that_there_is_nothing_for_say_what_to_use(name: str) -> None:
-    with pytest.raises(ImportError, match=f"^{name}: "):
-        getattr(lmstudio, name)
-    with pytest.raises(ImportError, match=f"^{name}: "):
-        exec(f"from outcore.integrations.lmstudio import {name}")
-    with pytest.raises(AttributeError):
-        _ = lmstudio.Nonsense
 
 
 def test_the_patch_streams_where_it_is_enabled(short_model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,30 +128,6 @@ def test_the_patch_streams_where_it_is_enabled(short_model: Path, caplog: pytest
         assert mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=4) == expected
     remove_flash_patch()
     assert mlx_lm.load is original
-
-
-def test_a_texts_beginning_stays_in_bounded_caches(quick_models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                   demo_model: Path) -> None:  # fmt: skip
-    import zoo
-
-    folder = zoo.save_checkpoint("qwen3", tmp_path / "model")
-    shutil.copy(demo_model / "tokenizer.json", folder)
-    settings = json.loads((demo_model / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
-    made: list[Any] = []
-    config = FlashConfig(enabled=True, max_kv_size=16, kv_keep=6)
-    caches = config.caches()
-    assert caches is not None
-    monkeypatch.setattr(FlashConfig, "caches", lambda _: lambda model: made.append(caches(model)) or made[-1])
-    options = dataclasses.replace(config.options(), memory=None, resident=1, context=64)
-    monkeypatch.setattr(FlashConfig, "options", lambda _: options)
-    apply_flash_patch(config)
-    model, tokenizer = mlx_lm.load(str(folder))
-    with model.outcore:
-        assert len(list(mlx_lm.stream_generate(model, tokenizer, list(range(3, 23)), max_tokens=12))) == 12
-        assert {(c.keep, c.max_size) for c in made[-1]} == {(6, 16)} and made[-1][0].keys.shape[2] <= 36
-    remove_flash_patch()
-    monkeypatch.undo()
 
 
 # LM Studio's engine

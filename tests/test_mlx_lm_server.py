@@ -30,7 +30,7 @@ import zoo
 from outcore import PromptError, UsageError
 from outcore_compat.batch_generator import SharedBatchGenerator
 from outcore_compat.mlx_lm import apply_patch
-from outcore_compat.stored_caches import BoundedPromptCache, HandedOut, cache_room
+from outcore_compat.stored_caches import BoundedPromptCache, cache_room
 
 PROMPTS = [f"def f{i}(x):\n    return" * (1 + i % 3) for i in range(6)]
 
@@ -271,7 +271,7 @@ def test_a_text_goes_on_from_a_cache(pair: tuple[nn.Module, nn.Module]) -> None:
     ours.close()
 
 
-def test_caches_can_be_had_in_the_middle_and_sequences_removed(pair: tuple[nn.Module, nn.Module]) -> None:
+def test_sequences_are_removed_with_their_caches(pair: tuple[nn.Module, nn.Module]) -> None:
     plain, model = pair
     theirs, ours = BatchGenerator(plain, max_tokens=8), SharedBatchGenerator(model, max_tokens=8)
     expected = write(theirs, theirs.insert(IDS))
@@ -281,10 +281,9 @@ def test_caches_can_be_had_in_the_middle_and_sequences_removed(pair: tuple[nn.Mo
         for r in ours.next()[1]:
             tokens[r.uid].append(r.token)
         if step == 1:
-            ours.extract_cache(uids)
-            # They wait for the next step then, and have their caches all the same.
-            (cache, held) = ours.extract_cache(uids)[1]
-            assert cache[0].offset == len(held) and held == (IDS[1] + tokens[1])[: len(held)]
+            assert ours.extract_cache([]) == {}
+            with pytest.raises(UsageError, match="under way are not handed out"):
+                ours.extract_cache(uids)
         if step == 3:
             assert ours.remove([uids[2]], return_prompt_caches=True)[2][1] == (IDS[2] + tokens[2])[:-1]
     assert {uid: t for uid, t in tokens.items() if uid < 2} == {uid: expected[uid][0] for uid in (0, 1)}
@@ -350,7 +349,7 @@ def test_without_outcore_it_is_mlx_lms(pair: tuple[nn.Module, nn.Module]) -> Non
         generator = kind(plain, max_tokens=4)
         uids = generator.insert(IDS)
         generator.next()
-        assert generator.prompt_cache_nbytes > 0 and set(generator.extract_cache(uids)) == set(uids)
+        assert generator.prompt_cache_nbytes > 0
         generator.remove([uids[1]], return_prompt_caches=True)
         with generator.stats() as stats:
             results.append(write(generator, [uids[0], uids[2]]))
@@ -379,7 +378,7 @@ def test_stored_caches_keep_to_what_nobody_else_takes(small: Path) -> None:
             return sum(c.nbytes for c in cache)
 
         each = stored(0)
-        room = session.plan.cache_bytes + max(0, session.plan.budget_bytes - session.plan.peak_bytes)
+        room = session.plan.cache_bytes
         for n in range(1, 10):
             stored(n)
         assert 0 < len(store) < 10 and store.nbytes <= room < store.nbytes + 2 * each
@@ -402,12 +401,9 @@ def test_what_was_stored_is_let_go_by_a_loop_that_looked_at_it(pair: tuple[nn.Mo
         for r in generator.next_generated():
             if r.finish_reason is not None:
                 ended.append(r)
-                assert isinstance(r.prompt_cache, HandedOut)
                 if r.uid == uids[0]:
                     store.insert_cache("model", r.all_tokens, r.prompt_cache)
     assert ended[0].prompt_cache is None, "it is the store's"
-    generator.next()
-    assert ended[1].prompt_cache is not None, "it is whose it was given to"
     generator.close()
 
 

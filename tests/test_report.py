@@ -136,7 +136,7 @@ def test_the_summary_tells_the_smallest_memory_of_each_machines_fullest_document
     told = summary(Inputs([document(model=small, faster=9.0), document()]))
     assert told.startswith("On Intel Xeon 8481C, 2 cores, qwen3.5-9b-8bit (8.97 GB of weights) makes 0.489 tokens per")
     assert "in 1.90 GB, 96 % of" in told and "tiny" not in told
-    assert "1.87 times the speed of the plain way" in told and "2 of 16 rows failed" in told
+    assert "2 of 16 rows failed" in told
     assert "tokens per second" not in summary(Inputs([document(rows=[full()])]))
 
 
@@ -146,15 +146,14 @@ def test_other_tokens_than_mlx_lms_are_said_first_hand() -> None:
 
 
 def test_all_sections_of_a_full_document() -> None:
-    assert names(document()) == ["machines", "results", "residency", "memory"]
+    assert names(document()) == ["machines", "results", "memory"]
 
 
 @pytest.mark.parametrize(
     ("lacking", "gone"),
     [
         ({"peak_memory_bytes": None}, {"memory"}),
-        ({"resident_units": None, "mode": "outcore"}, {"residency"}),
-        ({"decode_tps": None}, {"residency", "memory"}),
+        ({"decode_tps": None}, {"memory"}),
     ],
 )
 def test_what_is_missing_leaves_its_section_out(lacking: dict[str, object], gone: set[str]) -> None:
@@ -221,7 +220,7 @@ def test_a_matrix_is_a_table_of_all_points_and_its_best_row_of_each_budget_is_dr
         "4.00 GB, cached, 3 slots, 4 threads", "4.00 GB, direct, 3 slots, 4 threads", "9.00 GB, all resident",
         *rows[5:],
     ]  # fmt: skip
-    assert {"residency", "memory"} <= {s.name for s in found}
+    assert "memory" in {s.name for s in found}
     assert "makes 0.500 tokens per second" in summary(inputs)
     busy = read(tmp_path, matrix(busy=True))
     assert "tokens per second" not in summary(busy) and "\\*" in markdown(summary(busy), sections(busy))
@@ -243,7 +242,7 @@ def test_names_are_escaped() -> None:
 
 def test_the_page_holds_everything_it_shows() -> None:
     text = page_of(document(), document(SERVER))
-    assert text.count("<svg") == 2 * 2
+    assert text.count("<svg") == 2
     for outside in ("http:", "https:", "//", "src=", "<link", "<script", "@import", "url(http", "<metadata"):
         assert outside not in text, outside
     # Colours are the page's, or a dark page would show light ones; text is text.
@@ -285,14 +284,11 @@ def test_no_headline_has_a_figure_of_a_busy_machine() -> None:
     assert "tokens per second" not in told
 
 
-def test_speeds_that_a_headline_compares_with_met_no_busy_machine_either() -> None:
+def test_a_ceiling_of_a_busy_machine_is_in_no_headline() -> None:
     whole = streamed(32, 1.5, io="none", mode="outcore", label="outcore, all resident")
-    rows = [full(), whole, streamed(0, 0.5, compute_share=0.3), plain(0, 0.25)]
-    told = summary(Inputs([document(rows=rows)]))
-    assert "2.00 times the speed of the plain way" in told and "makes 1.47 in" in told
-    assert "96 % of" in told
-    told = summary(Inputs([document(rows=[noisy(full()), noisy(whole), rows[2], noisy(rows[3])])]))
-    assert "times the speed" not in told and "1.47" not in told
+    rows = [full(), whole, streamed(0, 0.5, compute_share=0.3)]
+    assert "96 % of" in summary(Inputs([document(rows=rows)]))
+    told = summary(Inputs([document(rows=[full(), noisy(whole), rows[2]])]))
     # The ceiling is made of the resident run's time, which was too long.
     assert "makes 0.500 tokens per second" in told and "96 %" not in told
 
@@ -380,7 +376,7 @@ def test_a_broken_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_perplexities_are_a_table_and_stand_in_the_papers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = [
-        PerplexityRow("Qwen3.5-9B-8bit", 8, "bfloat16", 4.4551, 0.012, 3.2, 8_970_000_000, 2_000_000_000, 4.4551, True),
+        PerplexityRow("Qwen3.5-9B-8bit", 8, "bfloat16", 4.4551, 0.012, 8_970_000_000, 4.4551),
         PerplexityRow("Qwen3.5-9B-bf16", None, "bfloat16", 4.44),
     ]
     found = Perplexities("2026-04-02", {"cpu": "Intel Xeon"}, tuple(rows))
@@ -390,7 +386,7 @@ def test_perplexities_are_a_table_and_stand_in_the_papers(capsys: pytest.Capture
     status, _, err = run(capsys, file, "-o", tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert (status, err) == (0, "")
-    assert "| Qwen3.5-9B-8bit | 8 bit | 4.455 ± 0.012 | 4.455 | equal | 3.20 | 8.97 GB | 2.00 GB |" in text
+    assert "| Qwen3.5-9B-8bit | 8 bit | 4.455 ± 0.012 | 4.455 | 8.97 GB |" in text
     assert "| Qwen3.5-9B-8bit, Intel Xeon | 4.455 | table 2: Qwen3.5-9B-8bit, 32 of 32 layers |" in text
     assert "## What was measured" not in text
 

@@ -10,15 +10,13 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
-from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
@@ -32,7 +30,7 @@ from outcore.modules.cache_check import check_cache
 
 from .request_guard import check_room
 from .settings import warn_of_defaults
-from .stored_caches import HandedOut, cache_room
+from .stored_caches import cache_room
 
 
 @dataclass
@@ -71,12 +69,10 @@ class SharedBatchGenerator(BatchGenerator):
         if self.max_kv_size is not None and not hasattr(model, "make_cache"):
             raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
         self._session: Session = model.outcore
-        self._stop = StopSequences(kwargs.get("stop_tokens") or None)
         self._sequences: dict[int, _Sequence] = {}
         self._uids = itertools.count()
         self._unread: list[Any] = []  # of a step of which one sequence failed
         self._ended: list[Any] = []  # responses of the last step, with caches
-        self._counted = BatchCounters()  # prompts and tokens share sweeps, so all time counts as decoding
         self._sharing = Continuous(model, most=self.completion_batch_size)
         self._room = cache_room.texts(self._session, 0)
         self._texts = self._room.__enter__()  # what the sequences' caches take
@@ -112,7 +108,7 @@ class SharedBatchGenerator(BatchGenerator):
             tokens = tuple(itertools.chain.from_iterable(parts))
             sampler = None if sampler is greedy_sampler else sampler
             request = Request(-1, tokens, limit, sampler, tuple(processors), cache=cache, earlier=earlier)
-            rows.append((self._checked(request), stop or self._stop))
+            rows.append((self._checked(request), stop or self._default_stop_sequences))
         return [self._add(request, stop.matcher()) for request, stop in rows]
 
     def _checked(self, request: Request) -> Request:
@@ -162,8 +158,7 @@ class SharedBatchGenerator(BatchGenerator):
         began = time.perf_counter()
         for response in self._ended:
             # A loop that looks at responses has the last one until it has the next; its caches are somebody else's now.
-            if response.prompt_cache.kept:
-                response.prompt_cache = None
+            response.prompt_cache = None
         self._ended = []
         self._make_room()
         step = self._engine.step()
@@ -171,9 +166,10 @@ class SharedBatchGenerator(BatchGenerator):
         prompts += [self._began(uid) for uid in step.joined if not self._sequences[uid].begun]
         tokens = [self._response(self._sequences[t.uid], t) for t in step.tokens]
         tokens += [self._no_more(self._sequences[uid]) for uid in step.full]
-        self._counted.decode_time += time.perf_counter() - began
-        self._counted.generation_tokens += len(step.tokens)
-        self._counted.generation_steps += bool(step.tokens)
+        # Prompts and tokens share sweeps, so all time counts as decoding.
+        self._counters.decode_time += time.perf_counter() - began
+        self._counters.generation_tokens += len(step.tokens)
+        self._counters.generation_steps += bool(step.tokens)
         self._texts.sequences = len(self._sequences)  # those that have ended may be stored
         if not self._engine.running and not self._engine.waiting:
             self._engine.step()  # what the sequences took is given back
@@ -191,15 +187,14 @@ class SharedBatchGenerator(BatchGenerator):
 
     def _make_room(self) -> None:
         """For what the step will take, of what is stored."""
-        longest = max((len(s.text) + 1 for s in self._sequences.values()), default=0)
-        joins = any(not s.begun for s in self._sequences.values())
-        self._texts.sequences, self._texts.tokens = len(self._sequences), longest
-        cache_room.keep_to(grows=joins or longest > self._session.size.context)
+        self._texts.sequences = len(self._sequences)
+        self._texts.tokens = max((len(s.text) + 1 for s in self._sequences.values()), default=0)
+        cache_room.keep_to()
 
     def _began(self, uid: int) -> Any:
         self._sequences[uid].begun = True
         prompt = len(self._sequences[uid].request.tokens)
-        self._counted.prompt_tokens += prompt
+        self._counters.prompt_tokens += prompt
         return PromptProcessingBatch.Response(uid, (prompt, prompt), True, True)
 
     def _progress(self, uid: int, held: int) -> Any:
@@ -216,7 +211,7 @@ class SharedBatchGenerator(BatchGenerator):
         del self._sequences[token.uid]
         cache, held = self._engine.take_out(token.uid)
         mx.eval([c.state for c in cache])
-        ended = GenerationBatch.Response(token.uid, token.token, token.scores, reason, HandedOut(cache), held)
+        ended = GenerationBatch.Response(token.uid, token.token, token.scores, reason, cache, held)
         self._ended.append(ended)
         return ended
 
@@ -235,27 +230,14 @@ class SharedBatchGenerator(BatchGenerator):
         return GenerationBatch.Response(s.request.uid, s.last.token, s.last.scores, "stop", [], [])
 
     def extract_cache(self, uids: Sequence[int]) -> dict[int, Any]:
-        """Copies of the caches of those that are under way, and the tokens that they hold. They go on. Nothing of one
-        that has to be computed again."""
-        found = {}
-        for uid in uids:
-            s = self._sequences.get(uid)
-            if s is None or not s.begun:
-                continue
-            cache, held = self._engine.take_out(uid)
-            if cache:
-                found[uid] = (copy.deepcopy(cache), list(held))
-            goes_on = replace(
-                s.request,
-                tokens=tuple(s.text[len(held) :]),
-                earlier=tuple(held),
-                max_tokens=s.request.max_tokens - s.made,
-                cache=cache or None,
-                given=True,
-                begun=s.made > 0,
-            )
-            self._engine.add(goes_on)
-        return found
+        """Nothing: caches are handed out at an answer's end, and to whoever removes a sequence.
+
+        Raises:
+            UsageError: some were asked for.
+        """
+        if uids:
+            raise UsageError("caches of texts under way are not handed out: take them from remove() or a last response")
+        return {}
 
     def remove(self, uids: Sequence[int], return_prompt_caches: bool = False) -> Any:
         here = [uid for uid in uids if self._sequences.pop(uid, None) is not None]
@@ -268,14 +250,6 @@ class SharedBatchGenerator(BatchGenerator):
     @property
     def prompt_cache_nbytes(self) -> int:
         return self._texts.nbytes
-
-    @contextmanager
-    def stats(self) -> Iterator[BatchStats]:
-        stats, start = BatchStats(), BatchCountersSnapshot(**asdict(self._counted))
-        try:
-            yield stats
-        finally:
-            stats += BatchCountersSnapshot.between(start, BatchCountersSnapshot(**asdict(self._counted)))
 
     def close(self) -> None:
         super().close()

@@ -34,25 +34,10 @@ from .swapped_names import SwappedNames
 
 __all__ = ["FlashConfig", "apply_flash_patch", "remove_flash_patch"]
 
-_LOAD = "a streamed model is of its own class here: outcore.load(path, memory=...) returns it"
-INSTEAD = {
-    **dict.fromkeys(("FlashLLM", "FlashEngine", "FlashManager"), _LOAD),
-    "FlashGenerationLoop": "outcore.stream_generate writes texts with what outcore.load(path, memory=...) returns",
-    "DiskKVCache": "a streamed model's own caches lie on disk by themselves (disk_kv_enabled); prompt caches are saved "
-    "with outcore cache-prompt",
-}
-"""mlx-flash's names that there is nothing for, and what to use instead."""
-
 SEES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 """What the configuration of a model has that takes more than text."""
 
 _log = logging.getLogger("outcore.integrations")
-
-
-def __getattr__(name: str) -> Any:
-    if name in INSTEAD:
-        raise ImportError(f"{name}: {INSTEAD[name]}", name=__name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _applied = ExitStack()
@@ -71,7 +56,7 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
     config = config or FlashConfig()
     settings = None
     if config.enabled:
-        settings = PatchSettings(config.options(), generation=config.generation(), caches=config.caches())
+        settings = PatchSettings(config.options(), generation=config.generation())
     remove_flash_patch()
     if settings is None:
         _log.info("FlashConfig(enabled=False): nothing is patched")

@@ -131,9 +131,6 @@ def _prepared(
     if caches is not None and count is not None and len(caches) > count:
         # Behind the model's there are those of what drafts, which has its own here.
         given["prompt_cache"] = caches[:count]
-    elif caches is None and settings is not None and settings.caches is not None:
-        given["prompt_cache"] = settings.caches(model)
-        given["leave_last"] = True
     held = cached_tokens(given.get("prompt_cache") or ())
     tokens = held + int(ids.size) + (max_tokens if max_tokens > 0 else session.plan.context)
     with cache_room.texts(session, 1, tokens):

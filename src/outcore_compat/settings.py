@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import mlx.nn as nn
 
 from outcore.options import LoadOptions
 
@@ -22,13 +20,11 @@ class PatchSettings:
     Attributes:
         options: by which models are loaded; of ``model_config``, ``adapter_path`` and the like the call's count.
         generation: arguments of ``stream_generate`` where the caller gives none.
-        caches: makes the caches of a text where the caller gives none; None: mlx-lm's.
         budget: shared by all models that are loaded by this patch.
     """
 
     options: LoadOptions
     generation: Mapping[str, Any] = field(default_factory=dict)
-    caches: Callable[[nn.Module], list[Any] | None] | None = None
     budget: SharedBudget = field(default_factory=SharedBudget)
 
 

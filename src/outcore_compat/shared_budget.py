@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,47 +58,35 @@ class SharedBudget:
             if not others:
                 self._total = asked_budget(options.memory)
                 return self._kept(load(replace(options, memory=self._total)))
-            free = max(0, self._total - sum(s.plan.budget_bytes for s in others))
-            shared = f"{len(others) + 1} models share {format_size(self._total)}"
             planned = prepare(folder, replace(options, memory=self._total, draft=NONE))
-            least = planned.plan.smallest_budget_bytes
-            with _making_room(others, resident_budget(planned.profile.size) - free) as freed:
-                if free + freed < least:
+            least, before = planned.plan.smallest_budget_bytes, [s.plan.budget_bytes for s in others]
+            try:
+                for session in others:
+                    self._lower(session, resident_budget(planned.profile.size) - self._free(others))
+                free = self._free(others)
+                if free < least:
                     raise BudgetError(
-                        f"{shared}, of which those that are loaded leave {format_size(free + freed)}; "
-                        f"{folder.name} needs {format_size(least, round_up=True)} at least: give more memory",
-                        self._total + least - free - freed,
+                        f"{len(others) + 1} models share {format_size(self._total)}, of which those that are loaded "
+                        f"leave {format_size(free)}; {folder.name} needs {format_size(least, round_up=True)} at "
+                        "least: give more memory",
+                        self._total + least - free,
                     )
-                return self._kept(load(replace(options, memory=free + freed)))
+                return self._kept(load(replace(options, memory=free)))
+            except BaseException:
+                for session, budget in zip(others, before, strict=True):
+                    session.allow(budget)
+                raise
+
+    def _free(self, sessions: Sequence[Session]) -> int:
+        return max(0, self._total - sum(s.plan.budget_bytes for s in sessions))
+
+    def _lower(self, session: Session, nbytes: int) -> None:
+        """Have a model do with so much less, or with what it needs at least; a long text under way keeps its room."""
+        if nbytes > 0:
+            with contextlib.suppress(BudgetError):
+                session.allow(max(session.plan.smallest_budget_bytes, session.plan.budget_bytes - nbytes))
 
     def _kept(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         self._models = [ref for ref in self._models if ref() is not None]
         self._models.append(weakref.ref(found[0]))
         return found
-
-
-def _lower(session: Session, budget: int, wanted: int) -> None:
-    """Within that budget from now on, or what comes nearest: a longer text than was planned for may need more."""
-    try:
-        session.allow(wanted)
-    except BudgetError as e:
-        if e.smallest is not None and wanted < e.smallest < budget:
-            with contextlib.suppress(BudgetError):
-                session.allow(e.smallest)
-
-
-@contextlib.contextmanager
-def _making_room(sessions: Sequence[Session], nbytes: int) -> Iterator[int]:
-    """Have these models do with ``nbytes`` less, or what they can do without; with all of it again after an error."""
-    before = [s.plan.budget_bytes for s in sessions]
-    freed = 0
-    try:
-        for s, had in zip(sessions, before, strict=True):
-            if freed < nbytes:
-                _lower(s, had, max(s.plan.smallest_budget_bytes, had - (nbytes - freed)))
-                freed += had - s.plan.budget_bytes
-        yield freed
-    except BaseException:
-        for s, budget in zip(sessions, before, strict=True):
-            s.allow(budget)
-        raise

@@ -1,12 +1,12 @@
 """Caches of texts that nobody computes now, as mlx-lm's server keeps them: they take what is set aside for caches and
-not in use, and what the budget leaves over, and are dropped, the oldest first, where a text needs it.
+not in use, and are dropped, the oldest first, where a text needs it.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,6 @@ from mlx_lm.models.cache import LRUPromptCache
 from outcore.engine.engine import State
 from outcore.engine.session import Session
 from outcore.modules.hooks import arrays_in
-from outcore.plan.plan import Plan
 
 
 class CacheRoom:
@@ -29,8 +28,6 @@ class CacheRoom:
         self._models: list[weakref.ref[nn.Module]] = []
         self._stores: weakref.WeakSet[BoundedPromptCache] = weakref.WeakSet()
         self._texts: list[_TextsUnderWay] = []
-        # Bytes that are stored beyond what is planned for caches, and by which plan.
-        self._beyond: tuple[int, Plan | None] = (0, None)
 
     def join(self, model: nn.Module) -> None:
         """Count a model's memory in."""
@@ -50,47 +47,29 @@ class CacheRoom:
         with self.lock:
             self._texts.append(texts)
         try:
-            self.keep_to(grows=tokens > session.plan.context)
+            self.keep_to()
             yield texts
         finally:
             with self.lock:
                 self._texts.remove(texts)
 
-    def keep_to(self, *, grows: bool = False) -> None:
-        """Drop what is stored and has no room any more.
-
-        Args:
-            grows: a text takes what the budget leaves over, before it is known how much.
-        """
+    def keep_to(self) -> None:
+        """Drop what is stored and has no room any more."""
         with self.lock:
             sessions = [model.outcore for ref in self._models if (model := ref()) is not None]
             sessions = [s for s in sessions if s.state is not State.CLOSED]
             if not sessions:
                 return
             unused = sum(map(self._unused, sessions))
-            left_over = 0 if grows else sum(max(0, s.plan.budget_bytes - s.plan.peak_bytes) for s in sessions)
             for store in list(self._stores):
-                excess = sum(x.nbytes for x in self._stores) - unused - left_over
+                excess = sum(x.nbytes for x in self._stores) - unused
                 if excess > 0:
                     store.trim_to(n_bytes=store.nbytes - excess)
-            self._take(sessions, sum(x.nbytes for x in self._stores) - unused)
 
     def _unused(self, session: Session) -> int:
         """Bytes that are planned for a model's caches and that no text under way takes."""
         taken = sum(texts.nbytes for texts in self._texts if texts.session is session)
         return max(0, session.plan.cache_bytes - taken)
-
-    def _take(self, sessions: Sequence[Session], beyond: int) -> None:
-        """Have MLX keep less freed memory: it has what the budget leaves over, where nothing is streamed."""
-        beyond = max(0, beyond)
-        whole = next((s for s in sessions if not s.plan.streams), None)
-        if whole is None:
-            return
-        # Another plan has set MLX's limit as if nothing were stored.
-        taken = (beyond, whole.plan) if beyond else (0, None)
-        if taken != self._beyond:
-            whole.hold(replace(whole.plan, budget_bytes=whole.plan.budget_bytes - beyond))
-            self._beyond = taken
 
 
 class _TextsUnderWay:
@@ -104,16 +83,6 @@ class _TextsUnderWay:
             return 0
         size = replace(self.session.size, sequences=self.sequences, shared=0, joining=0)
         return size.at_context(self.tokens).caches(1.0)
-
-
-class HandedOut(list[Any]):
-    """A text's caches, as they are given to whoever asked for it.
-
-    Attributes:
-        kept: they were stored: whoever asked has no further use for them.
-    """
-
-    kept = False
 
 
 cache_room = CacheRoom()
@@ -136,8 +105,6 @@ class BoundedPromptCache(LRUPromptCache):
         mx.eval(arrays_in(prompt_cache))
         with cache_room.lock:
             super().insert_cache(model, tokens, prompt_cache, **kwargs)
-            if isinstance(prompt_cache, HandedOut):
-                prompt_cache.kept = True
             cache_room.keep_to()
 
     def trim_to(self, **kwargs: Any) -> None:

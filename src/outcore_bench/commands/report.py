@@ -8,7 +8,6 @@ from pathlib import Path
 from outcore.errors import OutcoreError
 from outcore.text import printable
 
-from ..report.charts import require_matplotlib
 from ..report.inputs import read_inputs
 from ..report.markdown import markdown
 from ..report.page import page
@@ -20,10 +19,8 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         DocumentError: a file is no whole result.
-        UsageError: matplotlib is not installed.
         OutcoreError: a file cannot be written.
     """
-    require_matplotlib()
     inputs = read_inputs(args.results)
     is_page = args.output.suffix.lower() in (".html", ".htm")
     html_file = args.output if is_page else args.output / "report.html"

@@ -1,50 +1,23 @@
-"""Charts as SVG for a page, drawn by matplotlib: text stays text, and colours are the page's variables, so that light
-and dark both work.
-"""
+"""Charts as SVG for a page: text stays text, and colours are the page's variables, so that light and dark both work."""
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
-from outcore.errors import UsageError
 from outcore.text import shown
 
 from ..document import Stat
 
-STEEP = 12
-"""The axis of speeds is logarithmic from this ratio of the fastest to the slowest."""
-# matplotlib draws in these colours, and the SVG names the page's variables instead. No two may be equal.
-_VARIABLES = {"--ink": "#010101", "--muted": "#020202", "--grid": "#030303"} | {
-    f"--series-{i}": f"#04040{i}" for i in range(6)
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "outcore",
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "text.parse_math": False,
-    "text.color": _VARIABLES["--ink"],
-    "axes.labelcolor": _VARIABLES["--muted"],
-    "axes.edgecolor": _VARIABLES["--grid"],
-    "grid.color": _VARIABLES["--grid"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _VARIABLES["--muted"],
-    "ytick.color": _VARIABLES["--muted"],
-    "axes.axisbelow": True,
-}
+WIDTH, HEIGHT, LEFT, BOTTOM = 460, 300, 44, 36
+STEPS = 4
+"""Lines of the grid, and labels of each axis, beyond 0."""
 
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """Marks that belong together: places and speeds, with least and most. ``dashed`` has no spread; ``colour`` is a
-    variable of the page's style."""
+    """Marks that belong together: places and speeds, with least and most; ``colour`` is a variable of the page."""
 
     name: str
     colour: str
@@ -52,60 +25,36 @@ class ChartCurve:
     dashed: bool = False
 
 
-def require_matplotlib() -> None:
-    """Raise ``UsageError`` where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as e:
-        raise UsageError('charts need matplotlib: pip install "outcore[report]"') from e
+def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
+    """Tokens per second over ``x``, both from 0, as an SVG element."""
+    most_x = max(x for curve in curves for x, _ in curve.points)
+    most_y = max(stat.most for curve in curves for _, stat in curve.points)
+    foot, legend = HEIGHT - BOTTOM, 16 * len(curves)
 
+    def at(x: float, y: float) -> tuple[float, float]:
+        return LEFT + x / most_x * (WIDTH - LEFT - 16), foot - y / most_y * (foot - 24)
 
-def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str, *, x_percent: bool = False) -> str:
-    """Tokens per second over ``x``, as an SVG element."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    def text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:
+        said = escape(shown(words))
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var({colour})">{said}</text>'
 
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph ")  # A browser draws the text, whatever glyphs a font here lacks.
-        # A Figure of its own leaves pyplot's state, and any display, alone.
-        figure = Figure(figsize=(4.6, 3.3), layout="constrained")
-        axes = figure.add_subplot()
-        for curve in curves:
-            points = sorted(curve.points, key=lambda point: point[0])
-            xs, ys = [x for x, _ in points], [stat.median for _, stat in points]
-            style: dict[str, Any] = {"color": _VARIABLES[curve.colour], "label": shown(curve.name)}
-            if curve.dashed:
-                axes.plot(xs, ys, linestyle=(0, (4, 3)), linewidth=1.3, marker="_", markersize=9, **style)
-            else:
-                spread = [[s.median - s.least for _, s in points], [s.most - s.median for _, s in points]]
-                axes.errorbar(xs, ys, yerr=spread, linewidth=2, marker="o", markersize=5, capsize=3, **style)
-        speeds = [stat.median for curve in curves for _, stat in curve.points]
-        if max(speeds) > STEEP * min(speeds):
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_formatter(lambda v, _: "")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.margins(x=0.06)
-        axes.set_xlabel(x_label)
-        axes.set_title("tokens per second", loc="left", fontsize=9, color=_VARIABLES["--muted"])
-        axes.xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %" if x_percent else f"{v:g}")
-        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        axes.grid(axis="y", linewidth=0.8)
-        figure.legend(loc="outside lower left", frameon=False, ncols=2, labelcolor="linecolor")
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _element(buffer.getvalue(), title)
+    def drawn(curve: ChartCurve) -> Iterator[str]:
+        points = sorted(curve.points, key=lambda point: point[0])
+        path = " ".join("{:.1f},{:.1f}".format(*at(x, stat.median)) for x, stat in points)
+        dashes = ' stroke-dasharray="4 3"' if curve.dashed else ""
+        yield f'<polyline points="{path}" fill="none" stroke="var({curve.colour})" stroke-width="2"{dashes}/>'
+        for x, stat in points if not curve.dashed else ():
+            (left, top), (_, low), (_, high) = (at(x, y) for y in (stat.median, stat.least, stat.most))
+            yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="var({curve.colour})"/>'
+            yield f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="var({curve.colour})"/>'
 
-
-def _element(text: str, title: str) -> str:
-    """An SVG file as an element of a page: no header, metadata or namespaces, ids of its own, the page's colours."""
-    own = re.sub(r"\W", "", title) + "-"
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href=", "href=")
-    text = text.replace('id="', f'id="{own}').replace('href="#', f'href="#{own}').replace("url(#", f"url(#{own}")
-    text = re.sub(r"font: [^;\"]*|font-family: [^;\"]*", "font: 12.5px var(--font)", text)
-    for variable, colour in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    head, body = text.split(">", 1)
-    box = re.search(r'viewBox="[^"]*"', head)
-    return f'<svg {box[0] if box else ""} role="img" aria-label="{escape(shown(title))}">{body.strip()}'
+    parts = [text(LEFT, 14, "tokens per second"), text(WIDTH - 16, HEIGHT - 4, x_label, "end")]
+    for i in range(STEPS + 1):
+        x, y = at(most_x * i / STEPS, most_y * i / STEPS)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 16}" stroke="var(--grid)"/>')
+        parts.append(text(LEFT - 4, y + 4, f"{most_y * i / STEPS:.3g}", "end"))
+        parts.append(text(x, foot + 16, f"{most_x * i / STEPS:.3g}", "middle"))
+    for i, curve in enumerate(curves):
+        parts += [*drawn(curve), text(LEFT, HEIGHT + 14 + 16 * i, curve.name, colour=curve.colour)]
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT + legend + 4}"'
+    return f'<svg {box} role="img" aria-label="{escape(shown(title))}">{"".join(parts)}</svg>'

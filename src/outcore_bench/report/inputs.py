@@ -14,19 +14,15 @@ PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One model at one width: ``bits`` None is not quantized, ``streamed_ppl`` the same text with streamed weights.
-    ``tokens_per_second`` and ``peak_memory_bytes`` are of generating."""
+    """One model at one width: ``bits`` None is not quantized, ``streamed_ppl`` the same text with streamed weights."""
 
     model: str
     bits: int | None = None
     dtype: str | None = None
     ppl: float | None = None
     ppl_error: float | None = None
-    tokens_per_second: float | None = None
     weight_bytes: int | None = None
-    peak_memory_bytes: int | None = None
     streamed_ppl: float | None = None
-    equal: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..devices import published_data
@@ -12,7 +12,7 @@ from . import tables
 from .charts import ChartCurve, curves_chart
 from .inputs import Inputs
 from .published import published_table
-from .tables import ReportTable, ceiling, document_name, number, percent, resident_share, size, speed, streams
+from .tables import ReportTable, ceiling, document_name, number, percent, size, speed, streams
 
 _MODES = {"outcore": "Outcore", "plain": "the plain way", "mlx-lm": "mlx-lm, all in memory"}
 """Loops by the names that people know; each keeps its colour in every chart, and those not known here share one."""
@@ -38,11 +38,6 @@ class Section:
     said: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def small(self) -> bool:
-        """Whether another one has room beside it."""
-        return len(self.charts) == 1
-
 
 def sections(inputs: Inputs) -> list[Section]:
     """All sections that have something to show."""
@@ -51,10 +46,11 @@ def sections(inputs: Inputs) -> list[Section]:
     many = "s" * (len(documents) > 1)
     said = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
     main, published = tables.main_table(documents), published_table(inputs)
+    charts = [_chart(d, document_name(d, documents) if many else "") for d in _best(documents)]
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
         Section("results", "What was measured", text, main, said=said, notes=tables.notes(documents)),
-        *_curves(_best(documents)),
+        Section("memory", "Speed against memory", charts=tuple(chart for chart in charts if chart is not None)),
         Section("perplexity", "Perplexity", "", tables.perplexity_table(inputs.perplexities)),
         Section("published", "Beside the paper's tables", published_data()["source"], published),
     ]
@@ -70,42 +66,24 @@ def _best(documents: Sequence[Document]) -> list[Document]:
     return [replace(d, rows=by_budget(d.rows)) if _is_matrix(d) else d for d in documents]
 
 
-def _curves(documents: Sequence[Document]) -> list[Section]:
-    """Speed against layers in memory, and against peak memory, of documents with two places or more."""
-    places: list[tuple[str, str, str, Callable[[BenchRow], float | None]]] = [
-        ("residency", "Speed against residency", "layers in memory", resident_share),
-        ("memory", "Speed against memory", "peak memory, GB", _peak_gb),
-    ]
-    found = []
-    for name, title, x_label, x in places:
-        charts = []
-        for d in documents:
-            if curves := _curves_of(d, x):
-                svg = curves_chart(f"{title}: {d.model.name}", curves, x_label, x_percent=x is resident_share)
-                charts.append(Chart(document_name(d, documents) if len(documents) > 1 else "", svg))
-        found.append(Section(name, title, charts=tuple(charts)))
-    return found
-
-
-def _peak_gb(row: BenchRow) -> float | None:
-    return row.use.peak_memory_bytes / 1e9 if row.use.peak_memory_bytes else None
-
-
-def _curves_of(d: Document, x: Callable[[BenchRow], float | None]) -> list[ChartCurve]:
-    """One curve a loop, and the ceiling of this project's own; none where all have one place."""
+def _chart(document: Document, heading: str) -> Chart | None:
+    """Speed against peak memory: a curve a loop, and the ceiling of this project's own; None where all have one
+    place."""
     points: dict[str, list[tuple[float, Stat]]] = {}
     ceilings = []
-    for row in d.rows:
-        at, stat, best = x(row), row.speed.decode_tps, ceiling(row)
-        if row.error is None and at is not None and stat is not None and stat.median > 0:
+    for row in document.rows:
+        stat, best = row.speed.decode_tps, ceiling(row)
+        if row.error is None and row.use.peak_memory_bytes and stat is not None and stat.median > 0:
+            at = row.use.peak_memory_bytes / 1e9
             points.setdefault(row.mode, []).append((at, stat))
             if best is not None and row.mode == "outcore":
                 ceilings.append((at, Stat(best, best, best, 1)))
     if len({at for marks in points.values() for at, _ in marks}) < 2:
-        return []
+        return None
     colours = {mode: f"--series-{i}" for i, mode in enumerate(_MODES)}
-    found = [ChartCurve(_MODES.get(m, m), colours.get(m, "--series-3"), tuple(marks)) for m, marks in points.items()]
-    return found + ([ChartCurve("ceiling", "--muted", tuple(ceilings), dashed=True)] if ceilings else [])
+    curves = [ChartCurve(_MODES.get(m, m), colours.get(m, "--series-3"), tuple(marks)) for m, marks in points.items()]
+    curves += [ChartCurve("ceiling", "--muted", tuple(ceilings), dashed=True)] if ceilings else []
+    return Chart(heading, curves_chart(f"Speed against memory: {document.model.name}", curves, "peak memory, GB"))
 
 
 def summary(inputs: Inputs) -> str:
@@ -131,15 +109,6 @@ def _sentence(d: Document, row: BenchRow) -> str:
     best, efficiency = ceiling(row), _efficiency(d, row)
     if best is not None and efficiency is not None:
         text += f", {percent(efficiency)} of the {number(best)} that disk and computation allow"
-    plain = [r for r in d.rows if r.mode == "plain" and r.error is None and speed(r) and not r.busy]
-    same = [r for r in plain if r.setting.resident_units == row.setting.resident_units] or plain
-    if same:
-        fold = (speed(row) or 0) / max(speed(r) or 0 for r in same)
-        text += f", {number(fold)} times the speed of the plain way"
-    full = tables.resident_reference(d)
-    if full is not None and speed(full) and not full.busy:
-        name = _MODES.get(full.mode, full.mode)
-        text += f"; {name}, makes {number(speed(full))} in {size(full.use.peak_memory_bytes)}"
     return f"On {tables.machine_name(d.machine)}, {text}."
 
 

@@ -197,13 +197,6 @@ _MAIN: dict[str, Callable[[BenchRow], str]] = {
 }
 
 
-def resident_reference(document: Document) -> BenchRow | None:
-    """The row with everything in memory: mlx-lm's own loop, or ours where that did not run."""
-    rows = [r for r in document.rows if r.error is None and r.use.peak_memory_bytes]
-    full = [r for r in rows if r.mode == "mlx-lm"] or [r for r in rows if resident_share(r) == 1]
-    return full[0] if full else None
-
-
 def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:
     """What quantization costs, and whether streaming changes it."""
     lines = []
@@ -215,12 +208,8 @@ def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None
                 f"{row.bits} bit" if row.bits else row.dtype or "not quantized",
                 NOTHING if row.ppl is None else f"{row.ppl:.3f}{error}",
                 NOTHING if row.streamed_ppl is None else f"{row.streamed_ppl:.3f}{error if row.ppl is None else ''}",
-                {True: "equal", False: "DIFFERENT", None: NOTHING}[row.equal],
-                number(row.tokens_per_second),
                 size(row.weight_bytes),
-                size(row.peak_memory_bytes),
             )
             lines.append(Line(cells))
-    columns = ("Model", "Weights in", "Perplexity", "Streamed", "Resident and streamed", "Tokens/s", "Weights", "Peak")
-    table = ReportTable(columns, tuple(lines), text=("Weights in", "Resident and streamed"))
-    return table.without_empty_columns() if lines else None
+    columns = ("Model", "Weights in", "Perplexity", "Streamed", "Weights")
+    return ReportTable(columns, tuple(lines), text=("Weights in",)).without_empty_columns() if lines else None
