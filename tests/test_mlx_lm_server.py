@@ -403,7 +403,9 @@ def test_what_was_stored_is_let_go_by_a_loop_that_looked_at_it(pair: tuple[nn.Mo
                 ended.append(r)
                 if r.uid == uids[0]:
                     store.insert_cache("model", r.all_tokens, r.prompt_cache)
-    assert ended[0].prompt_cache is None, "it is the store's"
+    assert ended[0].prompt_cache == [], "it is the store's"
+    generator.next()
+    assert ended[1].prompt_cache, "it is whose it was given to"
     generator.close()
 
 

@@ -30,7 +30,7 @@ from outcore.modules.cache_check import check_cache
 
 from .request_guard import check_room
 from .settings import warn_of_defaults
-from .stored_caches import cache_room
+from .stored_caches import HandedOut, cache_room
 
 
 @dataclass
@@ -72,7 +72,6 @@ class SharedBatchGenerator(BatchGenerator):
         self._sequences: dict[int, _Sequence] = {}
         self._uids = itertools.count()
         self._unread: list[Any] = []  # of a step of which one sequence failed
-        self._ended: list[Any] = []  # responses of the last step, with caches
         self._sharing = Continuous(model, most=self.completion_batch_size)
         self._room = cache_room.texts(self._session, 0)
         self._texts = self._room.__enter__()  # what the sequences' caches take
@@ -156,10 +155,6 @@ class SharedBatchGenerator(BatchGenerator):
             unread, self._unread = self._unread, []
             return [], unread
         began = time.perf_counter()
-        for response in self._ended:
-            # A loop that looks at responses has the last one until it has the next; its caches are somebody else's now.
-            response.prompt_cache = None
-        self._ended = []
         self._make_room()
         step = self._engine.step()
         prompts = [self._progress(uid, held) for uid, held in step.prompts.items()]
@@ -211,9 +206,7 @@ class SharedBatchGenerator(BatchGenerator):
         del self._sequences[token.uid]
         cache, held = self._engine.take_out(token.uid)
         mx.eval([c.state for c in cache])
-        ended = GenerationBatch.Response(token.uid, token.token, token.scores, reason, cache, held)
-        self._ended.append(ended)
-        return ended
+        return GenerationBatch.Response(token.uid, token.token, token.scores, reason, HandedOut(cache), held)
 
     def _goes_on(self, s: _Sequence) -> bool:
         """Whether there can be room for another token; if others are there, it is they who wait."""

@@ -85,6 +85,11 @@ class _TextsUnderWay:
         return size.at_context(self.tokens).caches(1.0)
 
 
+class HandedOut(list[Any]):
+    """A text's caches, as they are given to whoever asked for it. Empty once they are stored: a loop that looks at
+    responses has the last one until it has the next, and its caches are the store's by then."""
+
+
 cache_room = CacheRoom()
 """This process's."""
 
@@ -104,7 +109,9 @@ class BoundedPromptCache(LRUPromptCache):
         # What was cut out of several sequences' caches would hold all of them until it is computed.
         mx.eval(arrays_in(prompt_cache))
         with cache_room.lock:
-            super().insert_cache(model, tokens, prompt_cache, **kwargs)
+            super().insert_cache(model, tokens, list(prompt_cache), **kwargs)
+            if isinstance(prompt_cache, HandedOut):
+                prompt_cache.clear()
             cache_room.keep_to()
 
     def trim_to(self, **kwargs: Any) -> None:
