@@ -38,7 +38,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
@@ -186,11 +187,11 @@ def plain(folder: str, tokens: int, prompt_tokens: int) -> Result:
     """The plain way in mlx-lm's loop."""
     result: Result = {"tokens": [], "digests": []}
     stamps = [time.perf_counter()]
-    with PlainWay(Path(folder)) as model:
+    with closing(PlainWay(Path(folder))) as plain:
         stamps[0] = time.perf_counter()
-        for token, logprobs in model.generate(prompt_ids(prompt_tokens), tokens + 2):
+        for token, logprobs in generate_step(mx.array(prompt_ids(prompt_tokens)), plain.model, max_tokens=tokens + 2):
             stamps.append(time.perf_counter())
-            result["tokens"].append(token)
+            result["tokens"].append(int(token))
             result["digests"].append(digest(logprobs))
     result |= seconds(stamps)
     return result | {"peak_memory_bytes": mx.get_peak_memory(), "peak_rss_bytes": peak_rss()}

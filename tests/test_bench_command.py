@@ -21,7 +21,6 @@ from outcore_bench.disk import disk_rate
 from outcore_bench.document import SCHEMA, BenchRow, Document, DocumentError, Stat, read_record
 from outcore_bench.jobs import BenchJob, BenchSettings, RunSettings, make_jobs
 from outcore_bench.modes import Loop
-from outcore_bench.page_cache import warm_page_cache
 from zoo import save_checkpoint
 
 
@@ -44,7 +43,6 @@ def job(folder: Path, mode: str, **changes: Any) -> BenchJob:
     [
         (["--modes", "mlx-lm,other"], "--modes other: choose one of mlx-lm, plain, outcore"),
         (["--io", "mmap"], "--io mmap: choose one of auto, direct, cached"),
-        (["--cache", "lukewarm"], "--cache lukewarm: choose one of cold, warm"),
         (["--memory", "2GB,4"], "--memory 4: no unit; write 4GB or 4GiB"),
         (["--resident", "150%"], "--resident 150%: a share is between 0% and 100%"),
         (["--resident", "5"], "--resident 5: this model has 4 layers"),
@@ -213,9 +211,6 @@ def test_modes_give_mlx_lms_tokens_and_count_what_they_read(tiny: Path) -> None:
     assert ours.reading.io_share is not None and 0 < ours.reading.io_share <= 1
     assert ours.use.parts is not None and ours.use.planned_peak_bytes is not None
     assert sum(ours.use.parts.values()) == ours.use.planned_peak_bytes
-    if ours.reading.cached_bytes_per_token is not None and plain.reading.device_bytes_per_token is not None:
-        nbytes = plain.reading.device_bytes_per_token + (plain.reading.cached_bytes_per_token or 0)
-        assert nbytes > 4 * 50_000  # all four layers
 
 
 def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_sweep_a_step(tiny: Path) -> None:
@@ -226,18 +221,12 @@ def test_a_streamed_batch_gives_mlx_lms_tokens_from_one_sweep_a_step(tiny: Path)
     assert ours.speed.tokens_per_sweep == 3
 
 
-def test_cold_drops_the_files_before_every_token_and_warm_reads_them_once(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_files_are_dropped_before_every_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[set[str]] = []
-    warmed: list[set[str]] = []
     monkeypatch.setattr(measure, "drop_page_cache", lambda files: dropped.append({f.name for f in files}))
-    monkeypatch.setattr(measure, "warm_page_cache", lambda files: warmed.append({f.name for f in files}))
     options: dict[str, Any] = {"resident": 0, "io": "cached", "repeats": 1, "warmup": 0}
     cold = measure.measure(job(tiny, "outcore", **options))
-    assert (cold.setting.io, cold.setting.cache, dropped, warmed) == ("cached", "cold", [{"model.safetensors"}] * 4, [])
-    warm = measure.measure(job(tiny, "outcore", cache="warm", **options))
-    assert (warm.setting.cache, len(dropped), warmed) == ("warm", 4, [{"model.safetensors"}])
+    assert (cold.setting.io, cold.setting.cache, dropped) == ("cached", "cold", [{"model.safetensors"}] * 4)
 
 
 # What the system counts
@@ -248,17 +237,6 @@ def test_disk_rate_reads_a_part_of_a_large_model(tmp_path: Path) -> None:
     file.write_bytes(os.urandom(1_000_000))
     part = disk_rate([file], threads=(2,), repeats=2, piece=100_000, most=300_000)
     assert len(part.repeats_gbps["2"]) == 2 and part.best_gbps > 0
-    warm = disk_rate([file], threads=(2,), repeats=1, piece=100_000, warm=True)
-    assert not warm.direct
-
-
-def test_warming_reads_every_byte(tmp_path: Path) -> None:
-    file = tmp_path / "w.bin"
-    file.write_bytes(bytes(20_000_000))
-    if not (before := measure._process_reads()):
-        pytest.skip("not counted here")
-    warm_page_cache([file])
-    assert measure._process_reads()[1] - before[1] >= 20_000_000
 
 
 # The document
@@ -326,9 +304,8 @@ def test_a_model_that_does_not_fit_is_not_given_to_mlx_lm(tiny: Path, monkeypatc
 
 
 def test_commands_are_shown_without_paths() -> None:
-    names = {"/home/me/models/m": "m", "out/r.json": "r.json"}
-    shown = runner.shown_command(["/home/me/models/m", "--output=out/r.json", "-o", "out/r.json", "--io=auto"], names)
-    assert shown == ["m", "--output=r.json", "-o", "r.json", "--io=auto"]
+    shown = processes.names_only("outcore bench /home/me/models/m --output=/out/r.json -o out/r.json --io=auto")
+    assert shown == "outcore bench m --output=r.json -o out/r.json --io=auto"
 
 
 def test_other_files_are_no_documents(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ import outcore
 import zoo
 from outcore import BudgetError, UsageError
 from outcore.decode import generate as ours
-from outcore_compat import mlx_lm as patching
 from outcore_compat.mlx_lm import apply_patch, remove_patch
 from outcore_compat.patched_calls import PAIRS
 from outcore_compat.run_patched import main
@@ -160,16 +159,6 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_replaced() -> None:
     with pytest.raises(UsageError, match="slots"):
         apply_patch(slots=1)
     assert mlx_lm.load is original
-
-
-def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    patching.check_versions()
-    patching.check_versions(lambda _: "0.33.0.dev1")
-    with pytest.raises(UsageError, match=r"mlx 0\.32\.0 is here, and Outcore needs 0\.32\.2.*outcore serve"):
-        patching.check_versions(lambda _: "0.32.0")
-    needed = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    for package, version in patching.NEEDED.items():
-        assert f'"{package}>={version},' in needed
 
 
 # Functions

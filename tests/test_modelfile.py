@@ -67,7 +67,7 @@ def test_a_value_in_quotation_marks_may_have_several_lines(written: str, value: 
     ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_encodings_and_line_ends_that_editors_write(encoding: str, end: str) -> None:
     data = end.join(["FROM a", 'SYSTEM """é', '😀"""', ""]).encode(encoding)
@@ -203,8 +203,7 @@ def test_folders_lie_beside_the_modelfile_and_names_stay_names(tmp_path: Path) -
         ("PARAMETER seed 1\nPARAMETER seed 2", "line 3: PARAMETER seed: line 2 says that already"),
         ('SYSTEM """\nnever closed\n""\n', 'line 2: what begins with """ is nowhere closed'),
         ('SYSTEM "\nFROM a', 'line 2: what begins with " is nowhere closed'),
-        ("FLASH_RAM_GB 4", "line 2: FLASH_RAM_GB: mlx-flash's; leave it out, and give --memory"),
-        ("FLASH_TOPK 4", r"line 2: no instruction FLASH_TOPK \(did you mean flash_top_k"),
+        ("FLASH_RAM_GB 4", "line 2: no instruction FLASH_RAM_GB; there are FROM"),
         ("FROM\u00a0other", "line 2: no instruction FROM.*other"),
     ],
 )
@@ -229,7 +228,6 @@ def test_a_modelfile_without_from_is_refused() -> None:
     [
         (b"FROM a\n\x00\x01", "line 2: not text: it holds the control character 0"),
         (b"FROM a\n\n\xff\xfeq", "line 3: not UTF-8 text at byte 8"),
-        (b"\xff\xfeF\x00\x00\xd8", "line 1: not UTF-16 text"),
         (bytes(range(256)) * 4, "line 2: not UTF-8 text at byte 128"),
         (b"FROM a\n" + b"# more\n" * 200_000, "more than the 1.05 MB that such a file may have"),
     ],

@@ -218,7 +218,6 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
         ("FROM llama3.2:3b", "--model is from {path}: line 2"),
         ("FROM {model}\nPARAMETER top_k 9999999", "--top-k is from {path}: line 3"),
         ("FROM {model}\nSYSTEM be brief", "{path}: line 3: this model has no chat template"),
-        ("FROM {model}\nFLASH_TOP_K 4", "{path}: line 3: FLASH_TOP_K: mlx-flash's"),
         ("FROM {model}\nBAD x", "{path}: line 3: no instruction BAD"),
     ],
 )

@@ -14,7 +14,7 @@ from outcore.disk.ring import Slot
 from outcore.machine.device import device_kind
 from outcore.sizes import BLOCK, round_up
 
-from .page_cache import drop_page_cache, warm_page_cache
+from .page_cache import drop_page_cache
 
 THREADS = (4, 8)
 PIECE = 128 << 20
@@ -44,14 +44,12 @@ def disk_rate(
     repeats: int = 3,
     piece: int = PIECE,
     most: int | None = None,
-    warm: bool = False,
 ) -> DiskRate:
-    """Parallel reads of these files into two slots, around the page cache where the file system allows it.
+    """Parallel reads of these files into two slots, around the page cache where the file system allows it; else the
+    files are dropped from it before each pass.
 
     Args:
         most: bytes of one pass; None: all. Fewer than all are taken evenly from all files.
-        warm: through the page cache, after all has been read once. Else the files are dropped from it before each
-            pass.
     """
     pieces = [
         Extent(file, at, min(piece, file.stat().st_size - at), 0, in_place=True)
@@ -62,8 +60,6 @@ def disk_rate(
     if most is not None and nbytes > most:
         keep = max(1, len(pieces) * most // nbytes)
         pieces = [pieces[i * len(pieces) // keep] for i in range(keep)]
-    if warm:
-        warm_page_cache(files)
     device = device_kind()
     slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK), device) for _ in range(2)]
     rates: dict[str, list[float]] = {}
@@ -71,12 +67,11 @@ def disk_rate(
     # The kinds take turns, so that drift meets all of them.
     for _ in range(repeats):
         for n in threads:
-            reader = FileReader(files, io="cached" if warm else "auto", threads=n)
+            reader = FileReader(files, threads=n)
             direct = reader.direct
             seconds, passes = 0.0, 0
             while seconds < LEAST_S:
-                if not warm:
-                    drop_page_cache(files)
+                drop_page_cache(files)
                 seconds += _pass(reader, pieces, slots)
                 passes += 1
             reader.close()

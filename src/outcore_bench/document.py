@@ -86,8 +86,8 @@ class RowSetting:
     Attributes:
         memory: the budget as it was asked for.
         threads: reads in flight, as they were asked for.
-        cache: ``bypassed`` (direct reads), ``cold`` (cached reads, files dropped from the page cache before) or
-            ``warm`` (files read once before).
+        cache: ``bypassed`` (direct reads) or ``cold`` (cached reads, files dropped from the page cache before); in
+            older results ``warm``, too.
     """
 
     memory: str | None = None
@@ -121,16 +121,12 @@ class Reading:
 
     Attributes:
         engine_bytes_per_token: bytes that the engine read into slots, a token.
-        device_bytes_per_token, cached_bytes_per_token: bytes that the process read from the device, and from the page
-            cache, a token (``/proc/self/io``).
         read_gbps: bytes a second while a read was under way. ``disk_gbps``: a plain parallel reader on the same files,
             mean of before and after.
         stall_share: of the time per token, waiting for a read. ``io_share``: with a read under way.
     """
 
     engine_bytes_per_token: float | None = None
-    device_bytes_per_token: float | None = None
-    cached_bytes_per_token: float | None = None
     read_gbps: float | None = None
     disk_gbps: float | None = None
     disk_share: float | None = None

@@ -8,7 +8,7 @@ from outcore.cli.flags import FLAGS
 from outcore.cli.parser import ArgumentParser, Flag, flag, grouped
 from outcore.options import IO_MODES
 
-from .words import AUTO, BUDGETS, CACHES, IO, WAYS
+from .words import AUTO, BUDGETS, IO, WAYS
 
 
 def runs(tokens: int, *more: Flag) -> list[Flag]:
@@ -18,13 +18,11 @@ def runs(tokens: int, *more: Flag) -> list[Flag]:
         tokens: decoded and timed, unless the user says how many.
         more: further flags in this group.
     """
-    cache = f"Page cache, where reads go through it: {' or '.join(CACHES)}; cold: files are dropped before each token."
     return grouped(
         "each run",
         flag("--tokens", "Decoded and timed.", tokens),
         FLAGS["prompt-tokens"].but("-p", help="Tokens of the prompt.", default=32),
         flag("--warmup", "Runs before, not counted.", 1),
-        flag("--cache", cache, "cold"),
         *(FLAGS[name] for name in ("repeats", "dtype", "cpu-streams")),
         *more,
     )

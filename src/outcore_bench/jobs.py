@@ -10,7 +10,7 @@ from outcore.decode.budget import given_budget
 from outcore.errors import UsageError
 from outcore.options import DTYPES, IO_MODES
 
-from .words import AUTO, CACHES, OUTCORE, WAYS
+from .words import AUTO, OUTCORE, WAYS
 
 RESIDENT = ("0%", "50%", "100%")
 """Residencies measured where neither budgets nor residencies were asked for."""
@@ -30,7 +30,6 @@ class RunSettings:
         UsageError: a value that cannot be used.
     """
 
-    cache: str = "cold"
     tokens: int = 16
     prompt_tokens: int = 32
     repeats: int = 3
@@ -44,7 +43,6 @@ class RunSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        choice("--cache", self.cache, CACHES)
         if self.dtype is not None:
             choice("--dtype", self.dtype, DTYPES)
         for name, least in _LEAST.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from outcore.checks import choice, parse_size, whole
 from outcore.decode.preparation import prepare
-from outcore.errors import BudgetError, UsageError
+from outcore.errors import UsageError
 from outcore.machine.memory import last_resort
 from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import resident_budget, smallest_budget
@@ -69,7 +69,7 @@ def run_matrix(
         settings: what every run has in common.
 
     Raises:
-        CheckpointError, UsageError, BudgetError: the model or the settings cannot be used.
+        CheckpointError, UsageError: the model or the settings cannot be used.
     """
     names = ("context", "dtype", "cpu_streams")
     prepared = prepare(folder, least=True, prompt=settings.prompt_tokens, **{n: getattr(settings, n) for n in names})
@@ -114,26 +114,19 @@ def size_text(nbytes: int) -> str:
     return short if parse_size(short) == nbytes else f"{nbytes}B"
 
 
-def choose_budgets(size: ModelSize, slots: int, available: int, count: int = BUDGETS) -> tuple[int, ...]:
+def choose_budgets(size: ModelSize, slots: int, available: int) -> tuple[int, ...]:
     """Budgets evenly spread from the smallest plan to everything resident, or to what there is; three digits each.
 
     Args:
         slots: fewest that are tried.
         available: bytes of memory that may be planned with.
-
-    Raises:
-        BudgetError: not even the smallest plan fits.
     """
-    least = _rounded(smallest_budget(size, slots=slots), up=True)
-    if least > available:
-        what = f"this model needs {format_size(least)} at least, {format_size(available)} are free; free some memory"
-        raise BudgetError(what, least)
-    most = max(least, min(_rounded(resident_budget(size), up=True), _rounded(available, up=False)))
-    between = (_rounded(least + (most - least) * i // (count - 1), up=True) for i in range(1, count - 1))
-    return tuple(sorted({least, *between, most}))
+    least = smallest_budget(size, slots=slots)
+    most = max(least, min(resident_budget(size), available))
+    return tuple(sorted({_rounded(least + (most - least) * i // (BUDGETS - 1)) for i in range(BUDGETS)}))
 
 
-def _rounded(nbytes: int, *, up: bool) -> int:
-    """To three digits, as people read sizes."""
+def _rounded(nbytes: int) -> int:
+    """Up to three digits, as people read sizes."""
     digit = 10 ** max(0, len(str(nbytes)) - 3)
-    return -(-nbytes // digit) * digit if up else nbytes // digit * digit
+    return -(-nbytes // digit) * digit

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import psutil  # type: ignore[import-untyped]
 from mlx_lm.generate import generation_stream
 
 from outcore.disk.metrics import Metrics
@@ -20,10 +18,10 @@ from outcore.machine.memory import peak_rss
 from .document import BenchRow, Reading, RowSetting, Speed, Stat, Use
 from .jobs import BenchJob
 from .modes import LOOPS, Loop
-from .page_cache import drop_page_cache, warm_page_cache, weight_files
+from .page_cache import drop_page_cache, weight_files
 
-CACHES = {"direct": "bypassed", "none": None}
-"""What a way of reading means for the page cache, where it does not matter what is in it."""
+CACHES = {"direct": "bypassed", "cached": "cold", "none": None}
+"""What a way of reading means for the page cache: cached files are dropped from it before each token."""
 
 
 def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
@@ -41,9 +39,7 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
     loop = LOOPS[job.mode](job)
     try:
         read = _streamed_files(loop) or files
-        cold = read if loop.io == "cached" and job.run.cache == "cold" else ()
-        if loop.io == "cached" and job.run.cache == "warm":
-            warm_page_cache(read)
+        cold = read if loop.io == "cached" else ()
         for _ in range(job.run.warmup):
             _repeat(job, loop, 1, cold, clock)
         row = _row(job, loop, [_repeat(job, loop, job.run.tokens, cold, clock) for _ in range(job.run.repeats)])
@@ -63,7 +59,6 @@ class _Repeat:
 
     Attributes:
         steps: the tokens of each step; the first are those of the prompt's end.
-        reads: bytes from the device, and all that were asked for; empty where the system does not count them.
     """
 
     ttft_s: float
@@ -73,7 +68,6 @@ class _Repeat:
     bytes_read: int
     read_s: float
     stall_s: float
-    reads: tuple[int, ...]
 
     @property
     def decoded(self) -> int:
@@ -88,7 +82,6 @@ def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock:
     stepping = loop.steps(prompts, tokens + 1)
     steps: list[list[int]] = []
     seconds: list[float] = []
-    reads: tuple[int, ...] = ()
     while sum(map(len, steps)) < job.batch * (tokens + 1):
         if cold:
             drop_page_cache(cold)
@@ -97,23 +90,10 @@ def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock:
         seconds.append(clock() - began)
         if len(steps) == 1:
             metrics.reset()
-            reads = _process_reads()
     (nbytes, read_s), sweeps, stall_s = metrics.reading(), metrics.sweeps, metrics.stall_s
-    counted = tuple(now - before for now, before in zip(_process_reads(), reads, strict=True))
     stepping.close()
     mx.synchronize(generation_stream)  # mlx-lm has begun the next token already
-    return _Repeat(seconds[0], sum(seconds[1:]), steps, sweeps, nbytes, read_s, stall_s, counted)
-
-
-def _process_reads() -> tuple[int, ...]:
-    """Bytes that this process has read so far: from the disk, and by all its read calls; empty where nobody counts.
-
-    proc(5): direct reads count in both; what the page cache gave is among the calls' alone. Read-ahead of the kernel
-    counts as the disk's before it is asked for.
-    """
-    process = psutil.Process()
-    counts: Any = process.io_counters() if hasattr(process, "io_counters") else None
-    return (counts.read_bytes, counts.read_chars) if hasattr(counts, "read_chars") else ()
+    return _Repeat(seconds[0], sum(seconds[1:]), steps, sweeps, nbytes, read_s, stall_s)
 
 
 def _streamed_files(loop: Loop) -> list[Path]:
@@ -133,13 +113,9 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
         ttft_s=Stat.of([r.ttft_s for r in runs]),
     )
     setting = RowSetting(memory=job.memory, io=loop.io, batch=job.batch)
-    setting.cache = CACHES.get(loop.io, job.run.cache)
+    setting.cache = CACHES[loop.io]
     row = BenchRow(job.mode, job.label, setting=setting, speed=speed)
     row.tokens = list(itertools.chain(*(s if job.batch == 1 else s[:1] for s in runs[0].steps)))
-    if runs[0].reads:
-        device, asked = (sum(counts) for counts in zip(*(r.reads for r in runs), strict=True))
-        row.reading.device_bytes_per_token = device / tokens
-        row.reading.cached_bytes_per_token = max(0, asked - device) / tokens
     if any(r.steps != runs[0].steps for r in runs):
         row.notes.append("repeats gave different tokens")
     if loop.session is not None:

@@ -1,4 +1,4 @@
-"""The system's page cache, made cold or warm for a measurement."""
+"""The system's page cache, made cold for a measurement."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
 from outcore.disk import disk_calls
-
-PIECE = 8 << 20  # bytes
 
 
 def drop_page_cache(files: Iterable[Path]) -> None:
@@ -22,15 +20,6 @@ def drop_page_cache(files: Iterable[Path]) -> None:
             calls.forget(fd, 0, path.stat().st_size)
         finally:
             calls.close(fd)
-
-
-def warm_page_cache(files: Iterable[Path]) -> None:
-    """Read these files once through the page cache; what does not fit there stays cold."""
-    buffer = bytearray(PIECE)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

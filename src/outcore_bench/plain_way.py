@@ -7,12 +7,11 @@ for bit and runs in mlx-lm's own loop, which sweeps twice before the first token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
 
 from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
 from outcore.checkpoint.lazy_model import open_lazily
@@ -56,21 +55,10 @@ class PlainWay:
             swap(layer.module, "Plain", _loading(layer, places))
         mx.eval(self.model.parameters())
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[tuple[int, mx.array]]:
-        """Yield ``(token, log-probabilities)`` from mlx-lm's loop, greedily."""
-        for token, logprobs in generate_step(mx.array(list(prompt)), self.model, max_tokens=max_tokens):
-            yield int(token), logprobs
-
     def close(self) -> None:
         """Give the layers their own classes back; their weights stay absent."""
         for layer in self._layers:
             unswap(layer.module)
-
-    def __enter__(self) -> PlainWay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:

@@ -40,10 +40,9 @@ def measure_row(job: BenchJob, files: Sequence[Path]) -> BenchRow:
     """The row of ``job``, with a note where the machine was busy; a row with an ``error`` where it cannot run.
 
     Args:
-        files: of the model; dropped from the page cache before where the job says cold.
+        files: of the model; dropped from the page cache before.
     """
-    if job.run.cache == "cold":
-        drop_page_cache(files)
+    drop_page_cache(files)
     others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
     try:
         row = BenchRow.of(_child("row", asdict(job)))
@@ -51,13 +50,13 @@ def measure_row(job: BenchJob, files: Sequence[Path]) -> BenchRow:
         return failed(job, str(e))
     if others > BUSY_PERCENT:
         row.notes.append(f"{BUSY} {others:.0f} % of the cores right before")
-    row.notes = [_names_only(note) for note in row.notes]
+    row.notes = [names_only(note) for note in row.notes]
     return row
 
 
-def measure_disk(files: Sequence[Path], warm: bool) -> DiskRate | None:
+def measure_disk(files: Sequence[Path]) -> DiskRate | None:
     """What a reader gets of these files that does nothing else; None where that cannot be measured."""
-    arguments = {"files": [str(f) for f in files], "most": DISK_BYTES, "warm": warm}
+    arguments = {"files": [str(f) for f in files], "most": DISK_BYTES}
     try:
         return DiskRate(**_child("disk", arguments))
     except ChildError:
@@ -77,12 +76,12 @@ def _child(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ChildError(KILLED if done.returncode == -9 else _names_only(lines[-1]))
+        raise ChildError(KILLED if done.returncode == -9 else names_only(lines[-1]))
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _names_only(text: str) -> str:
+def names_only(text: str) -> str:
     """Absolute paths cut to their last parts: results are shared, and where things lie is nobody's business."""
     return re.sub(r"(?<![\w.:/])(?:/[^\s/:'\",]+)+/([^\s/:'\",]+)", r"\1", text)
 

@@ -4,7 +4,7 @@ ceiling each has reached."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,7 +67,7 @@ class Runner:
     ) -> None:
         self.files = weight_files(folder)
         self._resident_bytes = resident_budget(prepared.profile.size)
-        self._rate: tuple[bool, float] | None = None  # warm, GB/s: measured with nothing run since
+        self._rate: float | None = None  # GB/s: measured with nothing run since
         self.document = Document(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
@@ -92,31 +92,22 @@ class Runner:
             wanted, free = format_size(self._resident_bytes), format_size(last_resort())
             return failed(job, f"not run: everything resident takes {wanted}, {free} are free")
         streams = job.mode != "mlx-lm" and job.resident != self.document.model.layers
-        warm = job.run.cache == "warm" and (job.io == "cached" or job.mode != OUTCORE)
-        before = self._disk(warm) if streams else None
+        before = self._disk() if streams else None
         self._rate = None
         row = measure_row(job, self.files)
         if streams and row.error is None and row.setting.io != "none":
-            is_warm = row.setting.cache == "warm"
-            after = self._disk(is_warm)
-            rates = [r for r in (before if is_warm == warm else None, after) if r is not None]
+            rates = [r for r in (before, self._disk()) if r is not None]
             row.reading.disk_gbps = statistics.mean(rates) if rates else None
         return row
 
-    def _disk(self, warm: bool) -> float | None:
+    def _disk(self) -> float | None:
         """GB/s of a reader that does nothing else; what was measured last counts if nothing has run since."""
-        if self._rate is not None and self._rate[0] == warm:
-            return self._rate[1]
-        rate = measure_disk(self.files, warm)
-        if rate is None:
-            return None
-        measured = asdict(rate) | {"warm": warm, "before_row": len(self.document.rows)}
-        disk = self.document.disk
-        disk["measurements"].append(measured)
-        same = [m["best_gbps"] for m in disk["measurements"] if m["warm"] == warm]
-        disk["warm_gbps" if warm else "gbps"] = statistics.median(same)
-        self._rate = (warm, rate.best_gbps)
-        return rate.best_gbps
+        if self._rate is None and (rate := measure_disk(self.files)) is not None:
+            disk = self.document.disk
+            disk["measurements"].append(asdict(rate) | {"before_row": len(self.document.rows)})
+            disk["gbps"] = statistics.median(m["best_gbps"] for m in disk["measurements"])
+            self._rate = rate.best_gbps
+        return self._rate
 
 
 def compare(document: Document) -> None:
@@ -154,14 +145,3 @@ def vocabulary(prepared: Preparation) -> int:
     """Number of tokens that the model knows; what is sure to be there if it does not say."""
     config = prepared.profile.lazy.config
     return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 128)
-
-
-def shown_command(argv: Sequence[str], names: dict[str, str]) -> list[str]:
-    """A command line with paths replaced by names, in ``--flag=path`` too."""
-    shown = []
-    for argument in argv:
-        flag, equals, value = argument.partition("=")
-        if equals and flag.startswith("-") and value in names:
-            argument = f"{flag}={names[value]}"
-        shown.append(names.get(argument, argument))
-    return shown

@@ -20,7 +20,7 @@ def show(document: Document, console: Console) -> None:
     """Print the machine, a row a measurement, and what there is to note."""
     m, model = document.machine, document.model
     computes_on = f"{m.gpu}, {m.cpu}" if m.gpu else m.cpu
-    rates = [f"{r['best_gbps']:.2f}" for r in document.disk.get("measurements", []) if not r["warm"]]
+    rates = [f"{r['best_gbps']:.2f}" for r in document.disk.get("measurements", [])]
     measured = f"; disk alone {'-'.join(dict.fromkeys((min(rates), max(rates))))} GB/s" if rates else ""
     lines = [
         f"{model.name}: {model.model_type}, {format_size(model.nbytes)}, {model.layers} layers",

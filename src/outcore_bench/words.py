@@ -5,8 +5,6 @@ from __future__ import annotations
 AUTO = "auto"
 """The budget that Outcore chooses by itself, or its way of reading."""
 
-CACHES = ("cold", "warm")
-
 OUTCORE = "outcore"
 
 WAYS = {

@@ -29,7 +29,6 @@ from outcore.machine.allocator import limits
 from outcore.modules.cache_check import check_cache
 
 from .request_guard import check_room
-from .settings import warn_of_defaults
 from .stored_caches import HandedOut, cache_room
 
 
@@ -76,7 +75,6 @@ class SharedBatchGenerator(BatchGenerator):
         self._room = cache_room.texts(self._session, 0)
         self._texts = self._room.__enter__()  # what the sequences' caches take
         limits.renew()
-        warn_of_defaults()
 
     def insert_segments(
         self,

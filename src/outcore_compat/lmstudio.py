@@ -29,7 +29,7 @@ from outcore.machine.small_files import CONFIG_BYTES
 from .flash_config import FlashConfig
 from .mlx_lm import Patch
 from .patched_calls import load_by
-from .settings import PatchSettings, applied
+from .settings import PatchSettings, applied_lock, current_settings
 from .swapped_names import SwappedNames
 
 __all__ = ["FlashConfig", "apply_flash_patch", "remove_flash_patch"]
@@ -62,7 +62,7 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
         _log.info("FlashConfig(enabled=False): nothing is patched")
         return
     _log.info("ram_budget_gb=%s: for caches, buffers and activations too, not for weights alone", config.ram_budget_gb)
-    with applied.lock:
+    with applied_lock:
         _applied.enter_context(Patch(settings))
         if importlib.util.find_spec("mlx_vlm") is not None:
             original = importlib.import_module("mlx_vlm.utils").load_model
@@ -73,7 +73,7 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
 
 def remove_flash_patch() -> None:
     """Every name is what it was. Safe to call twice."""
-    with applied.lock:
+    with applied_lock:
         _applied.close()
 
 
@@ -99,7 +99,7 @@ def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_text_model(model_path: Any, lazy: bool = False, **kwargs: Any) -> Any:
-        settings = applied.current
+        settings = current_settings()
         if settings is None:
             return original(model_path, lazy, **kwargs)
         folder = resolve_model(str(model_path), kwargs.get("revision"))

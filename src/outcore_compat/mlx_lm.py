@@ -12,23 +12,16 @@ A program runs so without a changed line: ``python -m outcore.integrations.mlx_l
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
-from outcore.errors import UsageError
 from outcore.options import LoadOptions
 
 from .patched_calls import PAIRS
 from .request_guard import guard_requests, unguard_requests
-from .settings import PatchSettings, applied
+from .settings import PatchSettings, applied, applied_lock
 from .swapped_names import SwappedNames
 
 __all__ = ["Patch", "apply_patch", "remove_patch"]
-
-NEEDED = {"mlx": "0.32.2", "mlx-lm": "0.32.2"}
-"""As in pyproject.toml; older ones have other functions, and other words for their arguments."""
 
 _names = SwappedNames(PAIRS, except_in="outcore")
 
@@ -37,16 +30,18 @@ class Patch:
     """One that is applied; ``remove`` ends it, and so does leaving a ``with`` block that it was made for."""
 
     def __init__(self, settings: PatchSettings) -> None:
-        check_versions()
         self._settings = settings
-        with applied.lock:
-            applied.push(settings)
+        with applied_lock:
+            applied.append(settings)
             _names.put()
             guard_requests()
 
     def remove(self) -> None:
         """End this one. mlx-lm is as it was if there is no other. Safe to call twice."""
-        _drop(self._settings)
+        with applied_lock:
+            if self._settings in applied:
+                applied.remove(self._settings)
+                _give_back()
 
     def __enter__(self) -> Patch:
         return self
@@ -71,37 +66,20 @@ def apply_patch(**options: Any) -> Patch:
         what ends this patch alone; in a ``with`` statement its block does.
 
     Raises:
-        UsageError: an option cannot be meant, or MLX or mlx-lm is too old.
+        UsageError: an option cannot be meant.
     """
     return Patch(PatchSettings(LoadOptions(**options)))
 
 
 def remove_patch() -> None:
     """End all patches: every name is what it was, also in modules that were imported meanwhile. Safe to call twice."""
-    _drop(None)
+    with applied_lock:
+        if applied:
+            applied.clear()
+            _give_back()
 
 
-def _drop(settings: PatchSettings | None) -> None:
-    with applied.lock:
-        if applied.drop(settings):
-            _names.give_back()
-            unguard_requests()
-
-
-def check_versions(version: Callable[[str], str] = metadata.version) -> None:
-    """Refuse versions that are too old, which a program may have brought along.
-
-    Raises:
-        UsageError: says which it needs.
-    """
-    for package, needed in NEEDED.items():
-        try:
-            found = version(package)
-        except metadata.PackageNotFoundError:
-            continue  # brought along without its description: whatever fails tells
-        older, newer = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (found, needed))
-        if older < newer:
-            raise UsageError(
-                f"{package} {found} is here, and Outcore needs {needed} or newer: install it, or leave the program as "
-                "it is and give it `outcore serve` as a remote model (docs/integrations.md)"
-            )
+def _give_back() -> None:
+    if not applied:
+        _names.give_back()
+        unguard_requests()

@@ -34,7 +34,7 @@ from outcore.options import LoadOptions
 
 from .batch_generator import SharedBatchGenerator
 from .request_guard import guard_requests
-from .settings import PatchSettings, applied, warn_of_defaults
+from .settings import PatchSettings, current_settings
 from .stored_caches import BoundedPromptCache, cache_room
 
 log = logging.getLogger("outcore.integrations")
@@ -42,7 +42,7 @@ log = logging.getLogger("outcore.integrations")
 
 @functools.wraps(their_load)
 def load(*args: Any, **kwargs: Any) -> Any:
-    settings = applied.current
+    settings = current_settings()
     if settings is None:
         return their_load(*args, **kwargs)
     asked = _arguments(their_load, args, kwargs)
@@ -119,7 +119,7 @@ def _prepared(
     model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """The arguments as Outcore's functions take them, and room for the text."""
-    settings = applied.current
+    settings = current_settings()
     given = (dict(settings.generation) if settings is not None else {}) | dict(kwargs)
     given.pop("stream", None)  # that of the thread it is
     if given.get("draft_model") is None:
@@ -152,7 +152,6 @@ def batch_generate(model: nn.Module, *args: Any, **kwargs: Any) -> BatchResponse
         raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
     # How many prompts are computed at once is the plan's to say, and the stream is that of the thread.
     more = {name: value for name, value in more.items() if name not in ("prefill_batch_size", "stream")}
-    warn_of_defaults()
     with cache_room.texts(session, len(asked["prompts"]), session.plan.context):
         return batch.batch_generate(**asked, **more)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,38 +27,12 @@ class PatchSettings:
     budget: SharedBudget = field(default_factory=SharedBudget)
 
 
-class Applied:
-    """The patches that are applied now; the one that was applied last counts."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._stack: list[PatchSettings] = []
-
-    @property
-    def current(self) -> PatchSettings | None:
-        """The settings that count; None: mlx-lm is as it was."""
-        with self.lock:
-            return self._stack[-1] if self._stack else None
-
-    def push(self, settings: PatchSettings) -> None:
-        with self.lock:
-            self._stack.append(settings)
-
-    def drop(self, settings: PatchSettings | None) -> bool:
-        """Drop one, or all. Returns whether the last one has gone."""
-        with self.lock:
-            gone = [s for s in self._stack if settings is None or s is settings]
-            self._stack = [s for s in self._stack if s not in gone]
-            return bool(gone) and not self._stack
+applied: list[PatchSettings] = []
+"""The patches of this process; the one that was applied last counts. Changed under ``applied_lock``."""
+applied_lock = threading.RLock()
 
 
-applied = Applied()
-"""This process's."""
-
-
-def warn_of_defaults() -> None:
-    """Tell that arguments which were set for all texts do not apply to several at once."""
-    settings = applied.current
-    if settings is not None and settings.generation:
-        names = ", ".join(settings.generation)
-        logging.getLogger("outcore").warning("%s: not for sequences that share sweeps, which keep all tokens", names)
+def current_settings() -> PatchSettings | None:
+    """The settings that count; None: mlx-lm is as it was."""
+    with applied_lock:
+        return applied[-1] if applied else None

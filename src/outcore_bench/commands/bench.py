@@ -15,7 +15,8 @@ from outcore.errors import OutcoreError
 
 from ..document import Document, writable, write_record
 from ..jobs import BenchSettings, RunSettings, listed, numbers
-from ..runner import bench, shown_command
+from ..processes import names_only
+from ..runner import bench
 from ..table import WIDTH, show
 from ..words import AUTO
 
@@ -28,8 +29,7 @@ def run(args: argparse.Namespace) -> None:
     """
     chosen, name = settings(args), model_name(args.model)
     output = writable(args.output) if args.output is not None else None
-    names = {args.model: name} | ({str(output): output.name} if output is not None else {})
-    command = shlex.join(["outcore", "bench", *shown_command(args.argv, names)])
+    command = names_only(shlex.join(["outcore", "bench", *args.argv]))
 
     def keep(document: Document) -> None:
         """After each row, so that a run that is cut off has not been for nothing."""

@@ -19,7 +19,7 @@ from outcore.text import printable
 from ..document import writable
 from ..jobs import RunSettings, listed, numbers
 from ..matrix import Grid, run_matrix
-from ..runner import shown_command
+from ..processes import names_only
 from ..table import WIDTH, show
 from ..verdict import by_budget, sentences
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     output = writable(args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix.json"))
     if output.exists() and not args.force:
         raise UsageError(f"{output} is there already: give another file with --output, or --overwrite to replace it")
-    command = shlex.join(["outcore", "matrix", *shown_command(args.argv, {args.model: name, str(output): output.name})])
+    command = names_only(shlex.join(["outcore", "matrix", *args.argv]))
     with ProgressBar() as bar:
         folder = resolve_model(args.model, args.revision)
         document = run_matrix(folder, name, grid, settings, output, command, bar.count)
@@ -72,5 +72,5 @@ def each_run(args: argparse.Namespace) -> RunSettings:
     Raises:
         UsageError: one of the flags cannot be used.
     """
-    names = ("cache", "tokens", "prompt_tokens", "repeats", "warmup", "dtype", "cpu_streams")
+    names = ("tokens", "prompt_tokens", "repeats", "warmup", "dtype", "cpu_streams")
     return RunSettings(**{name: getattr(args, name) for name in names})

@@ -6,7 +6,6 @@ comment; a value that begins with ``\"`` or ``\"\"\"`` goes on until a line ends
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +17,7 @@ UNSUPPORTED = {
     "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
     "parser": "code that is built into Ollama; leave it out",
     "requires": "a version of Ollama, which this is not; leave it out",
-    **dict.fromkeys(
-        ("flash", "flash_ram_gb", "flash_threads", "flash_prefetch_layers", "flash_eviction", "flash_top_k",
-         "flash_quant_warn_below"),
-        "mlx-flash's; leave it out, and give --memory, or what FlashConfig becomes (docs/integrations.md)",
-    ),
-}  # fmt: skip
+}
 """Instructions that cannot be honoured, and why."""
 
 INSTRUCTIONS = (
@@ -70,18 +64,15 @@ class Instruction:
 
 
 def decoded(data: bytes) -> str:
-    """A Modelfile's text: UTF-8, or UTF-16 with a byte order mark; line ends are ``\\n``.
+    """A Modelfile's text, which is UTF-8; line ends are ``\\n``.
 
     Raises:
         LineError: it is no text.
     """
-    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    encoding = "utf-16" if wide else "utf-8-sig"
     try:
-        text = data.decode(encoding)
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        line = data[: e.start].decode(encoding, "replace").count("\n") + 1
-        raise LineError(line, f"not {'UTF-16' if wide else 'UTF-8'} text at byte {e.start}") from e
+        raise LineError(data.count(b"\n", 0, e.start) + 1, f"not UTF-8 text at byte {e.start}") from e
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if found := CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1

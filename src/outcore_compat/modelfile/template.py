@@ -26,7 +26,7 @@ ACTION = re.compile(
 )
 """What stands in braces, with the white space that it trims."""
 FIELD = re.compile(r"\.(System|Prompt|Response)")
-IF = re.compile(rf"(else )?if (not )?{FIELD.pattern}")
+IF = re.compile(rf"if (not )?{FIELD.pattern}")
 
 
 @dataclass(frozen=True)
@@ -92,80 +92,53 @@ def parse_template(instruction: Instruction) -> GoTemplate:
     Raises:
         LineError: it is none, or of what only Ollama can do; says in which line.
     """
-    text = instruction.value
+    text, at = instruction.value, 0
     if len(text) > LONGEST:
         raise instruction.refused(f"{len(text)} characters; at most {LONGEST}")
-    parser = _Parser(instruction)
+    written: list[str] = []  # in Jinja: nothing there depends on how its white space is treated
+    opened: list[int] = []  # where conditions began
+    ended = named = False  # .Response stands before this, or is named
+
+    def error(at: int, why: str) -> LineError:
+        return LineError(instruction.line + text.count("\n", 0, at), f"TEMPLATE: {why}")
+
     if text.find("}}", begin := text.rfind("{{")) < 0 <= begin:
-        raise parser.error(begin, "{{ without }}")
-    at = 0
+        raise error(begin, "{{ without }}")
     for found in ACTION.finditer(text):
-        parser.literal(text[at : found.start()])
-        at = found.end()
-        body = " ".join(found[1].split())
-        if not (body.startswith("/*") and body.endswith("*/")):
-            parser.action(body, found.start(1))
-    parser.literal(text[at:])
-    return GoTemplate(text, parser.whole())
-
-
-class _Parser:
-    """Of one template, which it writes in Jinja: nothing there depends on how its white space is treated."""
-
-    def __init__(self, instruction: Instruction) -> None:
-        self._text, self._line = instruction.value, instruction.line
-        self._written: list[str] = []
-        self._open: list[tuple[int, int, bool]] = []  # conditions: where they began, their branches, and else was there
-        self._ended = self._named = False  # .Response stands before this, or is named
-
-    def literal(self, text: str) -> None:
-        if text:
-            self._written.append(f"{{{{- {_literal(text)} -}}}}")
-
-    def action(self, body: str, at: int) -> None:
-        """What stands in braces, its white space made single."""
-        self._named |= ".Response" in body
+        written.append(_written(text[at : found.start()]))
+        at, body = found.end(), " ".join(found[1].split())
+        if body.startswith("/*") and body.endswith("*/"):
+            continue
+        named |= ".Response" in body
         if field := FIELD.fullmatch(body):
-            self._written.append(f"{{{{- {field[1]} -}}}}")
-            self._ended |= field[1] == "Response"
-        elif condition := IF.fullmatch(body):
-            begun = self._branch(at, body) if condition[1] else (at, 0, False)
-            self._open.append((begun[0], begun[1] + 1, False))
-            if sum(branches for _, branches, _ in self._open) > DEEPEST:
-                raise self.error(at, f"more than {DEEPEST} conditions within each other")
-            self._written.append(f"{{%- {'elif' if condition[1] else 'if'} {condition[2] or ''}{condition[3]} -%}}")
-        elif body == "else":
-            begun = self._branch(at, body)
-            self._open.append((begun[0], begun[1], True))
-            self._written.append("{%- else -%}")
-        elif body == "end":
-            self._branch(at, body, ends=True)
-            self._written.append("{%- endif -%}")
+            written.append(f"{{{{- {field[1]} -}}}}")
+            ended |= field[1] == "Response"
+        elif (condition := IF.fullmatch(body)) and len(opened) < DEEPEST:
+            opened.append(found.start(1))
+            written.append(f"{{%- if {condition[1] or ''}{condition[2]} -%}}")
+        elif body == "end" and opened:
+            opened.pop()
+            written.append("{%- endif -%}")
         else:
-            raise self.error(
-                at,
-                f"{{{{ {shortened(body)} }}}}: only .System, .Prompt, .Response, if, if not, else and end are "
-                "understood here; use them, or leave TEMPLATE out: then the model's own chat template is used",
+            raise error(
+                found.start(1),
+                f"{{{{ {shortened(body)} }}}}: only .System, .Prompt, .Response, if, if not and their end, at most "
+                f"{DEEPEST} within each other, are understood here; use them, or leave TEMPLATE out: then the model's "
+                "own chat template is used",
             )
-        # Ollama runs a template up to .Response without what comes after it, in other branches too.
-        if self._ended and not body.startswith("if"):
-            self._written.append("{{- mark -}}")
+        # Ollama runs a template up to .Response without what comes after it.
+        if ended:
+            written.append("{{- mark -}}")
+    written.append(_written(text[at:]))
+    if opened:
+        raise error(opened[-1], "if without an end")
+    if not named:
+        written += ["{{- Response -}}", "{{- mark -}}"]
+    return GoTemplate(text, "".join(written))
 
-    def _branch(self, at: int, word: str, *, ends: bool = False) -> tuple[int, int, bool]:
-        """The condition that this belongs to, taken away."""
-        if not self._open or (self._open[-1][2] and not ends):
-            raise self.error(at, f"{shortened(word)} without an if before it")
-        return self._open.pop()
 
-    def whole(self) -> str:
-        if self._open:
-            raise self.error(self._open[-1][0], "if without an end")
-        if not self._named:
-            self._written += ["{{- Response -}}", "{{- mark -}}"]
-        return "".join(self._written)
-
-    def error(self, at: int, why: str) -> LineError:
-        return LineError(self._line + self._text.count("\n", 0, at), f"TEMPLATE: {why}")
+def _written(text: str) -> str:
+    return f"{{{{- {_literal(text)} -}}}}" if text else ""
 
 
 def _literal(text: str) -> str:
