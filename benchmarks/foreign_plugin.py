@@ -119,9 +119,8 @@ def _stand_in_for_mlx_flash() -> None:
 
 
 def _flash_of(text: str) -> Any:
-    """Its instructions as our parser reads them, as a configuration."""
+    """Its instructions, as a configuration."""
     from outcore_compat.lmstudio import FlashConfig
-    from outcore_compat.modelfile.syntax import parse
 
     fields = {
         "flash": ("enabled", lambda word: word == "true"),
@@ -133,8 +132,9 @@ def _flash_of(text: str) -> Any:
         "flash_eviction": ("eviction_strategy", str),
     }
     found: dict[str, Any] = {}
-    for instruction in parse(text):
-        if instruction.name in fields:
-            field, kind = fields[instruction.name]
-            found[field] = kind(instruction.value)  # type: ignore[operator]
+    for line in text.splitlines():
+        name, _, value = line.strip().partition(" ")
+        if name.lower() in fields:
+            field, kind = fields[name.lower()]
+            found[field] = kind(value.strip())  # type: ignore[operator]
     return FlashConfig.from_dict(found)

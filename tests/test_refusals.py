@@ -29,7 +29,6 @@ from outcore.cli.main import main
 from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
-from outcore_bench.matrix import MatrixRunner
 from outcore_bench.runner import Runner
 from outcore_calibrate import command as calibrate
 from outcore_tools import demo, doctor
@@ -117,7 +116,6 @@ def test_no_value_of_any_flag_ends_in_a_traceback(
 
     for where, name in (
         (Runner, "run"),
-        (MatrixRunner, "run"),
         (calibrate, "calibrated"),
         (demo, "_run"),
         (doctor, "examine"),

@@ -32,7 +32,6 @@ from outcore.errors import UsageError
 from outcore.machine.random_state import set_random_state
 from outcore.options import LoadOptions
 
-from .batch_generator import SharedBatchGenerator
 from .request_guard import guard_requests
 from .settings import PatchSettings, current_settings
 from .stored_caches import BoundedPromptCache, cache_room
@@ -156,12 +155,21 @@ def batch_generate(model: nn.Module, *args: Any, **kwargs: Any) -> BatchResponse
         return batch.batch_generate(**asked, **more)
 
 
+class RefusingBatchGenerator(BatchGenerator):
+    """mlx-lm's class, for its own models alone: with a streamed one it would take more memory than is planned."""
+
+    def __new__(cls, model: nn.Module, **_: Any) -> RefusingBatchGenerator:
+        if getattr(model, "outcore", None) is not None:
+            raise UsageError("BatchGenerator: a streamed model takes batches by batch_generate, or in outcore serve")
+        return super().__new__(cls)
+
+
 PAIRS: tuple[tuple[Any, Any], ...] = (
     (their_load, load),
     (their_stream_generate, stream_generate),
     (their_generate, generate),
     (their_batch_generate, batch_generate),
-    (BatchGenerator, SharedBatchGenerator),
+    (BatchGenerator, RefusingBatchGenerator),
     (LRUPromptCache, BoundedPromptCache),
 )
 """mlx-lm's, and ours in its place."""

@@ -1,11 +1,12 @@
-"""mlx-lm's server, so that a prompt that there is no room for is one client's error: where its thread computes, any
-error ends it for all.
+"""mlx-lm's server, so that it serves a streamed model one request after the other, and a prompt that there is no room
+for is answered with an error.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from outcore.decode.prompt import check_length
@@ -14,49 +15,63 @@ from outcore.errors import PromptError
 from outcore.sizes import format_size
 
 SERVER = "mlx_lm.server"
+GUARDED = ("_tokenize", "_is_batchable")
 
 
 def guard_requests() -> None:
-    """Have the server look at each prompt where it still answers with errors, if it is loaded. Safe to call twice."""
+    """Replace two methods of the server's, if it is loaded. Safe to call twice."""
     server: Any = sys.modules.get(SERVER)
     if server is None or hasattr(server.ResponseGenerator._tokenize, "unguarded"):
         return
-    # What makes tokens of a request, to a tuple of which they are the first. An error there answers the request.
-    original = server.ResponseGenerator._tokenize
-
-    @functools.wraps(original)
-    def guarded(generator: Any, tokenizer: Any, request: Any, args: Any) -> Any:
-        found = original(generator, tokenizer, request, args)
-        session = getattr(generator.model_provider.model, "outcore", None)
-        if session is not None:
-            check_room(session, len(found[0]), len(found[0]))
-        return found
-
-    guarded.unguarded = original  # type: ignore[attr-defined]
-    server.ResponseGenerator._tokenize = guarded
+    for name, guarded in zip(GUARDED, (_tokenize, _is_batchable), strict=True):
+        original = getattr(server.ResponseGenerator, name)
+        setattr(server.ResponseGenerator, name, _instead(original, guarded))
 
 
 def unguard_requests() -> None:
     """The server as mlx-lm made it. Safe to call twice."""
     server: Any = sys.modules.get(SERVER)
-    original = getattr(server.ResponseGenerator._tokenize, "unguarded", None) if server is not None else None
-    if server is not None and original is not None:
-        server.ResponseGenerator._tokenize = original
+    for name in GUARDED if server is not None else ():
+        method = getattr(server.ResponseGenerator, name)
+        setattr(server.ResponseGenerator, name, getattr(method, "unguarded", method))
 
 
-def check_room(session: Session, tokens: int, prompt: int, held: int = 0) -> None:
-    """Refuse a prompt that the model has no positions for, or that there can be no memory for.
+def _instead(original: Callable[..., Any], guarded: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any) -> Any:
+        return guarded(original, *args)
 
-    Args:
-        tokens: that caches will hold; ``prompt``: of those, the prompt's; ``held``: before it.
+    method.unguarded = original  # type: ignore[attr-defined]
+    return method
+
+
+def _tokenize(original: Callable[..., Any], generator: Any, *args: Any) -> Any:
+    """Makes tokens of a request, to a tuple of which they are the first. An error here answers the request."""
+    found, session = original(generator, *args), _session(generator)
+    if session is not None:
+        check_room(session, len(found[0]))
+    return found
+
+
+def _is_batchable(original: Callable[..., Any], generator: Any, *args: Any) -> bool:
+    """Batches of the server's own would take more memory than is planned for."""
+    return _session(generator) is None and bool(original(generator, *args))
+
+
+def _session(generator: Any) -> Session | None:
+    return getattr(generator.model_provider.model, "outcore", None)
+
+
+def check_room(session: Session, tokens: int) -> None:
+    """Refuse a prompt of so many tokens that the model has no positions for, or that there can be no memory for.
 
     Raises:
         PromptError: it is one.
     """
-    check_length(prompt, session, "the prompt", held)
-    if tokens < session.plan.context and prompt <= session.size.prompt:
+    check_length(tokens, session, "the prompt")
+    if tokens < session.plan.context and tokens <= session.size.prompt:
         return
-    if not session.residency.holds(tokens + 1, prompt):
+    if not session.residency.holds(tokens + 1, tokens):
         budget = format_size(session.plan.budget_bytes)
         raise PromptError(
             f"the prompt has {tokens} tokens, for which {budget} are not enough with this model: shorten it, or give "

@@ -8,16 +8,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
 from outcore.engine.engine import State
 from outcore.engine.session import Session
-from outcore.modules.hooks import arrays_in
 
 
 class CacheRoom:
@@ -41,14 +39,14 @@ class CacheRoom:
             self._stores.add(store)
 
     @contextmanager
-    def texts(self, session: Session, sequences: int = 1, tokens: int = 0) -> Iterator[_TextsUnderWay]:
-        """Texts under way: at most so many at once, of so many tokens each, both of which may be changed meanwhile."""
+    def texts(self, session: Session, sequences: int, tokens: int) -> Iterator[None]:
+        """Texts under way: at most so many at once, of so many tokens each."""
         texts = _TextsUnderWay(session, sequences, tokens)
         with self.lock:
             self._texts.append(texts)
         try:
             self.keep_to()
-            yield texts
+            yield
         finally:
             with self.lock:
                 self._texts.remove(texts)
@@ -72,22 +70,17 @@ class CacheRoom:
         return max(0, session.plan.cache_bytes - taken)
 
 
+@dataclass(frozen=True, eq=False)
 class _TextsUnderWay:
-    def __init__(self, session: Session, sequences: int, tokens: int) -> None:
-        self.session, self.sequences, self.tokens = session, sequences, tokens
+    session: Session
+    sequences: int
+    tokens: int
 
     @property
     def nbytes(self) -> int:
         """Bytes that their caches take when they are as long as that, and of what growing them takes."""
-        if not self.sequences:
-            return 0
         size = replace(self.session.size, sequences=self.sequences, shared=0, joining=0)
         return size.at_context(self.tokens).caches(1.0)
-
-
-class HandedOut(list[Any]):
-    """A text's caches, as they are given to whoever asked for it. Empty once they are stored: a loop that looks at
-    responses has the last one until it has the next, and its caches are the store's by then."""
 
 
 cache_room = CacheRoom()
@@ -105,13 +98,9 @@ class BoundedPromptCache(LRUPromptCache):
         with cache_room.lock:
             return super().fetch_nearest_cache(*args, **kwargs)
 
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **kwargs: Any) -> None:
-        # What was cut out of several sequences' caches would hold all of them until it is computed.
-        mx.eval(arrays_in(prompt_cache))
+    def insert_cache(self, *args: Any, **kwargs: Any) -> None:
         with cache_room.lock:
-            super().insert_cache(model, tokens, list(prompt_cache), **kwargs)
-            if isinstance(prompt_cache, HandedOut):
-                prompt_cache.clear()
+            super().insert_cache(*args, **kwargs)
             cache_room.keep_to()
 
     def trim_to(self, **kwargs: Any) -> None:
