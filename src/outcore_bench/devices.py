@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from outcore.errors import UsageError
+from outcore.checks import choice
 from outcore.plan.machine_profile import Calibration
 
 USABLE = {
@@ -120,7 +120,5 @@ def device(name: str) -> Device:
     Raises:
         UsageError: there is none; lists those that there are.
     """
-    found = next((d for d in DEVICES if d.name == name), None)
-    if found is None:
-        raise UsageError(f"--device {name}: no such device; choose one of {', '.join(d.name for d in DEVICES)}")
-    return found
+    known = {d.name: d for d in DEVICES}
+    return known[choice("--device", name, known)]

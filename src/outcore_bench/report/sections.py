@@ -12,7 +12,7 @@ from . import tables
 from .charts import ChartCurve, curves_chart
 from .inputs import Inputs
 from .published import published_table
-from .tables import ReportTable, ceiling, document_name, number, percent, size, speed, streams
+from .tables import ReportTable, ceiling, document_name, number, size, speed, streams
 
 _MODES = {"outcore": "Outcore", "plain": "the plain way", "mlx-lm": "mlx-lm, all in memory"}
 """Loops by the names that people know; each keeps its colour in every chart, and those not known here share one."""
@@ -87,7 +87,7 @@ def _chart(document: Document, heading: str) -> Chart | None:
 
 
 def summary(inputs: Inputs) -> str:
-    """A sentence for each machine's fullest document: speed, share of the ceiling, memory, and what else ran there."""
+    """A sentence for each machine's fullest document: speed and memory."""
     told = [(d, row) for d in _best(inputs.documents) if (row := _headline(d)) is not None]
     fullest = {}
     for d, row in sorted(told, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
@@ -104,19 +104,9 @@ def _headline(document: Document) -> BenchRow | None:
 
 
 def _sentence(d: Document, row: BenchRow) -> str:
-    text = f"{d.model.name} ({size(d.model.nbytes)} of weights) makes {number(speed(row))} tokens per second"
-    text += f" in {size(row.use.peak_memory_bytes)}" if row.use.peak_memory_bytes else ""
-    best, efficiency = ceiling(row), _efficiency(d, row)
-    if best is not None and efficiency is not None:
-        text += f", {percent(efficiency)} of the {number(best)} that disk and computation allow"
-    return f"On {tables.machine_name(d.machine)}, {text}."
-
-
-def _efficiency(d: Document, row: BenchRow) -> float | None:
-    """A row's share of the ceiling, unless the resident run that its compute time comes from met a busy machine."""
-    resident = [r for r in d.rows if r.mode == "outcore" and r.setting.io == "none"]
-    busy = any(r.busy for r in resident if r.setting.batch == row.setting.batch)
-    return None if row.ceiling.compute_share is not None and busy else row.ceiling.efficiency
+    memory = f" in {size(row.use.peak_memory_bytes)}" if row.use.peak_memory_bytes else ""
+    what = f"{d.model.name} ({size(d.model.nbytes)} of weights) makes {number(speed(row))} tokens per second{memory}"
+    return f"On {tables.machine_name(d.machine)}, {what}."
 
 
 def _checks(inputs: Inputs) -> list[str]:
