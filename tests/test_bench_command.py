@@ -269,7 +269,6 @@ def test_efficiency_is_the_greater_of_disk_and_compute_time_over_the_measured() 
     assert streamed.ceiling.efficiency == pytest.approx(0.8)
     assert streamed.reading.disk_share == pytest.approx(0.75)
     assert slow_disk.ceiling.ceiling_s == slow_disk.ceiling.efficiency == pytest.approx(0.8)
-    assert slow_disk.ceiling.compute_share == pytest.approx(0.4)
     assert (streamed.same_tokens, slow_disk.same_tokens, theirs.same_tokens) == (True, False, None)
     assert theirs.ceiling.efficiency is None and resident.ceiling.efficiency is None
 
@@ -278,7 +277,7 @@ def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
     plain = row("plain", "cached", stat(2.0), disk_gbps=1.0)
     for _ in range(2):
         runner.compare(document(plain))
-    assert (plain.ceiling.ceiling_s, plain.ceiling.compute_share, plain.same_tokens) == (0.8, None, None)
+    assert (plain.ceiling.ceiling_s, plain.same_tokens) == (0.8, None)
     assert plain.notes == ["ceiling is disk time alone: nothing was measured with everything resident"]
 
 

@@ -136,12 +136,10 @@ class Reading:
 
 @dataclass
 class Ceiling:
-    """``ceiling_s`` is max(disk time, compute time) a token, and ``efficiency`` that over the measured time;
-    ``compute_share`` is the resident model's time per token over this one's."""
+    """``ceiling_s`` is max(disk time, compute time) a token, and ``efficiency`` that over the measured time."""
 
     disk_s: float | None = None
     compute_s: float | None = None
-    compute_share: float | None = None
     ceiling_s: float | None = None
     efficiency: float | None = None
 

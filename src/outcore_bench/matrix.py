@@ -6,7 +6,6 @@ What is measured is a bench's document, with the axes as ``settings["grid"]``.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +24,7 @@ from .runner import Progress, Runner, vocabulary
 from .words import BUDGETS, IO, OUTCORE
 
 SEED = 20
-"""Of the order of the runs: with drift of the disk spread over all axes, and the same each time."""
+"""Of the order of the runs, which is shuffled so that drift of the disk is not taken for an axis; always the same."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ def run_matrix(
     jobs = jobs_of(replace(grid, memory=memory), resident_budget(size), job)
     common = asdict(settings) | {"grid": asdict(replace(grid, memory=memory))}
     runner = Runner(folder, name, prepared, common, command)
-    return runner.run(in_order(jobs), progress, lambda document: write_record(output, document.record()))
+    shuffled = random.Random(SEED).sample(jobs, len(jobs))
+    return runner.run(shuffled, progress, lambda document: write_record(output, document.record()))
 
 
 def jobs_of(grid: Grid, resident: int, job: BenchJob) -> list[BenchJob]:
@@ -101,11 +101,6 @@ def jobs_of(grid: Grid, resident: int, job: BenchJob) -> list[BenchJob]:
             label = f"{shown}, {io}, {slots} slots, {threads} thread{'s' * (threads > 1)}"
             found.append(replace(whole, io=io, label=label, run=replace(job.run, slots=slots, threads=threads)))
     return found
-
-
-def in_order(jobs: Sequence[BenchJob]) -> list[BenchJob]:
-    """The order of the runs: shuffled, so that drift of the machine is not taken for an axis; always the same."""
-    return random.Random(SEED).sample(jobs, len(jobs))
 
 
 def size_text(nbytes: int) -> str:

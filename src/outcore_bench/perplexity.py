@@ -91,12 +91,9 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
     except ImportError as e:
         why = "no such file, and data sets of the Hub need a package: pip install datasets"
         raise UsageError(f"--data-path {name}: {why}") from e
-    except IndexError as e:  # mlx-lm goes on past the last document, with -1 always
-        wanted = f"{num_samples} sequences" if num_samples > 0 else "all its sequences"
-        why = f"too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
-        raise UsageError(f"--data-path {name}: {why}") from e
     except Exception as e:  # whatever the datasets package and its backends raise
-        raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}") from e
+        few = "; give a smaller --num-samples" * isinstance(e, IndexError)  # mlx-lm goes on past the last document
+        raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}{few}") from e
 
 
 def load_for_batches(

@@ -134,7 +134,6 @@ def compare(document: Document) -> None:
         # Other work on the machine can only slow it down, and must not lift the ceiling.
         base = resident.get(batch)
         ceiling.compute_s = base.least if base is not None else None
-        ceiling.compute_share = base.least / measured if base is not None else None
         known = [s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None]
         ceiling.ceiling_s = max(known, default=None)
         ceiling.efficiency = max(known) / measured if known else None

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from outcore.checkpoint.checkpoint import read_object
@@ -77,23 +78,6 @@ def remove_flash_patch() -> None:
         _applied.close()
 
 
-class NotBatched:
-    """Stands for a text model that somebody opens to see how it could be run. Its cache cannot be merged with others:
-    LM Studio's engine then runs it by mlx-lm's functions, one text at a time, and loads it for that."""
-
-    def make_cache(self) -> list[object]:
-        """A cache without any methods."""
-        return [object()]
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refused.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError("this model was opened with lazy=True, only to be looked at; load it with lazy=False")
-
-
 def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in the place of mlx-vlm's ``load_model``."""
 
@@ -105,7 +89,9 @@ def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = resolve_model(str(model_path), kwargs.get("revision"))
         _refuse_others(folder)
         if lazy:
-            return NotBatched()
+            # Somebody looks how it could be run. Caches that cannot be merged say: by mlx-lm's functions, one text at
+            # a time; for that LM Studio's engine loads it anew.
+            return SimpleNamespace(make_cache=lambda: [object()])
         options = replace(settings.options, trust_remote_code=bool(kwargs.get("trust_remote_code")))
         return load_by(settings, folder, options, load_model)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 
 from outcore.checkpoint.find_model import resolve_model
@@ -38,10 +39,24 @@ def run(args: argparse.Namespace) -> None:
 
     with ProgressBar() as bar:
         document = bench(resolve_model(args.model, args.revision), name, chosen, command, bar.count, keep)
-    show(document, PlainConsole(width=None if sys.stdout.isatty() else WIDTH))
     args.result.record = document.record()
+    finish(document, document)
+
+
+def finish(document: Document, shown: Document, said: Sequence[str] = ()) -> None:
+    """Print some of the rows, and what is said of them.
+
+    Raises:
+        OutcoreError: nothing could be measured.
+    """
+    console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
+    if shown.rows:
+        show(shown, console)
+    for line in said:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    first = document.rows[0]
     if all(row.error is not None for row in document.rows):
-        raise OutcoreError(f"no row could be measured: {document.rows[0].label}: {document.rows[0].error}")
+        raise OutcoreError(f"nothing could be measured: {first.label}: {first.error}")
 
 
 def settings(args: argparse.Namespace) -> BenchSettings:

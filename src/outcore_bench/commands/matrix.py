@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.cli.arguments import model_name
-from outcore.cli.console import PlainConsole
 from outcore.cli.engine import ProgressBar
 from outcore.decode.budget import given_budget
-from outcore.errors import OutcoreError, UsageError
+from outcore.errors import UsageError
 from outcore.text import printable
 
 from ..document import writable
 from ..jobs import RunSettings, listed, numbers
 from ..matrix import Grid, run_matrix
 from ..processes import names_only
-from ..table import WIDTH, show
 from ..verdict import by_budget, sentences
+from .bench import finish
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,17 +37,10 @@ def run(args: argparse.Namespace) -> None:
     with ProgressBar() as bar:
         folder = resolve_model(args.model, args.revision)
         document = run_matrix(folder, name, grid, settings, output, command, bar.count)
-    console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
     said = sentences(document.rows)
-    if best := by_budget(document.rows):
-        show(replace(document, rows=best), console)
-        console.print()
-    for line in said:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    print(f"{printable(str(output))}: {sum(row.error is None for row in document.rows)} runs")
     args.result.record = document.record() | {"verdict": said}
-    if not best:
-        raise OutcoreError(f"no point could be measured: {document.rows[0].label}: {document.rows[0].error}")
+    print(f"{printable(str(output))}: {sum(row.error is None for row in document.rows)} runs")
+    finish(document, replace(document, rows=by_budget(document.rows)), said)
 
 
 def axes(args: argparse.Namespace) -> Grid:

@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> None:
         "html": str(html_file),
         "markdown": str(text_file) if text_file else None,
         "documents": len(inputs.documents),
-        "matrices": sum("grid" in d.settings for d in inputs.documents),
         "rows": rows,
         "perplexity_rows": sum(len(p.rows) for p in inputs.perplexities),
         "sections": [s.name for s in drawn],
