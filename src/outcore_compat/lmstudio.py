@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +86,12 @@ def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         if settings is None:
             return original(model_path, lazy, **kwargs)
         folder = resolve_model(str(model_path), kwargs.get("revision"))
-        _refuse_others(folder)
+        _, config = read_object(folder / CONFIG, CONFIG_BYTES)
+        if found := next((name for name in SEES if config.get(name)), None):
+            raise UsageError(
+                f"{folder.name}: a model that takes images or sound ({found}), and Outcore streams models of texts "
+                "alone: end the patch to load it with mlx_vlm, or take the text model of its family"
+            )
         if lazy:
             # Somebody looks how it could be run. Caches that cannot be merged say: by mlx-lm's functions, one text at
             # a time; for that LM Studio's engine loads it anew.
@@ -96,17 +100,3 @@ def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         return load_by(settings, folder, options, load_model)[0]
 
     return load_text_model
-
-
-def _refuse_others(folder: Path) -> None:
-    """Refuse a model that takes images or sound.
-
-    Raises:
-        UsageError: it does.
-    """
-    _, config = read_object(folder / CONFIG, CONFIG_BYTES)
-    if found := next((name for name in SEES if config.get(name)), None):
-        raise UsageError(
-            f"{folder.name}: a model that takes images or sound ({found}), and Outcore streams models of texts alone: "
-            "end the patch to load it with mlx_vlm, or take the text model of its family"
-        )

@@ -46,10 +46,23 @@ def _instead(original: Callable[..., Any], guarded: Callable[..., Any]) -> Calla
 
 
 def _tokenize(original: Callable[..., Any], generator: Any, *args: Any) -> Any:
-    """Makes tokens of a request, to a tuple of which they are the first. An error here answers the request."""
+    """Makes tokens of a request, to a tuple of which they are the first. An error here answers the request.
+
+    Raises:
+        PromptError: the model has no positions for so many, or there can be no memory for them.
+    """
     found, session = original(generator, *args), _session(generator)
-    if session is not None:
-        check_room(session, len(found[0]))
+    if session is None:
+        return found
+    tokens = len(found[0])
+    check_length(tokens, session, "the prompt")
+    fits = tokens < session.plan.context and tokens <= session.size.prompt
+    if not fits and not session.residency.holds(tokens + 1, tokens):
+        budget = format_size(session.plan.budget_bytes)
+        raise PromptError(
+            f"the prompt has {tokens} tokens, for which {budget} are not enough with this model: shorten it, or give "
+            "it more memory"
+        )
     return found
 
 
@@ -60,20 +73,3 @@ def _is_batchable(original: Callable[..., Any], generator: Any, *args: Any) -> b
 
 def _session(generator: Any) -> Session | None:
     return getattr(generator.model_provider.model, "outcore", None)
-
-
-def check_room(session: Session, tokens: int) -> None:
-    """Refuse a prompt of so many tokens that the model has no positions for, or that there can be no memory for.
-
-    Raises:
-        PromptError: it is one.
-    """
-    check_length(tokens, session, "the prompt")
-    if tokens < session.plan.context and tokens <= session.size.prompt:
-        return
-    if not session.residency.holds(tokens + 1, tokens):
-        budget = format_size(session.plan.budget_bytes)
-        raise PromptError(
-            f"the prompt has {tokens} tokens, for which {budget} are not enough with this model: shorten it, or give "
-            "it more memory"
-        )

@@ -1,15 +1,97 @@
-"""What was asked for when mlx-lm was patched, as its functions find it when they are called."""
+"""What was asked for when mlx-lm was patched, as its functions find it when they are called, and the budget that the
+models of one patch share: a program may load a second one beside the first, which took all of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from outcore.options import LoadOptions
+import mlx.nn as nn
 
-from .shared_budget import SharedBudget
+from outcore.decode.budget import asked_budget
+from outcore.decode.preparation import prepare
+from outcore.engine.engine import State
+from outcore.engine.session import Session
+from outcore.errors import BudgetError
+from outcore.options import LoadOptions
+from outcore.plan.draft_cost import NONE
+from outcore.plan.planner import resident_budget
+from outcore.sizes import format_size
+
+Load = Callable[[LoadOptions], tuple[Any, ...]]
+"""Loads a model by these options; the model comes first in what it returns."""
+
+
+class SharedBudget:
+    """The models that share a budget. The first gets all of it; each further one what it takes to be in memory as a
+    whole, or as much of that as those before it can do without."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._total = 0
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Of the models that are still there."""
+        found = [model.outcore for ref in list(self._models) if (model := ref()) is not None]
+        return [s for s in found if s.state is not State.CLOSED]
+
+    def load(self, folder: Path, options: LoadOptions, load: Load) -> tuple[Any, ...]:
+        """Load one more model.
+
+        Raises:
+            BudgetError: there is no room for it beside the others, which keep what they had.
+        """
+        with self._lock:
+            if not options.asked:
+                # Made of what is free, of which the others are no part.
+                return self._kept(load(options))
+            if self.sessions:
+                gc.collect()  # a model that nobody has any more may be there until then
+            others = self.sessions
+            if not others:
+                self._total = asked_budget(options.memory)
+                return self._kept(load(replace(options, memory=self._total)))
+            planned = prepare(folder, replace(options, memory=self._total, draft=NONE))
+            least, before = planned.plan.smallest_budget_bytes, [s.plan.budget_bytes for s in others]
+            try:
+                for session in others:
+                    self._lower(session, resident_budget(planned.profile.size) - self._free(others))
+                free = self._free(others)
+                if free < least:
+                    raise BudgetError(
+                        f"{len(others) + 1} models share {format_size(self._total)}, of which those that are loaded "
+                        f"leave {format_size(free)}; {folder.name} needs {format_size(least, round_up=True)} at "
+                        "least: give more memory",
+                        self._total + least - free,
+                    )
+                return self._kept(load(replace(options, memory=free)))
+            except BaseException:
+                for session, budget in zip(others, before, strict=True):
+                    session.allow(budget)
+                raise
+
+    def _free(self, sessions: Sequence[Session]) -> int:
+        return max(0, self._total - sum(s.plan.budget_bytes for s in sessions))
+
+    def _lower(self, session: Session, nbytes: int) -> None:
+        """Have a model do with so much less, or with what it needs at least; a long text under way keeps its room."""
+        if nbytes > 0:
+            with contextlib.suppress(BudgetError):
+                session.allow(max(session.plan.smallest_budget_bytes, session.plan.budget_bytes - nbytes))
+
+    def _kept(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._models = [ref for ref in self._models if ref() is not None]
+        self._models.append(weakref.ref(found[0]))
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ..devices import PublishedRow, published_rows
-from ..document import BenchRow
-from .inputs import Inputs
-from .tables import NOTHING, Line, ReportTable, machine_name, number, resident_share, size, speed
+from ..document import BenchRow, Document
+from .tables import Line, ReportTable, machine_name, number, resident_share, size, speed
 
 # Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
 _SAME_SHARE = 0.01
-_WITH_PERPLEXITY = 2
-"""The table that shows perplexities."""
 
-_COLUMNS = ("", "Tokens/s", "Memory", "Perplexity", "Published", "Tokens/s there", "Memory there", "Perplexity there")
+_COLUMNS = ("", "Tokens/s", "Memory", "Published", "Tokens/s there", "Memory there")
 
 
-def published_table(inputs: Inputs) -> ReportTable | None:
+def published_table(documents: Sequence[Document]) -> ReportTable | None:
     """A line for each row of ours that has a row of theirs, in the paper's order."""
     lines = []
     for theirs in published_rows():
         key, share = model_key(theirs.model), theirs.resident / theirs.layers
-        for p in inputs.perplexities if theirs.table == _WITH_PERPLEXITY else ():
-            for told in p.rows:
-                if told.ppl is not None and model_key(told.model, told.bits, told.dtype or "bfloat16") == key:
-                    where = f"{told.model}, {p.machine.get('cpu') or 'some machine'}"
-                    lines.append(_line(theirs, where, "", "", f"{told.ppl:.3f}"))
-        for d in inputs.documents:
+        for d in documents:
             bits = (d.model.quantization or {}).get("bits")
             if model_key(d.model.name, bits if isinstance(bits, int) else None, d.model.dtype) == key:
                 for row in d.rows:
@@ -38,12 +31,11 @@ def published_table(inputs: Inputs) -> ReportTable | None:
     return ReportTable(_COLUMNS, tuple(lines), text).without_empty_columns() if lines else None
 
 
-def _line(theirs: PublishedRow, ours: str, tps: str, memory: str, ppl: str = NOTHING) -> Line:
+def _line(theirs: PublishedRow, ours: str, tps: str, memory: str) -> Line:
     published = f"table {theirs.table}: {theirs.model}, {theirs.resident} of {theirs.layers} layers"
     speeds = ", ".join(f"{tps} {device}" for device, tps in theirs.tps.items())
     their_memory = size(theirs.memory_mb * 1e6 if theirs.memory_mb is not None else None)
-    their_ppl = f"{theirs.ppl:.3f}" if theirs.ppl is not None else NOTHING
-    return Line((ours, tps, memory, ppl, published, speeds, their_memory, their_ppl))
+    return Line((ours, tps, memory, published, speeds, their_memory))
 
 
 def _is_same(row: BenchRow, share: float) -> bool:

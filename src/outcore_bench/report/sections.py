@@ -45,7 +45,7 @@ def sections(inputs: Inputs) -> list[Section]:
     text = tables.LEGEND + tables.BUSY_LEGEND * any(r.busy for d in documents for r in d.rows)
     many = "s" * (len(documents) > 1)
     said = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
-    main, published = tables.main_table(documents), published_table(inputs)
+    main, published = tables.main_table(documents), published_table(documents)
     charts = [_chart(d, document_name(d, documents) if many else "") for d in _best(documents)]
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
