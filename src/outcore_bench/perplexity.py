@@ -92,8 +92,10 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
         why = "no such file, and data sets of the Hub need a package: pip install datasets"
         raise UsageError(f"--data-path {name}: {why}") from e
     except Exception as e:  # whatever the datasets package and its backends raise
-        few = "; give a smaller --num-samples" * isinstance(e, IndexError)  # mlx-lm goes on past the last document
-        raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}{few}") from e
+        # mlx-lm goes on past the last document, with -1 always.
+        few = isinstance(e, IndexError)
+        why = "too few tokens; give a smaller --num-samples" if few else f"cannot be loaded: {one_line(e)}"
+        raise UsageError(f"--data-path {name}: {why}") from e
 
 
 def load_for_batches(
