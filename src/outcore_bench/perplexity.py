@@ -91,11 +91,12 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
     except ImportError as e:
         why = "no such file, and data sets of the Hub need a package: pip install datasets"
         raise UsageError(f"--data-path {name}: {why}") from e
-    except Exception as e:  # whatever the datasets package and its backends raise
-        # mlx-lm goes on past the last document, with -1 always.
-        few = isinstance(e, IndexError)
-        why = "too few tokens; give a smaller --num-samples" if few else f"cannot be loaded: {one_line(e)}"
+    except IndexError as e:  # mlx-lm goes on past the last document, with -1 always
+        wanted = f"{num_samples} sequences" if num_samples > 0 else "all its sequences"
+        why = f"too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
         raise UsageError(f"--data-path {name}: {why}") from e
+    except Exception as e:  # whatever the datasets package and its backends raise
+        raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}") from e
 
 
 def load_for_batches(
