@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> None:
     out.print(listing([("streamed", _said(streamed)), ("resident", _said(resident)), ("same tokens", tokens)]))
     slower, waited = resident["tps"] / streamed["tps"], 100 * streamed["waiting"]
     out.print(
-        f"Streamed, a token took {slower:.2f} times as long; {waited:.0f} % of the time was waiting for the disk, which "
-        f"gave {streamed['read_gbps']:.2f} GB/s."
+        f"Streamed, a token took {slower:.2f} times as long; {waited:.0f} % of the time was waiting for the disk, "
+        f"which gave {streamed['read_gbps']:.2f} GB/s."
     )
     args.result.record = {"same_tokens": same, "weight_bytes": weights, "streamed": streamed, "resident": resident}
     if not same:
