@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=type("GatedConnection", (Connection,), {"gate": site.gate}),
+                http=type("SiteConnection", (Connection,), {"site": site}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

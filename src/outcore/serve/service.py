@@ -171,9 +171,9 @@ class ModelService:
     def state(self) -> Mapping[str, Any]:
         """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running`` and ``waiting`` choices,
         counters of each loaded model, and bytes that MLX holds."""
-        engine, loaded = self.engine, self.engine.slot.loaded
+        engine, loaded = self.engine, self.engine.loaded
         return {
-            "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",
+            "status": "closing" if self._closing else "loading" if engine.loading is not None else "ok",
             "running": engine.running,
             "waiting": engine.waiting,
             "models": {} if loaded is None else {loaded.name: loaded.counters},
@@ -189,7 +189,7 @@ class ModelService:
     @property
     def forecast(self) -> Forecast | None:
         """What the machines that share the model are predicted to take; None: it is one machine's."""
-        loaded = self.engine.slot.loaded
+        loaded = self.engine.loaded
         return loaded.session.transport.forecast if loaded is not None else None
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class ModelService:
         return model
 
     def _card(self, model: Offered) -> ModelCard:
-        loaded = self.engine.slot.loaded
+        loaded = self.engine.loaded
         if loaded is None or loaded.name != model.name:
             return model.card
         left_s, memory_bytes = loaded.left_s, loaded.session.plan.peak_bytes
