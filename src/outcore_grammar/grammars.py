@@ -29,10 +29,6 @@ class AnswerGrammars:
     def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
         """As ``Grammars`` has it."""
         forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
-        if isinstance(ask.schema, str):
-            if forced:
-                raise RequestError("grammar: not together with a schema or a required tool", param="grammar")
-            return self._grammars.of_text(ask.schema)
         if ask.messages is None:
             return self._grammars.of_rules("schema", schema_rule(ask.schema or {}))
         own = self._tokenizer

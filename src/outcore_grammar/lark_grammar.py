@@ -144,25 +144,7 @@ class Grammars:
         if before.inside:
             start = f"inside {start}" + (" | inside_cut" if before.inside.ends else "")
         free = [each.rules(name, ends) for name, each in vars(before).items() if each is not None]
-        return self._grammar(field, "\n".join([f"start: {start}", *free, answer]), begun)
-
-    def of_text(self, text: str) -> Grammar:
-        """A grammar in llama.cpp's form (GBNF), or in Lark's.
-
-        Raises:
-            RequestError: it is neither, or llguidance cannot follow it.
-        """
-        check_grammar("grammar", len(text))
-        assert self.tokenizer
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            lark = any_to_lark(text)
-        except Exception as e:  # of several kinds, its own among them
-            raise _not_followed("grammar", e) from e
-        return self._grammar("grammar", lark, "")
-
-    def _grammar(self, field: str, lark: str, begun: str) -> Grammar:
+        lark = "\n".join([f"start: {start}", *free, answer])
         own = self.tokenizer
         from llguidance import LLMatcher, LLParserLimits
 

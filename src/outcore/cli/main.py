@@ -172,12 +172,12 @@ def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) 
         found["memory"], args.memory = memory, memory.value
         log.info("memory %s, from %s", memory.value, memory.source)
     # What goes on from a prompt cache says of which model it is.
-    named = args.command == "generate" and args.prompt_cache_file is not None
+    named = getattr(args, "models_named", None) or (args.command == "generate" and args.prompt_cache_file is not None)
     if command.needs_model and not named and getattr(args, "model", "") is None:
         if (model := setting("model")) is None:
             parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
-        args.model = model.value
-        args.argv += ["--model", args.model]  # which results name as the command that they were made by
+        args.model = [model.value] if hasattr(args, "models_named") else model.value
+        args.argv += ["--model", model.value]  # which results name as the command that they were made by
         log.info("model %s, from %s", model.value, model.source)
     return found
 

@@ -21,7 +21,6 @@ from ..decode import request_values
 from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
 from ..machine.memory import share_one_heap
-from ..machine.settings import setting
 from ..monitoring.publisher import staying
 from ..options import LoadOptions
 from ..serve.access import Access, local_names
@@ -109,16 +108,8 @@ def _cut(args: argparse.Namespace, server: Server) -> None:
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The models to serve; the first answers requests that name none. Refused where there is none at all."""
-    names = [*args.models_named, *(args.model or [])]
-    if not names and (settled := setting("model")) is not None:
-        names = [settled.value]
-    if not names:
-        raise UsageError(
-            "give a model: --model NAME, or OUTCORE_MODEL, or the configuration file; outcore serve --help lists "
-            "what there is"
-        )
-    return list(dict.fromkeys(names))
+    """The models to serve; the first answers requests that name none."""
+    return list(dict.fromkeys([*args.models_named, *(args.model or [])]))
 
 
 def defaults_of(args: argparse.Namespace) -> Defaults:

@@ -109,27 +109,25 @@ class OpenAIBody(SamplerFields):
 class TextBody(OpenAIBody):
     """What chats and completions have in common."""
 
+    refused = {"grammar": ("",)}
+
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     stop: Stops = ()
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     response_format: ResponseFormat | None = None
-    grammar: str = ""  # llama.cpp's
 
     def request(self, defaults: Defaults) -> GenerationRequest:
         """What is asked, but for the prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
-        schema = schema_of(self.response_format, "response_format")
-        if self.grammar and schema is not None:
-            raise wrong("grammar", "not together with a schema or a required tool")
         return GenerationRequest(
             model=self.model,
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
-            schema=self.grammar or schema,
+            schema=schema_of(self.response_format, "response_format"),
             choices=self.n,
         )
 
@@ -189,8 +187,8 @@ class ChatBody(TextBody):
     """A chat completion."""
 
     refused = {
-        "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],),
-        "moderation": (), "web_search_options": (),
+        **TextBody.refused, "audio": (), "function_call": ("none", "auto"), "functions": ([],),
+        "modalities": (["text"],), "moderation": (), "web_search_options": (),
     }  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
