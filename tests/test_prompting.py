@@ -102,25 +102,6 @@ def test_tools_and_their_calls_go_through_the_template(
     assert CALL["function"] == {"name": "f", "arguments": {"a": "é"}}
 
 
-SEEN = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "look", "arguments": {}}}]}
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "kind", "why"),
-    [
-        ("SILENT", ({"role": "system", "content": "Be short"}, USER), "system messages", "it leaves them out"),
-        ("SILENT", (USER, {**CALLED[2], "content": "seventeen"}), "tool messages", "it leaves them out"),
-        ("PLAIN", (USER, SEEN), "tool calls", "it leaves them out"),
-    ],
-)
-def test_what_a_template_does_not_take_is_named(
-    template: str, messages: Any, kind: str, why: str, made: Callable[[str], TokenizerWrapper]
-) -> None:
-    words = f"messages: this model's chat template takes no {kind}: {why}"
-    assert refused(made(template), GenerationRequest(messages=messages)) == (words, "unsupported_message", "messages")
-    assert text(made(template), GenerationRequest(messages=(USER,)))
-
-
 def test_a_template_that_fails_says_why(
     made: Callable[[str], TokenizerWrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,9 @@ class AnswerGrammars:
         forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
         if ask.messages is None:
             return self._grammars.of_rules("schema", schema_rule(ask.schema or {}))
+        if ask.continued and (ask.messages[-1].get("content") or forced):
+            why = "an answer that goes on with a message can be neither JSON of a schema nor a required call"
+            raise RequestError(why, "unsupported_parameter")
         own = self._tokenizer
         if own.structural_markers or own.response_initial_state not in (None, "normal"):
             why = "this model's answers have parts that no grammar is known for"
@@ -40,8 +43,7 @@ class AnswerGrammars:
             return self._grammars.of_rules("tools", self._calls(ask, tools), before)
         if tools and not self._template.harmony:
             before = replace(before, instead=Free(tuple(own.tool_call_start_tokens)))
-        begun = _begun(ask, text) if not thinking else ""
-        return self._grammars.of_rules("schema", schema_rule(ask.schema or {}), before, begun)
+        return self._grammars.of_rules("schema", schema_rule(ask.schema or {}), before)
 
     def _before(self, ask: GenerationRequest, text: str, thinking: bool) -> Before:
         """Thoughts that may come before an answer, or that it begins within."""
@@ -63,9 +65,6 @@ class AnswerGrammars:
         if name not in FORMS:
             why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
             raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
-        if ask.continued:
-            why = "an answer that goes on with a message cannot be a call"
-            raise RequestError(f"tool_choice: {why}", param="tool_choice")
         chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
         own = self._tokenizer
@@ -82,11 +81,3 @@ class AnswerGrammars:
         """A mark as grammars name it: by its token, if it is one."""
         tokens = self._tokenizer.encode(mark, add_special_tokens=False)
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
-
-
-def _begun(ask: GenerationRequest, text: str) -> str:
-    """Of the answer, what the prompt ends with."""
-    if not (ask.continued and ask.messages):
-        return ""
-    said = str(ask.messages[-1].get("content") or "")
-    return said if text.endswith(said) else said.strip()

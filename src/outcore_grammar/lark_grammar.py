@@ -127,15 +127,14 @@ class Grammars:
             why = f"this model's tokenizer cannot be kept to a form: {one_line(e)}"
             raise RequestError(why, "unsupported_parameter") from e
 
-    def of_rules(self, field: str, answer: str, before: Before = Before(), begun: str = "") -> Grammar:
+    def of_rules(self, field: str, answer: str, before: Before = Before()) -> Grammar:
         """A grammar of rules, ``answer`` and those that it needs.
 
         Args:
             field: of the request, which errors name.
-            begun: of the answer, in the prompt already.
 
         Raises:
-            RequestError: llguidance cannot follow it, or the answer does not begin like that.
+            RequestError: llguidance cannot follow it.
         """
         ends = self.tokenizer.eos_tokens
         start = "(answer | instead)" if before.instead else "answer"
@@ -155,9 +154,6 @@ class Grammars:
             raise _not_followed(field, e) from e
         if matcher.is_error():
             raise _not_followed(field, matcher.get_error())
-        tokens = own.tokenize_str(begun) if begun else []
-        if matcher.try_consume_tokens(tokens) < len(tokens):
-            raise RequestError("messages: the last one does not begin JSON of the schema", param="messages")
         return Grammar(matcher, own.vocab_size, frozenset(own.eos_tokens))
 
 

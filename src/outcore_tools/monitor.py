@@ -98,12 +98,7 @@ def look() -> RenderableType:
 
 def _drawn(processes: list[dict[str, Any]]) -> Group:
     """All models of these processes, one below the other."""
-    drawn: list[RenderableType] = []
-    for process in processes:
-        drawn += [view(process, model) for model in process["models"]]
-        if not process["models"]:
-            drawn.append(Text(f"{process['command']} · process {process['pid']}: no model is loaded"))
-    return Group(*drawn)
+    return Group(*(view(process, model) for process in processes for model in process["models"]))
 
 
 class ShareBar:

@@ -21,7 +21,6 @@ from ..decode import request_values
 from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
 from ..machine.memory import share_one_heap
-from ..monitoring.publisher import staying
 from ..options import LoadOptions
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
@@ -63,7 +62,6 @@ def run(args: argparse.Namespace) -> None:
             stack.callback(each.close)
         access = access_of(args, sockets)
         deadline = stack.enter_context(Deadline(lambda: _cut(args, server)))
-        stack.enter_context(staying("serve"))
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
