@@ -305,7 +305,6 @@ class OllamaWriter(ResponseWriter):
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """An error as the API tells it."""
     return {"error": str(error)}
 
 

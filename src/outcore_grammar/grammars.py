@@ -27,7 +27,6 @@ class AnswerGrammars:
         self._tokenizer, self._template, self._grammars = tokenizer, template, Grammars(tokenizer)
 
     def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
-        """As ``Grammars`` has it."""
         forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
         if ask.messages is None:
             return self._grammars.of_rules("schema", schema_rule(ask.schema or {}))

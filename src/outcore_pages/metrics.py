@@ -56,11 +56,9 @@ class ServerMetrics(Collector, Observer):
         self._registry.register(self)
 
     def responded(self, route: str, status: int) -> None:
-        """Count it."""
         self._requests.labels(route, str(status)).inc()
 
     def happened(self, event: Event, first_s: float | None) -> None:
-        """Count what an event says."""
         if first_s is not None:
             self._first_token.observe(first_s)
         if isinstance(event, Finished):
@@ -73,7 +71,6 @@ class ServerMetrics(Collector, Observer):
         return Response(encode(self._registry), headers={"content-type": media_type})
 
     def collect(self) -> Iterable[Metric]:
-        """What the service and the connections say now."""
         state = self._site.service.state()
         for name, text in STATE.items():
             if name in state:

@@ -88,7 +88,6 @@ def _looks() -> Iterator[list[dict[str, Any]]]:
 
 
 def look() -> RenderableType:
-    """What the view shows now."""
     try:
         processes = read_all()
     except StoreError as e:
@@ -158,7 +157,6 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
 
 
 def _speed(t: Mapping[str, Any], streams: bool) -> tuple[Text, Text]:
-    """Tokens and sweeps."""
     first = Text.assemble(("–" if t["per_s"] is None else f"{t['per_s']:.2f}", "bold green"), " tokens/s")
     if t["per_sweep"] is not None:
         first.append(f"   {t['per_sweep']:.2f} a sweep")

@@ -39,7 +39,6 @@ FOR_ALL = (
 
 
 def usage() -> str:
-    """The text of ``outcore --help``."""
     width, columns = max(map(len, commands())), min(WIDEST, shutil.get_terminal_size().columns)
     below = " " * (width + 4)
     lines = ["usage: outcore COMMAND [OPTIONS]", "", "Run language models larger than memory, on MLX."]
@@ -204,7 +203,6 @@ def _look_for_compiler() -> None:
 
 
 def entry() -> None:
-    """The console script."""
     status = main(alone=True)
     if sys.argv[1:2] == ["serve"] and status in (0, 130):
         # All is closed; Python would look at every object once more, for seconds on a busy machine.

@@ -47,7 +47,6 @@ KEY_BYTES = 4096
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     defaults = defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
@@ -165,7 +164,6 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
 
 
 def _listed(text: str | None) -> list[str]:
-    """Names separated by commas."""
     return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
@@ -196,7 +194,6 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
 
 
 def service_options(args: argparse.Namespace) -> ServiceOptions:
-    """How models are loaded and served."""
     from ..serve.service import ServiceOptions
     from .answering import draft_tokens
 

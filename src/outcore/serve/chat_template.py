@@ -129,7 +129,6 @@ def _continued(message: Mapping[str, Any]) -> bool | str:
 
 
 def _formed(message: Mapping[str, Any], strings: bool, short: bool) -> dict[str, Any]:
-    """A message as the template wants it."""
     made = {**message, "content": message.get("content") or ""}
     if short and "tool_call_id" in made:
         made["tool_call_id"] = _short(made["tool_call_id"])

@@ -116,11 +116,9 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """It waits for its client."""
         return self.awaited != "us" or self.full
 
     def look(self) -> None:
-        """Close it if its client is late."""
         self._mark()  # uvicorn closes connections on its own, too
         limits, now, unread = self.site.limits, self.site.clock(), self.transport.get_write_buffer_size()
         if not unread or not self._unread or unread < self._unread:
@@ -178,7 +176,6 @@ class Connection(H11Protocol):
         self.transport.write(head + more + length + body)
 
     def _mark(self) -> None:
-        """Note what it waits for now."""
         their, awaited = self.conn.their_state, "us"
         if self.refused:
             awaited = "rest"

@@ -170,7 +170,6 @@ class EngineThread:
         return self.loaded
 
     def drop(self) -> None:
-        """Let the model go."""
         if self.loaded is None:
             return
         loaded, self.loaded = self.loaded, None
@@ -241,7 +240,6 @@ class EngineThread:
                 work = self._inbox.get_nowait()
 
     def _work(self) -> None:
-        """One step."""
         live = list(self._choices.values())
         pending, there = [choice for choice in live if not choice.started], self.loaded and self.loaded.name
         if live and len(pending) == len(live) and there != (name := pending[0].ask.model):
@@ -348,6 +346,5 @@ class _Unwanted(BaseException):
 
 
 def too_many(waiting: int) -> RequestError:
-    """That so many wait already."""
     why = f"{waiting} requests wait already; try again later"
     return RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)

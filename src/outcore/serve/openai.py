@@ -218,7 +218,6 @@ def chosen_tool(choice: Any) -> str:
 
 
 def chat(request: HttpRequest) -> ParsedRequest:
-    """``/v1/chat/completions``."""
     body = read(ChatBody, request.body)
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
@@ -323,7 +322,6 @@ def _call(event: Called) -> dict[str, Any]:
 
 
 def usage(finished: Finished) -> dict[str, Any]:
-    """OpenAI's counts of tokens."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.tokens,
@@ -350,7 +348,6 @@ def timings(finished: Finished) -> dict[str, Any]:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"  # llama.cpp's, by which agents know that they have to shorten
@@ -359,12 +356,10 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def models(request: HttpRequest) -> dict[str, Any]:
-    """``/v1/models``."""
     return {"object": "list", "data": [_model(card) for card in request.service.models()]}
 
 
 def model(request: HttpRequest) -> dict[str, Any]:
-    """``/v1/models/NAME``."""
     return _model(request.service.card(request.params["model"]))
 
 

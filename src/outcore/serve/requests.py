@@ -94,7 +94,6 @@ def _path(value: Any, place: Sequence[int | str]) -> str:
 
 
 def wrong(where: str, why: str, code: str = "invalid_request") -> RequestError:
-    """That a field is not what it has to be."""
     return RequestError(f"{where}: {why}", code, param=where)
 
 

@@ -144,13 +144,11 @@ class ModelService:
             self.engine.cancel(choices)
 
     async def count(self, ask: GenerationRequest) -> int:
-        """Tokens of the prompt."""
         model = self.shelf.named(ask.model)
         room = self._room(model)
         return len((await self._read(model, ask, None if room is None else max(room, COUNTED))).tokens)
 
     def models(self) -> Sequence[ModelCard]:
-        """All models that can be asked for."""
         return [self._card(model) for model in self.shelf.models.values()]
 
     def card(self, name: str) -> ModelCard:

@@ -35,7 +35,6 @@ class Offered:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
         return config_of(self.folder)
 
     @property
@@ -112,7 +111,6 @@ class Shelf:
 
     @property
     def default(self) -> Offered:
-        """The first one."""
         return next(iter(self.models.values()))
 
     def named(self, name: str) -> Offered:

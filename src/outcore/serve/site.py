@@ -94,7 +94,6 @@ def error_response(api: Api, error: RequestError) -> Response:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer of JSON."""
     return Response(encoded(value), status, headers, media_type="application/json")
 
 
