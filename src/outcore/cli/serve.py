@@ -17,11 +17,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..checks import COUNT, real, whole
-from ..decode import request_values
 from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
 from ..machine.memory import share_one_heap
 from ..options import LoadOptions
+from ..serve import requests
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import all_apis
@@ -118,7 +118,7 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
     )
     flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:
-        template = request_values.template_options(template_options(args.chat_template_config), flag)
+        template = requests.template_options(template_options(args.chat_template_config), flag)
     except RequestError as e:  # an argument that is not the user's to give
         raise UsageError(str(e)) from None
     preset: Preset = args.preset

@@ -17,8 +17,26 @@ from ..engine.session import Session
 from ..errors import PromptError, RequestError
 from ..modules.call_values import flat
 from ..plan.plan import ANSWER
-from ..text import one_line, shortened
-from . import request_values
+from ..text import half_character, one_line, shortened
+
+TEMPLATE_OWN = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+     "tokenizer_kwargs", "tools", "truncation"}
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that no request may give: it would bring code of its own, or get no text."""
+
+
+def checked_text(text: str, where: str) -> str:
+    """The text, if it is one: JSON can escape half of a surrogate pair, which no tokenizer takes.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if (at := half_character(text)) is not None:
+        wanted = "write the pair, or the character"
+        raise RequestError(f"{where}: character {at} is half of a surrogate pair; {wanted}", param=where)
+    return text
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
@@ -33,7 +51,7 @@ def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     Raises:
         RequestError: there are none, or half of a surrogate pair is in it.
     """
-    tokens = list(tokenizer.encode(request_values.whole_text(text, "messages"), add_special_tokens=False))
+    tokens = list(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
     if not tokens:
         raise RequestError("messages: they are empty; give at least one token", param="messages")
     return tokens
@@ -51,7 +69,7 @@ def render(
     Raises:
         RequestError: an option that no request may give, or the template refuses it.
     """
-    if given := request_values.TEMPLATE_OWN & options.keys():
+    if given := TEMPLATE_OWN & options.keys():
         raise RequestError(f"{min(given)}: no option of the chat template", param=min(given))
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options, **arguments))

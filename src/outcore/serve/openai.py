@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ..checks import COUNT
-from ..decode.request_values import template_options
 from ..version import __version__
 from .api import (
     Defaults,
@@ -41,6 +40,7 @@ from .requests import (
     conversation,
     read,
     sampling_of,
+    template_options,
     text_of,
     text_of_json,
     wrong,
@@ -103,7 +103,8 @@ class OpenAIBody(SamplerFields):
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
         """Arguments of the chat template: the server's, by the effort, and the request's own, which hold."""
         thinks = None if effort is None else effort not in ("none", "minimal")
-        return defaults.options(thinks, effort if thinks else None) | template_options(self.chat_template_kwargs)
+        own = template_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        return defaults.options(thinks, effort if thinks else None) | own
 
 
 class TextBody(OpenAIBody):
