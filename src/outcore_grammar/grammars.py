@@ -13,11 +13,11 @@ from outcore.errors import RequestError
 from outcore.serve.chat_template import TokenizerTemplate
 from outcore.serve.events import GenerationRequest
 from outcore.serve.harmony import FINAL
-from outcore.serve.prompting import extent
+from outcore.serve.prompting import Grammar, extent
 from outcore.text import one_line
 
 from .call_grammar import FORMS, CallForm
-from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammar, Grammars, check_grammar, schema_rule
+from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammars, check_grammar, schema_rule
 
 
 class AnswerGrammars:
