@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from outcore.checks import COUNT
-from outcore.decode.prompt import checked_text
 from outcore.decode.request import Request
+from outcore.decode.request_text import checked_text
 from outcore.errors import RequestError
 from outcore.serve import completions, openai
 from outcore.serve.api import HttpRequest

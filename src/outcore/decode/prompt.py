@@ -17,26 +17,8 @@ from ..engine.session import Session
 from ..errors import PromptError, RequestError
 from ..modules.call_values import flat
 from ..plan.plan import ANSWER
-from ..text import half_character, one_line, shortened
-
-TEMPLATE_OWN = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-     "tokenizer_kwargs", "tools", "truncation"}
-)  # fmt: skip
-"""Arguments of ``apply_chat_template`` that no request may give: it would bring code of its own, or get no text."""
-
-
-def checked_text(text: str, where: str) -> str:
-    """The text, if it is one: JSON can escape half of a surrogate pair, which no tokenizer takes.
-
-    Raises:
-        RequestError: it is not.
-    """
-    if (at := half_character(text)) is not None:
-        wanted = "write the pair, or the character"
-        raise RequestError(f"{where}: character {at} is half of a surrogate pair; {wanted}", param=where)
-    return text
+from ..text import one_line, shortened
+from .request_text import TEMPLATE_OWN, checked_text
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from ..checks import COUNT, LEAST_TEMPERATURE
-from ..decode.prompt import TEMPLATE_OWN, checked_text
+from ..decode.request_text import TEMPLATE_OWN, checked_text
 from ..text import shortened
 from .body import read_json
 from .events import RequestError, Sampling
