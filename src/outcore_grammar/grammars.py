@@ -16,7 +16,7 @@ from outcore.serve.harmony import FINAL
 from outcore.serve.prompting import Grammar, extent
 from outcore.text import one_line
 
-from .call_grammar import FORMS, CallForm
+from .call_grammar import FORMS, call_rules
 from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammars, check_grammar, schema_rule
 
 
@@ -68,9 +68,10 @@ class AnswerGrammars:
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
         own = self._tokenizer
         arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
-        form = CallForm(name, self._mark(own.tool_call_start), self._mark(own.tool_call_end), arguments)
+        start, end = self._mark(own.tool_call_start), self._mark(own.tool_call_end)
+        several = ask.parallel_tools and ask.tool_choice == "required"
         try:
-            lark = form.lark(chosen, ask.parallel_tools and ask.tool_choice == "required")
+            lark = call_rules(name, start, end, arguments, chosen, several)
         except (AttributeError, KeyError, TypeError, RecursionError) as e:
             raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
         check_grammar("tools", len(lark))

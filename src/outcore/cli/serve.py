@@ -77,10 +77,9 @@ def run(args: argparse.Namespace) -> None:
         def draining(count: int) -> None:
             tell(f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them")
 
-        def over() -> bool:
-            return service.failure is not None
-
-        server = Server(application(site, access), site, drain_s, greet, draining, over, deadline)
+        server = Server(
+            application(site, access), site, drain_s, greet, draining, lambda: service.failure is not None, deadline
+        )
         record |= {"url": address, "models": models}
         server.run(sockets)
         record |= {"requests": site.answered, "seconds": round(time.monotonic() - began, 1)}

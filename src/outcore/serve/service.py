@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..checkpoint.positions import longest_context
+from ..checkpoint.positions import longest_context, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
 from ..engine.session import Session
@@ -199,7 +199,7 @@ class ModelService:
     def _room(self, model: Offered) -> int | None:
         """Tokens of a prompt and its answer together at most; None: any number."""
         given = self.options.most_context or longest_context(model.config)
-        return min((n for n in (given, model.positions) if n is not None), default=None)
+        return min((n for n in (given, position_limit(model.config)) if n is not None), default=None)
 
     async def _read(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
         # Whoever comes is counted here: there may be no end of those whose prompts are not even read.

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.positions import config_of, longest_context, position_limit
+from ..checkpoint.positions import config_of, longest_context
 from ..errors import OutcoreError, RequestError, UsageError
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from ..text import shortened
@@ -36,11 +36,6 @@ class Offered:
     @cached_property
     def config(self) -> dict[str, Any]:
         return config_of(self.folder)
-
-    @property
-    def positions(self) -> int | None:
-        """Tokens that it has positions for at all; None: for any number."""
-        return position_limit(self.config)
 
     @cached_property
     def card(self) -> ModelCard:
