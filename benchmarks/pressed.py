@@ -42,7 +42,7 @@ def generate(folder: str, tokens: int, prompt_tokens: int, **options: Any) -> Re
         free.append(process_memory_limit().available)
         print(json.dumps({"token": len(ids), "resident": resident[-1], "free": free[-1]}))
     watch = session.watch
-    decisions = watch.decisions if watch is not None else []
+    moves = watch.moves if watch is not None else []
     session.close()
     return {
         "tokens": ids,
@@ -61,7 +61,7 @@ def generate(folder: str, tokens: int, prompt_tokens: int, **options: Any) -> Re
         "peak_memory_bytes": mx.get_peak_memory(),
         "peak_rss_bytes": peak_rss(),
         "misses": session.metrics.misses,
-        "decisions": [{"pass": at} | asdict(d) for at, d in decisions],
+        "decisions": [{"pass": at, "shed": max(0, -n), "regrow": max(0, n)} for at, n in moves],
     }
 
 

@@ -354,7 +354,6 @@ def test_a_compact_copy_in_the_cache_is_read_on_a_gpu(
         monkeypatch.setattr(preparation, "on_cpu", lambda found=cpu: found)
         found = prepare(made / "model", memory="1GB", resident=0, **RUN, **more)
         assert bool(found.profile.lazy.decoders) == taken
-        assert any("a compact copy is read" in note for note in found.notes) == taken
     assert found.plan.bytes_per_token < 0.8 * before.plan.bytes_per_token
 
 

@@ -21,7 +21,7 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize, PieceSize, smallest_slot, unit_sizes
 from outcore.plan.planner import make_plan
 from outcore.sizes import ARRAY_BYTES, BLOCK, PAGE, most_unit, slot_bytes
-from outcore_tools.device_facts import device_facts
+from outcore_tools.doctor import WORKING_SET, device_limits
 
 GB = 10**9
 MOST = most_unit(ARRAY_BYTES)
@@ -48,16 +48,15 @@ def test_the_largest_unit_has_a_slot_within_the_limit_and_hardly_smaller() -> No
 def test_a_mac_tells_its_largest_buffer() -> None:
     mac = FakeDarwin(info={"max_buffer_length": 10 * GB})
     with mac.here():
-        facts = device_facts()
-        assert (facts.buffer, facts.slot, facts.memory, facts.name) == (10 * GB, ARRAY_BYTES, mac.total, "Apple M4")
-        assert (facts.working_set, facts.wired_limit) == (mac.total * 2 // 3, None)
+        set_bytes = mac.total * 2 // 3
+        assert device_limits() == {"largest slot": ARRAY_BYTES, "largest buffer": 10 * GB, WORKING_SET: set_bytes}
         mac.info["max_buffer_length"] = GB
         mac.names["iogpu.wired_limit_mb"] = bytes(4)
-        assert device_facts().wired_limit is None, "0 stands for macOS's own"
+        assert "wired limit" not in device_limits(), "0 stands for macOS's own"
         mac.names["iogpu.wired_limit_mb"] = (4096).to_bytes(4, sys.byteorder)
-        assert most_slot_bytes() == GB and device_facts().wired_limit == 4 << 30
+        assert most_slot_bytes() == GB and device_limits()["wired limit"] == 4 << 30
     if not mx.metal.is_available():
-        assert device_facts().buffer is None and most_slot_bytes() == ARRAY_BYTES
+        assert device_limits() == {"largest slot": ARRAY_BYTES}
 
 
 # Plans, by numbers

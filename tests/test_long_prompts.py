@@ -60,8 +60,8 @@ def serving(
 def passes(service: ModelService) -> Iterator[list[int]]:
     """Tokens of a sequence in each pass that is begun over the model meanwhile."""
     seen: list[int] = []
-    assert service.engine.slot.loaded is not None
-    kinds = type(service.engine.slot.loaded.model).__mro__
+    assert service.engine.loaded is not None
+    kinds = type(service.engine.loaded.model).__mro__
     kind: type[nn.Module] = next(k for k in kinds if "__call__" in vars(k) and not k.__module__.startswith("outcore"))
     call = kind.__call__
 

@@ -220,7 +220,7 @@ def test_a_real_model_answers_a_warning_once_and_says_the_same(quick_model: Path
             got.append(r.token)
             mac.told = 2 if n >= 4 else None
         assert got == expected
-        assert [d.shed for _, d in session.watch.decisions] == [3] and len(session.plan.resident) == 9
+        assert [n for _, n in session.watch.moves] == [-3] and len(session.plan.resident) == 9
         assert session.watch.room() == 0
         mac.told = None
         for _ in range(12):

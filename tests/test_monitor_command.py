@@ -19,7 +19,6 @@ from rich.console import Console
 from interrupts import heard
 from outcore.cli.main import main
 from outcore.monitoring import files
-from outcore.monitoring.publisher import staying
 from outcore_tools import monitor, snapshots
 from outcore_tools.monitor import STATES, look, view
 from watching import made_up, own_folder, until
@@ -98,18 +97,6 @@ def test_once_shows_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["monitor", "--once", "--json"]) == 0
     (process,) = json.loads(capsys.readouterr().out)["processes"]
     assert process["command"] == "chat" and process["models"][0]["name"] == "tiny [b]model[/b]"
-
-
-def test_a_process_that_has_no_model_yet_is_seen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(monitor, "EVERY_S", 0.01)
-    with own_folder() as folder:
-        with staying("serve"):
-            assert main(["monitor", "--once"]) == 0
-            assert f"serve · process {os.getpid()}: no model is loaded\n" in capsys.readouterr().out
-            assert "no model is loaded" in drawn(look())
-        assert not list(folder.iterdir())
 
 
 def test_what_cannot_be_shown_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,21 +268,23 @@ def test_a_forked_child_leaves_the_parents_file_alone(folder: Path, running: tup
 
 
 ALONE = """if True:
-    import time
-    from outcore.monitoring.publisher import staying
+    import sys, time
+    import outcore, outcore.monitoring
 
-    shown = staying("chat")
-    shown.__enter__()
+    model = outcore.load_model(sys.argv[1], memory="1GB", context=64, draft="none")[0]
+    assert outcore.monitoring.publish(model, "chat")
     print("ready", flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_process_that_ends_without_closing_leaves_nothing_to_be_seen(how: int, folder: Path) -> None:
+def test_a_process_that_ends_without_closing_leaves_nothing_to_be_seen(how: int, folder: Path, served: Path) -> None:
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
     with heard():
-        process = subprocess.Popen([sys.executable, "-c", ALONE], env=environment, stdout=-1, stderr=-1, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", ALONE, str(served)], env=environment, stdout=-1, stderr=-1, text=True
+        )
     assert process.stdout is not None and process.stdout.readline() == "ready\n", process.communicate()[1]
     assert [p["pid"] for p in read_all()] == [process.pid]
     process.send_signal(how)

@@ -75,6 +75,7 @@ def test_logprobs_are_a_number() -> None:
         ({"prompt": ["a"] * 65, "n": 2}, "n"),
         ({"echo": True}, "echo"),
         ({"suffix": "end"}, "suffix"),
+        ({"grammar": "root ::= x"}, "grammar"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),

@@ -10,13 +10,10 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
-from fake_service import FakeService
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.errors import RequestError
-from outcore.serve.api import HttpRequest
 from outcore.serve.chat_template import TokenizerTemplate
 from outcore.serve.events import Called, GenerationRequest, Sampling, TextPart
-from outcore.serve.openai import chat
 from outcore.serve.prompting import Prompter
 
 TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
@@ -100,25 +97,6 @@ def test_tools_and_their_calls_go_through_the_template(
     none = text(made("HERMES"), GenerationRequest(messages=CALLED, tools=(TOOL,), tool_choice="none"))
     assert "tools" not in none and '"name": "f"' in none
     assert CALL["function"] == {"name": "f", "arguments": {"a": "é"}}
-
-
-SEEN = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "look", "arguments": {}}}]}
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "kind", "why"),
-    [
-        ("SILENT", ({"role": "system", "content": "Be short"}, USER), "system messages", "it leaves them out"),
-        ("SILENT", (USER, {**CALLED[2], "content": "seventeen"}), "tool messages", "it leaves them out"),
-        ("PLAIN", (USER, SEEN), "tool calls", "it leaves them out"),
-    ],
-)
-def test_what_a_template_does_not_take_is_named(
-    template: str, messages: Any, kind: str, why: str, made: Callable[[str], TokenizerWrapper]
-) -> None:
-    words = f"messages: this model's chat template takes no {kind}: {why}"
-    assert refused(made(template), GenerationRequest(messages=messages)) == (words, "unsupported_message", "messages")
-    assert text(made(template), GenerationRequest(messages=(USER,)))
 
 
 def test_a_template_that_fails_says_why(
@@ -274,19 +252,6 @@ def test_gpt_oss_is_told_of_tools(made: Callable[[str], TokenizerWrapper]) -> No
     )
     (called,) = [*(p := prompt.parser(0)).feed(" to=functions.f<|channel|>x<|message|>{}"), *p.finish()]
     assert isinstance(called, Called) and called.name == "f"
-
-
-def test_a_grammar_goes_alone(demo: TokenizerWrapper) -> None:
-    prompter = Prompter(demo)
-    for ask in (
-        GenerationRequest(prompt="x", schema='root ::= "a"'),
-        GenerationRequest(messages=(USER,), schema='start: "a"'),
-    ):
-        assert prompter.prepare(ask).grammar is not None
-    body = {"messages": [USER], "grammar": 'root ::= "a"', "response_format": {"type": "json_object"}}
-    with pytest.raises(RequestError, match="grammar: not together with a schema"):
-        chat(HttpRequest(FakeService(), body))
-    assert refused(demo, GenerationRequest(prompt="x", schema="root ::= this is (not valid"))[2] == "grammar"
 
 
 def test_prompts_are_made_on_any_thread(made: Callable[[str], TokenizerWrapper]) -> None:

@@ -164,9 +164,11 @@ def given(*words: str) -> argparse.Namespace:
 def test_models_are_named_in_any_way_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve.names_of(given("x", "y")) == ["x", "y"]
     assert serve.names_of(given("--model", "x", "--model", "y", "--model", "x")) == ["x", "y"]
+    served: list[list[str]] = []
+    monkeypatch.setattr(serve, "run", lambda args: served.append(serve.names_of(args)))
     monkeypatch.setenv("OUTCORE_MODEL", "settled")
-    assert serve.names_of(given()) == ["settled"]
-    assert serve.names_of(given("x")) == ["x"]
+    assert main(["serve"]) == main(["serve", "x"]) == 0
+    assert served == [["settled"], ["x"]]
 
 
 def test_flags_become_defaults_and_who_may_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

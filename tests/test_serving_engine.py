@@ -46,7 +46,7 @@ def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_pat
     gc.disable()
     try:
         with serving(served, other) as service:
-            original = service.engine.slot.open
+            original = service.engine.open
 
             def load(name: str) -> Any:
                 there.append(any(model() is not None for model in left))
@@ -54,12 +54,12 @@ def test_a_model_has_left_memory_before_the_next_is_loaded(served: Path, tmp_pat
                 left.append(weakref.ref(model))
                 return model
 
-            service.engine.slot.open = load
+            service.engine.open = load
             for name in ("other", str(served), "other"):
                 asyncio.run(heard(service, GenerationRequest(model=name, prompt="a", max_tokens=2)))
             asyncio.run(service.load(str(served), None))
             asyncio.run(service.load("", 0))
-            assert service.engine.slot.loaded is None
+            assert service.engine.loaded is None
         assert there == [False] * 4 and not any(model() is not None for model in left)
     finally:
         gc.enable()
@@ -103,7 +103,7 @@ def test_what_fails_anywhere_ends_jobs_not_the_thread(served: Path) -> None:
 def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -> None:
     with serving(served) as service:
         asyncio.run(heard(service, ASK))
-        original = service.engine.slot.drop
+        original = service.engine.drop
 
         async def again() -> str:
             asked = threading.Event()
@@ -112,7 +112,7 @@ def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -
                 asked.wait(20)
                 original()
 
-            service.engine.slot.drop = drop
+            service.engine.drop = drop
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(Continuous, "step", lambda _: 1 / 0)
                 with pytest.raises(RequestError):
@@ -137,7 +137,7 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
     with serving(served) as service, pytest.MonkeyPatch.context() as patched:
         expected = text_of(asyncio.run(heard(service, OTHER)))
         patched.setattr(AnswerChoice, "add", add)
-        model = service.engine.slot.loaded
+        model = service.engine.loaded
 
         async def both() -> Any:
             asks = (GenerationRequest(prompt="def add(a, b):", max_tokens=7), OTHER)
@@ -145,7 +145,7 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
 
         failed, written = asyncio.run(both())
         assert isinstance(failed, RequestError) and failed.status == 500
-        assert text_of(written) == expected and service.engine.slot.loaded is model and idle(service)
+        assert text_of(written) == expected and service.engine.loaded is model and idle(service)
         assert model is not None and model.sequences.running == 0
 
 
@@ -221,10 +221,10 @@ def test_the_time_until_a_model_goes_begins_with_the_last_answer(served: Path) -
             await anext(answer)
             await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=0.05))
             await asyncio.sleep(0.1)
-            assert service.engine.slot.loaded is not None
-            until = service.engine.slot.loaded.left_s
+            assert service.engine.loaded is not None
+            until = service.engine.loaded.left_s
             await heard(service, GenerationRequest(prompt="a", max_tokens=1, keep_alive=60))
-            assert service.engine.slot.loaded.left_s is None
+            assert service.engine.loaded.left_s is None
             await answer.aclose()
             return until
 

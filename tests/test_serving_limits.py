@@ -172,7 +172,7 @@ def test_beyond_the_limit_whoever_has_waited_longest_makes_room() -> None:
             for _ in range(3):
                 assert b'"status":"ok"' in await exchange(server.port, b"GET /health HTTP/1.0\r\n\r\n")
             assert await idle[0][0].read() == b""
-            assert server.site.gate.dropped >= 1
+            assert server.site.dropped >= 1
             for _, writer in idle:
                 writer.close()
             # Four answers under way: none of them makes room.
@@ -271,9 +271,9 @@ def test_a_client_that_never_reads_loses_its_connection(stream: bool) -> None:
             await until(lambda: any(c.full for c in server.server.server_state.connections))
             await server.look()
             await server.look(29)
-            assert server.site.gate.late == 0
+            assert server.site.late == 0
             await server.look(2)
-            assert server.site.gate.late == 1
+            assert server.site.late == 1
             await until(lambda: server.service.under_way == 0 and not server.server.server_state.connections)
             assert not server.raised
             client.close()

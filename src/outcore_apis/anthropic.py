@@ -106,7 +106,6 @@ class MessageBody(PromptBody, requests.SamplerFields):
 
 
 def message(request: HttpRequest) -> ParsedRequest:
-    """``/v1/messages``."""
     body = requests.read(MessageBody, request.body)
     sampling = requests.sampling_of(body, request.defaults.sampling)
     ask = _asked(body, request.defaults)
@@ -116,7 +115,6 @@ def message(request: HttpRequest) -> ParsedRequest:
 
 
 def count(request: HttpRequest) -> Awaitable[dict[str, Any]]:
-    """``/v1/messages/count_tokens``."""
     ask = _asked(requests.read(PromptBody, request.body), request.defaults)
 
     async def counted() -> dict[str, Any]:
@@ -340,13 +338,11 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def models(request: HttpRequest) -> dict[str, Any]:
-    """``/v1/models``."""
     found = [_model(card) for card in request.service.models()]
     return {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
 
 
 def model(request: HttpRequest) -> dict[str, Any]:
-    """``/v1/models/NAME``."""
     return _model(request.service.card(request.params["model"]))
 
 

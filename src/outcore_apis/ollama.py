@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from outcore.checks import COUNT
-from outcore.decode.request_values import LARGE
 from outcore.errors import RequestError
 from outcore.serve import requests
 from outcore.serve.api import (
@@ -130,7 +129,7 @@ class OllamaBody(Named):
     options: Options = Options()
     format: dict[str, Any] | Literal["", "json"] = ""
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    keep_alive: Annotated[float, BeforeValidator(_seconds), Field(ge=-LARGE, le=LARGE)] | None = None
+    keep_alive: Annotated[float, BeforeValidator(_seconds), Field(ge=-requests.LARGE, le=requests.LARGE)] | None = None
     logprobs: bool = False
     top_logprobs: requests.TopLogprobs = 0
 
@@ -305,7 +304,6 @@ class OllamaWriter(ResponseWriter):
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """An error as the API tells it."""
     return {"error": str(error)}
 
 

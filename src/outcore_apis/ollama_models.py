@@ -42,7 +42,6 @@ def plain_name(name: str) -> str:
 
 
 def tags(request: HttpRequest) -> dict[str, Any]:
-    """All models that can be asked for."""
     models = [
         _listed(card) | {"modified_at": _at(card.created), "size": card.nbytes, "capabilities": _capabilities(card)}
         for card in request.service.models()
@@ -61,7 +60,6 @@ def running(request: HttpRequest) -> dict[str, Any]:
 
 
 def show(request: HttpRequest) -> dict[str, Any]:
-    """One model."""
     card = request.service.card(plain_name(read(Named, request.body).called))
     info: dict[str, Any] = {"general.architecture": card.family, "general.basename": card.name.rpartition("/")[2],
                             "general.parameter_count": card.parameters}  # fmt: skip

@@ -63,7 +63,6 @@ class ResponseBody(OpenAIBody):
 
 
 def respond(request: HttpRequest) -> ParsedRequest:
-    """``/v1/responses``."""
     body, tools = read(ResponseBody, request.body), Tools()
     tools.add(body.tools)
     messages = messages_of(body.instructions, body.input)
@@ -87,7 +86,6 @@ def respond(request: HttpRequest) -> ParsedRequest:
 
 
 def _echoed(body: Mapping[str, Any], ask: GenerationRequest) -> dict[str, Any]:
-    """What the response tells of its request."""
     names = ("instructions", "max_tool_calls", "prompt_cache_key", "safety_identifier")
     return {name: body.get(name) for name in names} | {
         "background": False,

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from outcore.checks import COUNT
 from outcore.decode.request import Request
-from outcore.decode.request_values import whole_text
+from outcore.decode.request_text import checked_text
 from outcore.errors import RequestError
 from outcore.serve import completions, openai
 from outcore.serve.api import HttpRequest
@@ -38,8 +38,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         "prompt": more,
         "tools": ask.tools,
         "logprobs": ask.logprobs is not None,
-        "response_format": isinstance(ask.schema, dict),
-        "grammar": isinstance(ask.schema, str),
+        "response_format": ask.schema is not None,
     }
     for name in (name for name, value in asked.items() if value):
         raise wrong(name, "not supported; leave it out", UNSUPPORTED)
@@ -48,5 +47,5 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
     if ask.max_tokens == COUNT:
         raise wrong("max_tokens", "a batch's answers need a limit")
     if isinstance(ask.prompt, str):
-        whole_text(ask.prompt, "prompt")
+        checked_text(ask.prompt, "prompt")
     return request_of(uid, prompter.prepare(ask), replace(ask, max_tokens=ask.max_tokens or max_tokens))

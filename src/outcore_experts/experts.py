@@ -139,7 +139,6 @@ class Experts:
             self._windows.begin()
 
     def done(self, lease: Lease) -> None:
-        """A unit of the ring is computed, and its slot still holds it."""
         if self._windows is not None and not self.pooled:
             self._windows.done(lease)
 
@@ -257,7 +256,6 @@ class Experts:
         switch.stay()
 
     def close(self) -> None:
-        """Give the switches their own classes back, and the memory."""
         if self._windows is not None:
             self._windows.close()
         for switch in self._switches:
@@ -271,8 +269,6 @@ class Experts:
 
 
 def experts_for(streaming: StreamedPasses, profile: ModelProfile, plan: Plan) -> Experts | None:
-    """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there are
-    slots for it."""
     units, slots = [], [n for _, n in plan.pools]
     for i, _ in plan.pools:
         layer, known, size = profile.layers[i], profile.parts[i], profile.size.layers[i].experts

@@ -21,7 +21,6 @@ __all__ = ["Pools", "experts", "experts_for", "switches_in"]
 def experts(
     layer: Layer, pieces: Sequence[Projection], casts: Sequence[mx.Dtype | None], place: Place, used: int, to: Cast
 ) -> tuple[Switch | None, ExpertSize | None]:
-    """A layer's experts, of which a token uses so many, and what one of them weighs; None where there are none."""
     switch = find_switch(layer, pieces)
     if switch is None or not used:
         return switch, None

@@ -30,12 +30,10 @@ class Pools:
 
     @property
     def spare(self) -> list[int]:
-        """Bytes of each slot that can be given up: one of each layer stays."""
         return [self._slot] * (_slots(self.session.plan.pools) - len(self.session.plan.pools))
 
     @property
     def returning(self) -> list[int]:
-        """Bytes of each slot that was given up."""
         return [self._slot] * (_slots(self._whole) - _slots(self.session.plan.pools))
 
     def move(self, slots: int) -> int:
@@ -54,15 +52,6 @@ class Pools:
         return abs(_slots(now) - _slots(changed))
 
     def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
-        """Caches that leave room for a model of that size; or layers streamed whole, where none do.
-
-        Args:
-            step: chunks of a prompt; None: as many tokens as there is room for.
-            allowed: bytes of the budget that may be used now.
-
-        Raises:
-            BudgetError: there is no room for it.
-        """
         plan, fitting = self.session.plan, None
         steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
         # Less may be free than was to be used: then what there is must do, as it does while a model is loaded.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .lark_grammar import json_of
@@ -17,60 +16,51 @@ NEW_LINE = '"\\n"'
 ELEMENT_END = "\n</parameter>\n"
 
 
-@dataclass(frozen=True)
-class CallForm:
-    """How a model writes calls.
+def call_rules(
+    name: str, start: str, end: str, arguments: str, tools: Sequence[Mapping[str, Any]], several: bool
+) -> str:
+    """One call of one of the tools as the rule ``answer``; with ``several``, or more.
 
-    Attributes:
-        name: one of ``FORMS``.
+    Args:
+        name: of the form in which the model writes calls, one of ``FORMS``.
         start, end: the marks around them. Those that are a token of their own are given as ``<[id]>``.
         arguments: what stands between name and arguments (mistral); empty: its older form, a list of JSON.
+        tools: in OpenAI's form, with ``parameters``.
     """
+    functions = [tool["function"] for tool in tools]
+    if name == "qwen3_coder":
+        return _elements(start, end, functions, several)
+    around, between, calls = "{}", "", [_object(f["name"], f"a{n}") for n, f in enumerate(functions)]
+    if name == "json_tools":
+        each, between = f"{start} {NEW_LINE} call {NEW_LINE} {end}", NEW_LINE
+    elif arguments:
+        each = f"{start} call"
+        calls = [f"{_text(f['name'])} {arguments} a{n}" for n, f in enumerate(functions)]
+    else:
+        each, between, around = "call", '", "', f'{start} " "? "[" {{}} "]"'
+    rules = [f"answer: {around.format(_repeated('each', between, several))}", f"each: {each}"]
+    rules.append(f"call: {' | '.join(calls)}")
+    return "\n".join(rules + [f"a{n}: {json_of(f['parameters'], lenient=True)}" for n, f in enumerate(functions)])
 
-    name: str
-    start: str
-    end: str
-    arguments: str = ""
 
-    def lark(self, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-        """One call of one of the tools as the rule ``answer``; with ``several``, or more.
-
-        Args:
-            tools: in OpenAI's form, with ``parameters``.
-        """
-        functions = [tool["function"] for tool in tools]
-        if self.name == "qwen3_coder":
-            return self._elements(functions, several)
-        around, between, calls = "{}", "", [_object(f["name"], f"a{n}") for n, f in enumerate(functions)]
-        if self.name == "json_tools":
-            each, between = f"{self.start} {NEW_LINE} call {NEW_LINE} {self.end}", NEW_LINE
-        elif self.arguments:
-            each = f"{self.start} call"
-            calls = [f"{_text(f['name'])} {self.arguments} a{n}" for n, f in enumerate(functions)]
-        else:
-            each, between, around = "call", '", "', f'{self.start} " "? "[" {{}} "]"'
-        rules = [f"answer: {around.format(_repeated('each', between, several))}", f"each: {each}"]
-        rules.append(f"call: {' | '.join(calls)}")
-        return "\n".join(rules + [f"a{n}: {json_of(f['parameters'], lenient=True)}" for n, f in enumerate(functions)])
-
-    def _elements(self, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
-        """``<function=NAME>`` with a ``<parameter=NAME>`` for each argument."""
-        rules = [
-            f"answer: {_repeated('call', NEW_LINE, several)}",
-            f"call: {self.start} {NEW_LINE} function {NEW_LINE} {self.end}",
-            f"function: {' | '.join(f'f{n}' for n in range(len(functions)))}",
-            'text[suffix="</parameter>"]: /(.|\\n)*/',
-        ]
-        for n, function in enumerate(functions):
-            schema = function["parameters"]
-            needed = schema.get("required") or ()
-            parts = [_text(f"<function={function['name']}>\n")]
-            for m, (name, value) in enumerate((schema.get("properties") or {}).items()):
-                parts.append(f"p{n}x{m}{'' if name in needed else '?'}")
-                begin = _text(f"<parameter={name}>\n")
-                rules.append(f"p{n}x{m}: {begin} {_value(value, schema)}")
-            rules.append(f"f{n}: {' '.join(parts)} {_text('</function>')}")
-        return "\n".join(rules)
+def _elements(start: str, end: str, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
+    """``<function=NAME>`` with a ``<parameter=NAME>`` for each argument."""
+    rules = [
+        f"answer: {_repeated('call', NEW_LINE, several)}",
+        f"call: {start} {NEW_LINE} function {NEW_LINE} {end}",
+        f"function: {' | '.join(f'f{n}' for n in range(len(functions)))}",
+        'text[suffix="</parameter>"]: /(.|\\n)*/',
+    ]
+    for n, function in enumerate(functions):
+        schema = function["parameters"]
+        needed = schema.get("required") or ()
+        parts = [_text(f"<function={function['name']}>\n")]
+        for m, (argument, value) in enumerate((schema.get("properties") or {}).items()):
+            parts.append(f"p{n}x{m}{'' if argument in needed else '?'}")
+            begin = _text(f"<parameter={argument}>\n")
+            rules.append(f"p{n}x{m}: {begin} {_value(value, schema)}")
+        rules.append(f"f{n}: {' '.join(parts)} {_text('</function>')}")
+    return "\n".join(rules)
 
 
 def _repeated(rule: str, between: str, several: bool) -> str:

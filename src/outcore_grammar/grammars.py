@@ -13,11 +13,11 @@ from outcore.errors import RequestError
 from outcore.serve.chat_template import TokenizerTemplate
 from outcore.serve.events import GenerationRequest
 from outcore.serve.harmony import FINAL
-from outcore.serve.prompting import extent
+from outcore.serve.prompting import Grammar, extent
 from outcore.text import one_line
 
-from .call_grammar import FORMS, CallForm
-from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammar, Grammars, check_grammar, schema_rule
+from .call_grammar import FORMS, call_rules
+from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammars, check_grammar, schema_rule
 
 
 class AnswerGrammars:
@@ -27,14 +27,12 @@ class AnswerGrammars:
         self._tokenizer, self._template, self._grammars = tokenizer, template, Grammars(tokenizer)
 
     def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
-        """As ``Grammars`` has it."""
         forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
-        if isinstance(ask.schema, str):
-            if forced:
-                raise RequestError("grammar: not together with a schema or a required tool", param="grammar")
-            return self._grammars.of_text(ask.schema)
         if ask.messages is None:
             return self._grammars.of_rules("schema", schema_rule(ask.schema or {}))
+        if ask.continued and (ask.messages[-1].get("content") or forced):
+            why = "an answer that goes on with a message can be neither JSON of a schema nor a required call"
+            raise RequestError(why, "unsupported_parameter")
         own = self._tokenizer
         if own.structural_markers or own.response_initial_state not in (None, "normal"):
             why = "this model's answers have parts that no grammar is known for"
@@ -44,8 +42,7 @@ class AnswerGrammars:
             return self._grammars.of_rules("tools", self._calls(ask, tools), before)
         if tools and not self._template.harmony:
             before = replace(before, instead=Free(tuple(own.tool_call_start_tokens)))
-        begun = _begun(ask, text) if not thinking else ""
-        return self._grammars.of_rules("schema", schema_rule(ask.schema or {}), before, begun)
+        return self._grammars.of_rules("schema", schema_rule(ask.schema or {}), before)
 
     def _before(self, ask: GenerationRequest, text: str, thinking: bool) -> Before:
         """Thoughts that may come before an answer, or that it begins within."""
@@ -67,16 +64,14 @@ class AnswerGrammars:
         if name not in FORMS:
             why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
             raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
-        if ask.continued:
-            why = "an answer that goes on with a message cannot be a call"
-            raise RequestError(f"tool_choice: {why}", param="tool_choice")
         chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
         own = self._tokenizer
         arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
-        form = CallForm(name, self._mark(own.tool_call_start), self._mark(own.tool_call_end), arguments)
+        start, end = self._mark(own.tool_call_start), self._mark(own.tool_call_end)
+        several = ask.parallel_tools and ask.tool_choice == "required"
         try:
-            lark = form.lark(chosen, ask.parallel_tools and ask.tool_choice == "required")
+            lark = call_rules(name, start, end, arguments, chosen, several)
         except (AttributeError, KeyError, TypeError, RecursionError) as e:
             raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
         check_grammar("tools", len(lark))
@@ -86,11 +81,3 @@ class AnswerGrammars:
         """A mark as grammars name it: by its token, if it is one."""
         tokens = self._tokenizer.encode(mark, add_special_tokens=False)
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
-
-
-def _begun(ask: GenerationRequest, text: str) -> str:
-    """Of the answer, what the prompt ends with."""
-    if not (ask.continued and ask.messages):
-        return ""
-    said = str(ask.messages[-1].get("content") or "")
-    return said if text.endswith(said) else said.strip()

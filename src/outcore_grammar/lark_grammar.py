@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -78,28 +78,6 @@ class Before:
     instead: Free | None = None
 
 
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer has to be.
-
-    Attributes:
-        matcher: at the grammar's beginning; not to be moved.
-        vocabulary: tokens that it knows. ``ends``: those that end an answer.
-    """
-
-    matcher: LLMatcher
-    vocabulary: int
-    ends: frozenset[int]
-
-    def processor(self, prompt: int) -> GrammarProcessor:
-        """A logits processor for one choice; it may move to another thread between two calls.
-
-        Args:
-            prompt: tokens before the answer in those that it will be called with.
-        """
-        return GrammarProcessor(self, prompt)
-
-
 class Grammars:
     """Grammars over one tokenizer's tokens."""
 
@@ -127,15 +105,14 @@ class Grammars:
             why = f"this model's tokenizer cannot be kept to a form: {one_line(e)}"
             raise RequestError(why, "unsupported_parameter") from e
 
-    def of_rules(self, field: str, answer: str, before: Before = Before(), begun: str = "") -> Grammar:
-        """A grammar of rules, ``answer`` and those that it needs.
+    def of_rules(self, field: str, answer: str, before: Before = Before()) -> Callable[[int], GrammarProcessor]:
+        """A grammar of rules, ``answer`` and those that it needs: it makes a processor for each choice.
 
         Args:
             field: of the request, which errors name.
-            begun: of the answer, in the prompt already.
 
         Raises:
-            RequestError: llguidance cannot follow it, or the answer does not begin like that.
+            RequestError: llguidance cannot follow it.
         """
         ends = self.tokenizer.eos_tokens
         start = "(answer | instead)" if before.instead else "answer"
@@ -144,25 +121,7 @@ class Grammars:
         if before.inside:
             start = f"inside {start}" + (" | inside_cut" if before.inside.ends else "")
         free = [each.rules(name, ends) for name, each in vars(before).items() if each is not None]
-        return self._grammar(field, "\n".join([f"start: {start}", *free, answer]), begun)
-
-    def of_text(self, text: str) -> Grammar:
-        """A grammar in llama.cpp's form (GBNF), or in Lark's.
-
-        Raises:
-            RequestError: it is neither, or llguidance cannot follow it.
-        """
-        check_grammar("grammar", len(text))
-        assert self.tokenizer
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            lark = any_to_lark(text)
-        except Exception as e:  # of several kinds, its own among them
-            raise _not_followed("grammar", e) from e
-        return self._grammar("grammar", lark, "")
-
-    def _grammar(self, field: str, lark: str, begun: str) -> Grammar:
+        lark = "\n".join([f"start: {start}", *free, answer])
         own = self.tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
@@ -173,10 +132,7 @@ class Grammars:
             raise _not_followed(field, e) from e
         if matcher.is_error():
             raise _not_followed(field, matcher.get_error())
-        tokens = own.tokenize_str(begun) if begun else []
-        if matcher.try_consume_tokens(tokens) < len(tokens):
-            raise RequestError("messages: the last one does not begin JSON of the schema", param="messages")
-        return Grammar(matcher, own.vocab_size, frozenset(own.eos_tokens))
+        return functools.partial(GrammarProcessor, matcher, own.vocab_size, frozenset(own.eos_tokens))
 
 
 def schema_rule(schema: Mapping[str, Any]) -> str:
@@ -216,12 +172,17 @@ class GrammarProcessor:
     """A logits processor (mlx-lm's) that leaves a token only where the grammar allows it. To be the last of them.
 
     It takes each token once, but where it is called with other tokens than before, such as without drafted ones that
-    did not stay.
+    did not stay. It may move to another thread between two calls.
+
+    Args:
+        matcher: at the grammar's beginning; not to be moved.
+        vocabulary: tokens that it knows. ``ends``: those that end an answer.
+        prompt: tokens before the answer in those that it will be called with.
     """
 
-    def __init__(self, grammar: Grammar, prompt: int) -> None:
-        self._grammar, self._prompt = grammar, prompt
-        self._matcher = grammar.matcher.deep_copy()
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int], prompt: int) -> None:
+        self._first, self.vocabulary, self._ends, self._prompt = matcher, vocabulary, ends, prompt
+        self._matcher = matcher.deep_copy()
         self._tokens: list[int] = []
         self._matched = 0  # of those; before the end, or a token that the grammar does not allow
 
@@ -237,22 +198,22 @@ class GrammarProcessor:
         answer = tokens[self._prompt :]
         self._follow(cast(list[int], answer.tolist()) if answer.size else [])
         width = logits.shape[-1]
-        allowed = np.zeros(max(width, self._grammar.vocabulary), dtype=np.bool_)
+        allowed = np.zeros(max(width, self.vocabulary), dtype=np.bool_)
         if self._matched < len(self._tokens):
-            allowed[list(self._grammar.ends)] = True
+            allowed[list(self._ends)] = True
         else:
             mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             self._check()
-            allowed[: self._grammar.vocabulary] = np.unpackbits(mask, bitorder="little")[: self._grammar.vocabulary]
+            allowed[: self.vocabulary] = np.unpackbits(mask, bitorder="little")[: self.vocabulary]
         return mx.where(mx.array(allowed[:width]), logits, mx.array(-mx.inf, logits.dtype))
 
     def _follow(self, tokens: list[int]) -> None:
         if self._tokens != tokens[: len(self._tokens)]:
             # llguidance's own rollback goes wrong where a grammar names tokens by their numbers; a token takes it 1 µs.
-            self._matcher, self._matched, self._tokens = self._grammar.matcher.deep_copy(), 0, []
-        new, own = tokens[len(self._tokens) :], self._grammar
+            self._matcher, self._matched, self._tokens = self._first.deep_copy(), 0, []
+        new = tokens[len(self._tokens) :]
         if self._matched == len(self._tokens):
-            known = itertools.takewhile(lambda token: token < own.vocabulary and token not in own.ends, new)
+            known = itertools.takewhile(lambda token: token < self.vocabulary and token not in self._ends, new)
             self._matched += self._matcher.try_consume_tokens(list(known))
             self._check()
         self._tokens = tokens

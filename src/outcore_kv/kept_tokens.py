@@ -110,7 +110,6 @@ class KeptTokens:
         self.scratch, self.tokens, self.held = scratch, tokens, held
 
     def mark(self, cache: Any) -> Callable[[], None]:
-        """As in ``Keeper``."""
         held, offset, away = self.held, cache.offset, isinstance(cache, Away)
         own = {} if away else {name: tree_map(handle, vars(cache)[name]) for name in ("keys", "values")}
 
@@ -230,7 +229,6 @@ class KeptTokens:
         cache.keys, cache.values = pair
 
     def bring_back(self, cache: Any) -> None:
-        """As in ``Keeper``."""
         self.come(cache, mx.array(self.all_of(cache.offset)))
         cache.__dict__.pop(KEEPER, None)
 

@@ -134,7 +134,6 @@ class KvDisk:
             self._ring = self._make_ring(slot_bytes)
 
     def expect(self, modules: Sequence[int]) -> None:
-        """Between sweeps: these layers will be called, in this order."""
         order = [self._index[m] for m in modules if m in self._index]
         if order:
             self._order = order
@@ -160,7 +159,6 @@ class KvDisk:
     # A sweep
 
     def begin_sweep(self) -> None:
-        """Nothing is under way."""
         for turn in self._open.values():
             if turn.lease is not None:
                 self._ring.release(turn.lease)
@@ -326,7 +324,6 @@ def _alone(cache: Any) -> bool:
 
 
 def check_room(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> None:
-    """Raise a StoreError where the disk has no room for a plan's keys and values."""
     _scratch(size, plan, kv_dir, io).close()
 
 
@@ -345,11 +342,6 @@ def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) ->
 
 
 def offloader(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
-    """What keeps keys and values of streamed layers on disk, if that is the plan.
-
-    Raises:
-        StoreError: the disk has no room for them.
-    """
     kv = streaming.beside
     if kv is not None and plan.kv_slot:
         kv.resize(plan.kv_slot)

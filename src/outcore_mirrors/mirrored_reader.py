@@ -1,8 +1,8 @@
 """A reader that takes the parts of each unit from several folders with the same bytes, so that their rates add up.
 
 Each part is asked of the folder that will have read it first, by the rates that were seen and by what each was asked
-for already. So a slow disk reads little, and one that is too slow to be of use reads nothing, but for a try now and
-then. What one cannot read another is asked for.
+for already. So a slow disk reads little, and one that is too slow to be of use reads nothing. What one cannot read
+another is asked for.
 """
 
 from __future__ import annotations
@@ -28,17 +28,11 @@ from outcore.sizes import BLOCK
 LEAST_CHUNK, PARTS = 256 << 10, 16
 """Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""
 
-EACH = 128 << 10
-"""Bytes that could have been read in the time that a read takes whatever its size."""
-
 LEARN = 4
 """Parts that somebody is asked for whose rate is not known."""
 
 MEMORY_S = 0.5
 """Seconds of reading after which what was before counts half."""
-
-TRY_S, TRIES = 0.25, 30
-"""One that is too slow is tried again after so many seconds, and so many times what its last part took."""
 
 
 @dataclass(eq=False)
@@ -142,8 +136,7 @@ class Replicas:
 
 
 class FolderPace:
-    """How fast a folder is read from, of late, and how much it was asked for. Bytes are counted with ``EACH`` for every
-    part.
+    """How fast a folder is read from, of late, and how much it was asked for.
 
     Attributes:
         rate: bytes a second while something was under way; 0: not known.
@@ -151,42 +144,36 @@ class FolderPace:
     """
 
     def __init__(self) -> None:
-        self.rate = 0.0
+        self.rate = self._since = self._nbytes = self._seconds = 0.0
         self.waiting = self.parts = 0
-        self._since = self._last_end = self._last_took = 0.0
-        self._nbytes = self._seconds = 0.0
 
     def asked(self, nbytes: int, now: float) -> None:
         """A part is asked for."""
         if not self.parts:
             self._since = now
-        self.waiting, self.parts = self.waiting + nbytes + EACH, self.parts + 1
+        self.waiting, self.parts = self.waiting + nbytes, self.parts + 1
 
-    def ended(self, nbytes: int, came: bool, took: float, now: float) -> None:
-        """What was asked for ``took`` seconds ago has ended, well or badly."""
-        self.waiting, self.parts = self.waiting - nbytes - EACH, self.parts - 1
-        self._last_end, self._last_took = now, took
-        self._nbytes += nbytes + EACH if came else 0
-        self._seconds += now - self._since
-        self._since = now
+    def ended(self, nbytes: int, came: bool, now: float) -> None:
+        """A part that was asked for has ended, well or badly."""
+        self.waiting, self.parts = self.waiting - nbytes, self.parts - 1
+        self._nbytes += nbytes if came else 0
+        self._seconds, self._since = self._seconds + now - self._since, now
         if self._seconds > 0:
             self.rate = self._nbytes / self._seconds
         if self._seconds > MEMORY_S:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
-    def done_in(self, nbytes: int, now: float) -> float:
-        """Seconds in which it would have read so much more. Whoever is not known is asked for ``LEARN`` parts, and who
-        did nothing for long for one: its disk may have been asleep."""
+    def done_in(self, nbytes: int) -> float:
+        """Seconds in which it would have read so much more. A folder whose rate is not known is asked for ``LEARN``
+        parts."""
         if not self.rate:
             return 0.0 if self.parts < LEARN else math.inf
-        if not self.parts and now - self._last_end > max(TRY_S, TRIES * self._last_took):
-            return 0.0
-        return (self.waiting + nbytes + EACH) / self.rate
+        return (self.waiting + nbytes) / self.rate
 
 
-def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int, now: float) -> int:
+def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int) -> int:
     """Which of some folders will have read so much first; the first of them where none is known."""
-    return min(who, key=lambda n: (paces[n].done_in(nbytes, now), n))
+    return min(who, key=lambda n: (paces[n].done_in(nbytes), n))
 
 
 class MirroredReader:
@@ -234,12 +221,10 @@ class MirroredReader:
 
     @property
     def direct(self) -> bool:
-        """Whether every file is read around the page cache."""
         return all(reader.direct for reader in self._readers)
 
     @property
     def move(self) -> Move:
-        """As in ``Reader``."""
         return self._readers[0].move
 
     @move.setter
@@ -271,21 +256,19 @@ class MirroredReader:
             alive = [n for n in left if self._replicas.all[n].lost is None] or left
             if self._closed or not alive:
                 return False
-            now = self._clock()
-            n = quickest(self._paces, alive, extent.nbytes, now)
-            part = Read(whole.name, whole, lambda part: self._ended(part, whole, extent, target, tried | {n}, n, now))
-            self._paces[n].asked(extent.nbytes, now)
+            n = quickest(self._paces, alive, extent.nbytes)
+            part = Read(whole.name, whole, lambda part: self._ended(part, whole, extent, target, tried | {n}, n))
+            self._paces[n].asked(extent.nbytes, self._clock())
             self._under_way[part] = n, extent.file
             self._readers[n].submit(whole.name, [replace(extent, file=holders[n].path)], target, (), part)
             return True
 
     def _ended(
-        self, part: Read, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int], n: int, asked: float
+        self, part: Read, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int], n: int
     ) -> None:
         with self._lock:
-            now = self._clock()
             del self._under_way[part]
-            self._paces[n].ended(extent.nbytes, part.error is None, now - asked, now)
+            self._paces[n].ended(extent.nbytes, part.error is None, self._clock())
         self._replicas.count(n, part.nbytes)
         if part.error is not None and not whole.cancelled:
             # Before others are asked: whoever waits for the unit finds the note there.
@@ -307,7 +290,6 @@ class MirroredReader:
                     part.cancel()  # and asked of another, as what fails
 
     def check(self) -> None:
-        """As in ``Reader``, where no other folder has the file."""
         for holders in self._holders.values():
             self._replicas.check(holders)
 

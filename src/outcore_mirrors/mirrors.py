@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ import xxhash
 from outcore.checkpoint.checkpoint import Checkpoint
 from outcore.checkpoint.identity import identity_of
 from outcore.checkpoint.pack import Progress
-from outcore.disk.layout import Extent, Unit
+from outcore.disk.layout import Extent
 from outcore.disk.open_file import state_of
 from outcore.disk.reader import FileReader
 from outcore.errors import StoreError
 from outcore.machine.cache_folder import cache_dir, keep_mark
-from outcore.sizes import format_size
 from outcore.text import counted
 
 from .mirrored_reader import MirroredReader, Replica, Replicas
@@ -37,9 +36,6 @@ PIECE = 32 << 20
 FOLDER, VERSION = "mirrors", 1
 """Of the cache folder: marks of mirrors that were compared."""
 
-MOSTLY = 0.95
-"""Share of the layers' bytes that mirrors have and from which nothing is said of the rest."""
-
 
 class FoundMirrors(Replicas):
     """A model's folder and the copies of it that were found: ``outcore.checkpoint.mirrors.Mirrors``."""
@@ -49,32 +45,21 @@ class FoundMirrors(Replicas):
         self._checkpoint = checkpoint
 
     def reader(self, files: Sequence[Path], **options: Any) -> MirroredReader:
-        """Reads files from every folder that has them."""
         return MirroredReader(self, files, **options)
 
     def compare(self, check: Callable[[Sequence[Path]], None], progress: Progress) -> None:
-        """See that every byte of each copy is the model's; ``check`` looks at the disk of a copy's files first."""
         for mirror in self.mirrors:
             check(tuple((mirror.copies or {}).values()))
             compare_whole(mirror, self._checkpoint, progress)
 
-    def about(self, units: Iterable[Unit | None]) -> tuple[str, ...]:
-        """What a user should know, where these units are streamed."""
-        notes, copies, own = list[str](), set[Path](), self._checkpoint
+    def about(self) -> tuple[str, ...]:
+        notes, own = list[str](), self._checkpoint
         for mirror in self.mirrors:
             there = mirror.copies or {}
-            copies |= there.keys()
             if missing := len(own.files) - len(there):
                 notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own.folder} alone")
             if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in there.items()):
                 notes.append(f"{mirror.folder}: on the same disk as {own.folder}, so nothing is read faster")
-        extents = [e for unit in units if unit is not None for e in unit.extents]
-        total = sum(e.nbytes for e in extents)
-        alone = sum(e.nbytes for e in extents if e.file not in copies)
-        if alone > total * (1 - MOSTLY):
-            what = "what mlx-lm changes when it loads lies in the cache (a mirror of what outcore pack writes has all)"
-            told = f"{format_size(alone)} of {format_size(total)} of layers are in no mirror, and read from one disk"
-            notes.append(f"{told}: {what}")
         return tuple(notes)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,32 +29,8 @@ from outcore.sizes import BLOCK, round_up
 from .split_exponents import SplitDecoder, beside_rows, could_be_split
 from .stored_planes import Planes, could_be_cut, cut_modules
 
-
-class Form(Decoder, Protocol):
-    """A form in which a packed copy stores a matrix, and its decoder.
-
-    Attributes:
-        dtype: of the matrix, by its name in safetensors; ``words``: the unsigned integers that its elements are.
-    """
-
-    dtype: ClassVar[str]
-    words: ClassVar[str]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Of the bytes that are read in each pass."""
-
-    @property
-    def stored(self) -> mx.array | None:
-        """What is stored elsewhere, and stays in memory."""
-
-    def encoded(self, words: Any) -> Iterator[memoryview]:
-        """The bytes that these elements are stored as."""
-
+Form = SplitDecoder | Planes
+"""A form in which a packed copy stores a matrix, and its decoder."""
 
 FORMS: dict[str, Callable[[tuple[int, ...], Coded, Any], Form]] = {SPLIT: SplitDecoder.found, PLANES: Planes.found}
 """By their names in manifests: each form by the shape of the bytes that are stored, what the manifest says, and what is
@@ -147,12 +123,7 @@ def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
 def as_used(
     folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
 ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
-    """A copy's tensors as they are used, and what decodes those that have a coding, both by their names: of the tensors
-    that its files have, believing nothing. What decoders hold is read.
-
-    Raises:
-        StoreError: a coding's tensor is not there or not of its form.
-    """
+    """As in ``Codings``, of the tensors that a copy's files have, believing nothing. What decoders hold is read."""
     used, decoders = dict(tensors), dict[str, Decoder]()
     for path, coded in codings.items():
         stored = used.pop(coded.name(path), None)

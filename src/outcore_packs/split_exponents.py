@@ -148,7 +148,6 @@ class SplitDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that stay in memory."""
         return int(self.table.nbytes + self.beside.nbytes + self.at.nbytes)
 
     def decode(self, rows: mx.array) -> mx.array:

@@ -67,7 +67,6 @@ class Planes:
 
     @classmethod
     def found(cls, stored: tuple[int, ...], coded: Coded, _: Any) -> Planes:
-        """What is stored so in a packed copy, as ``forms.FORMS`` takes it."""
         rows, columns = stored
         shape = rows, columns // 4
         if not could_be_cut(shape, coded.bits, coded.high):

@@ -11,10 +11,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from outcore.serve.connection import Gate
 from outcore.serve.events import Event, Finished
-from outcore.serve.service import ModelService
-from outcore.serve.site import Observer
+from outcore.serve.site import Observer, Site
 
 FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
@@ -46,8 +44,8 @@ OF_CONNECTIONS = {
 class ServerMetrics(Collector, Observer):
     """What is counted here, and where the rest is asked for."""
 
-    def __init__(self, service: ModelService, gate: Gate) -> None:
-        self._service, self._gate, self._registry = service, gate, CollectorRegistry()
+    def __init__(self, site: Site) -> None:
+        self._site, self._registry = site, CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
         self._requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)
         self._prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of prompts answered", **own)
@@ -58,11 +56,9 @@ class ServerMetrics(Collector, Observer):
         self._registry.register(self)
 
     def responded(self, route: str, status: int) -> None:
-        """Count it."""
         self._requests.labels(route, str(status)).inc()
 
     def happened(self, event: Event, first_s: float | None) -> None:
-        """Count what an event says."""
         if first_s is not None:
             self._first_token.observe(first_s)
         if isinstance(event, Finished):
@@ -75,13 +71,12 @@ class ServerMetrics(Collector, Observer):
         return Response(encode(self._registry), headers={"content-type": media_type})
 
     def collect(self) -> Iterable[Metric]:
-        """What the service and the connections say now."""
-        state = self._service.state()
+        state = self._site.service.state()
         for name, text in STATE.items():
             if name in state:
                 yield GaugeMetricFamily(f"outcore_{name}", text, state[name])
         for name, text in OF_CONNECTIONS.items():
-            yield CounterMetricFamily(f"outcore_connections_{name}", text, getattr(self._gate, name))
+            yield CounterMetricFamily(f"outcore_connections_{name}", text, getattr(self._site, name))
         for name, text in OF_MODELS.items():
             kind = GaugeMetricFamily if name == "memory_bytes" else CounterMetricFamily
             family = kind(f"outcore_{name}", text, labels=["model"])

@@ -18,7 +18,7 @@ from .metrics import ServerMetrics
 
 def routes(site: Site) -> Sequence[Route]:
     """Them, for one server."""
-    counted = ServerMetrics(site.service, site.gate)
+    counted = ServerMetrics(site)
     site.observers.append(counted)
 
     async def front(request: Request) -> Response:

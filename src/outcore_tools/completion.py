@@ -20,7 +20,6 @@ WORDS |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     choice("SHELL", args.shell, SHELLS)
     whole = argparse.ArgumentParser(prog="outcore")
     parsers = whole.add_subparsers()

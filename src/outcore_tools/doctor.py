@@ -30,8 +30,9 @@ from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
 from outcore.errors import OutcoreError, StoreError
+from outcore.machine import mac
 from outcore.machine.cache_folder import make_cache
-from outcore.machine.device import device_kind
+from outcore.machine.device import device_kind, metal_info, most_slot_bytes
 from outcore.machine.hardware import cpu_name, gpu_name
 from outcore.machine.memory import default_budget
 from outcore.sizes import BLOCK, format_size, round_up
@@ -39,7 +40,6 @@ from outcore.text import one_line
 from outcore.version import __version__
 from outcore_calibrate.cold_ranges import forget, scratch_file
 
-from .device_facts import device_facts
 from .random_checkpoint import save_random_checkpoint
 
 REPORT = "please report what stands here"
@@ -49,6 +49,8 @@ SCRATCH_BYTES = 512 << 20
 """Of the file that is read where no model's is; written in a second or two."""
 
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
+
+WORKING_SET = "recommended working set"
 
 ASKING = 0.25
 """Share of a read's time that asking for it may take: reads run by themselves."""
@@ -145,23 +147,34 @@ def _direct(file: Path, model: Path | None) -> Verdict:
     return (True, "around the page cache") if direct else (None, "refused here, so weights go through the page cache")
 
 
+def device_limits() -> dict[str, int]:
+    """What MLX and the system tell of the device, in bytes; without what there is not.
+
+    The largest slot is the largest array of bytes, alignment included: one Metal buffer on a Mac, on whichever device.
+    The working set is what Metal recommends to use at most, and the wired limit what the user lets the GPU wire
+    (``iogpu.wired_limit_mb``).
+    """
+    metal = metal_info()
+    known = {
+        "largest slot": most_slot_bytes(),
+        "largest buffer": int(metal.get("max_buffer_length", 0)),
+        WORKING_SET: int(metal.get("max_recommended_working_set_size", 0)),
+        "wired limit": mac.wired_limit() or 0,
+    }
+    return {name: nbytes for name, nbytes in known.items() if nbytes}
+
+
 def _limits(file: Path, model: Path | None) -> Verdict:
     """The device's limits, against the plan of the model."""
-    facts = device_facts()
-    known = {
-        "largest slot": facts.slot,
-        "largest buffer": facts.buffer,
-        "recommended working set": facts.working_set,
-        "wired limit": facts.wired_limit,
-    }
-    told = ", ".join(f"{name} {format_size(n)}" for name, n in known.items() if n is not None)
+    known = device_limits()
+    told = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in known.items())
     if model is None:
         return True, told
     prepared = prepare(model, least=True)
     peak = prepared.plan.peak_bytes
     told += f"; this model without --memory: {format_size(peak)} at most"
-    if facts.working_set is not None and peak > facts.working_set:
-        advice = f"give --memory {format_size(facts.working_set)} or less: more cannot stay wired, and would crawl"
+    if peak > known.get(WORKING_SET, peak):
+        advice = f"give --memory {format_size(known[WORKING_SET])} or less: more cannot stay wired, and would crawl"
         return False, told, advice
     if prepared.refused is not None:
         return False, prepared.refused, "free memory, or give a smaller context"

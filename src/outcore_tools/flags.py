@@ -21,7 +21,7 @@ DEMO: list[str | Flag] = [
     FLAGS["memory"].but(group="", help="The streamed run's budget.", default="15MB"),
     FLAGS["prompt"].but(default="def read_lines(path):\n", help="The prompt. Default: the head of a function."),
     FLAGS["max-tokens"].but(default=64, help="Tokens to generate."),
-    "repeats output-flags",
+    "output-flags",
 ]
 
 DOCTOR: list[str | Flag] = [

@@ -25,7 +25,6 @@ REASON = 90
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     if args.context is not None:
         whole("--context", args.context)
     budget = asked_budget(args.memory)
@@ -58,7 +57,6 @@ def _broken(warnings: Sequence[Exception]) -> Iterator[dict[str, Any]]:
 
 
 def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, Any]:
-    """What there is to say of a model."""
     name, nbytes = repo.repo_id, repo.size_on_disk
     if not repo.revisions:
         return _refused(name, nbytes, "nothing of it was fetched")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -39,16 +38,6 @@ STATES = {
     "d": ("·", "bright_black", "on disk"),
 }
 """For each letter of ``layers``: how a layer is drawn, in which colour, and what that means."""
-
-PARTS = {
-    "weights": ("weights", "dodger_blue2"),
-    "slots": ("slots", "cyan"),
-    "experts": ("experts", "bright_cyan"),
-    "caches": ("caches", "green"),
-    "activations": ("activations", "yellow"),
-    "allocator": ("reuse", "magenta"),
-}
-"""Parts of the plan: what they are called here, and their colours."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,7 +77,6 @@ def _looks() -> Iterator[list[dict[str, Any]]]:
 
 
 def look() -> RenderableType:
-    """What the view shows now."""
     try:
         processes = read_all()
     except StoreError as e:
@@ -98,12 +86,7 @@ def look() -> RenderableType:
 
 def _drawn(processes: list[dict[str, Any]]) -> Group:
     """All models of these processes, one below the other."""
-    drawn: list[RenderableType] = []
-    for process in processes:
-        drawn += [view(process, model) for model in process["models"]]
-        if not process["models"]:
-            drawn.append(Text(f"{process['command']} · process {process['pid']}: no model is loaded"))
-    return Group(*drawn)
+    return Group(*(view(process, model) for process in processes for model in process["models"]))
 
 
 class ShareBar:
@@ -140,11 +123,9 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
         legend.append(f"{shed} shed", "bold red")
     budget, held = max(1, m["budget"]), m["active"] + m["kept"]
     style = "red" if held > budget else "dodger_blue2"
-    parts = {part: look for part, look in PARTS.items() if part != "experts" or m[part]}  # most models have none
     memory = _grid()
     memory.add_row("held", ShareBar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget))
-    memory.add_row("plan", ShareBar(*((m[p] / budget, s) for p, (_, s) in parts.items())), _of(m["planned"], budget))
-    named = [Text.assemble(("█ ", style), f"{name} {format_size(m[p])}") for p, (name, style) in parts.items()]
+    memory.add_row("plan", ShareBar((m["planned"] / budget, "dodger_blue2")), _of(m["planned"], budget))
     use, read = _grid(), Text("nothing is streamed", "bright_black")
     if d["how"] != "none":
         # The disk's rate against what it was measured to give, and how much of the time is waited for it.
@@ -158,12 +139,11 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
         right = f"{drafts['accepted']} of {drafts['drafted']} right ({shown(drafts['source'])})"
         use.add_row("drafts", ShareBar((drafts["accepted"] / max(1, drafts["drafted"]), "green")), right)
     notes = "\n".join(f"• {shown(note)}" for note in reversed(model["notes"])) or "no notes"
-    return Group(title, strip, legend, memory, Columns(named, padding=(0, 2)), use, read,
-                 *_speed(model["tokens"], d["how"] != "none"), Text(notes), Text())  # fmt: skip
+    speed = _speed(model["tokens"], d["how"] != "none")
+    return Group(title, strip, legend, memory, use, read, *speed, Text(notes), Text())
 
 
 def _speed(t: Mapping[str, Any], streams: bool) -> tuple[Text, Text]:
-    """Tokens and sweeps."""
     first = Text.assemble(("–" if t["per_s"] is None else f"{t['per_s']:.2f}", "bold green"), " tokens/s")
     if t["per_sweep"] is not None:
         first.append(f"   {t['per_sweep']:.2f} a sweep")

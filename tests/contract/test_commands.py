@@ -126,7 +126,7 @@ def test_the_keys_of_each_commands_json(outcore_here: Run, demo_model: Path, tmp
             *["--sequence-length", "16", "--num-samples", "2", "--batch-size", "2"],
         ],
         "cache": ["ls"],
-        "demo": ["-m", "4", "--repeats", "1"],
+        "demo": ["-m", "4"],
     }
     for name, given in words.items():
         status, out, _ = outcore_here(name.partition(".")[0], *given, "--json")

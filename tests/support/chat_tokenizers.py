@@ -57,11 +57,6 @@ STRICT = (
 )
 """Gemma's."""
 
-SILENT = """{%- for m in messages %}{% if m.role == 'user' or m.role == 'assistant' %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endif %}{% endfor %}""" + GENERATION  # fmt: skip
-"""Leaves out what it does not know."""
-
 HEADERS = (
     """{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}{%- if m.tool_calls %}
 {%- for call in m.tool_calls %}{%- if call.id | length != 9 %}{{ raise_exception('ids of length 9') }}{% endif %}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from ..errors import StoreError
 from ..packages import modules
@@ -24,9 +24,6 @@ class Codings(Protocol):
         Raises:
             StoreError: a coding's tensor is not there or not of its form.
         """
-
-    def about(self, profile: Any, plan: Any) -> tuple[str, ...]:
-        """What a user should know where a plan streams weights that are decoded on their way."""
 
 
 def codings() -> Codings | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from ..disk.layout import Unit
 from ..disk.reader import Reader
 from ..errors import UsageError
 from ..packages import modules
@@ -44,8 +43,8 @@ class Mirrors(Protocol):
             StoreError: one is not (named).
         """
 
-    def about(self, units: Iterable[Unit | None]) -> tuple[str, ...]:
-        """What a user should know, where these units are streamed."""
+    def about(self) -> tuple[str, ...]:
+        """What a user should know."""
 
 
 def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> Mirrors | None:

@@ -57,7 +57,6 @@ def draft_tokens(args: argparse.Namespace) -> dict[str, int]:
 
 
 def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
-    """The flags as arguments of ``stream_generate``."""
     sampler = make_sampler(
         args.temp,
         args.top_p,
@@ -150,7 +149,6 @@ class AnswerOutput:
                     return
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
         last = self.last
         assert last is not None
         return {

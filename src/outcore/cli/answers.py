@@ -124,7 +124,6 @@ class Chat:
                 self._say(f"{word} {e}", WARN)
 
     def record(self) -> dict[str, Any]:
-        """All turns, for JSON."""
         tokens = [token for turn in self.turns for token in turn["tokens"]]
         return {
             "turns": self.turns,

@@ -58,7 +58,6 @@ def text_of(flag: str, text: str) -> str:
 
 
 def template_options(text: str | None) -> dict[str, Any]:
-    """``--chat-template-config``."""
     flag = "--chat-template-config"
     text = text_of(flag, text or "{}")
     try:

@@ -22,7 +22,6 @@ from .engine import ProgressBar, engine_record, print_summary, sweep_progress, w
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     check_numbers(args)
     if args.kv_disk == "on":
         raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")

@@ -40,7 +40,6 @@ MESSAGE = 512
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     check_numbers(args)
     draft_tokens(args)
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))

@@ -100,7 +100,6 @@ CORE = dict([
         "alone has drafts, several where these pay. Flags are those of mlx_lm.server where it has them.",
         common="model host port api-key-file max-tokens temp top-p decode-concurrency context prefix-cache memory "
         "draft adapter-path json quiet",
-        needs_model=False,  # it takes several, and looks for itself
     ),
     _core(
         "cache-prompt",

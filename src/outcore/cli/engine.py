@@ -73,7 +73,6 @@ class ProgressBar(Progress):
         self.update(self.task_ids[0], completed=done, total=total, amount=amount)
 
     def clear(self) -> None:
-        """Take the bar away."""
         if self.tasks:
             self.remove_task(self.task_ids[0])
             self.stop()

@@ -34,7 +34,6 @@ HINT = "; try it without --system-prompt and --chat-template-config, or with --i
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     check_numbers(args)
     draft_tokens(args)
     if args.seed is not None:

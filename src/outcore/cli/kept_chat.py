@@ -49,7 +49,6 @@ class KeptChat:
         self._caches: str | None = None  # the name of the caches that are kept of it
 
     def save(self, path: Path) -> None:
-        """Keep it in a file."""
         self._write(path)
         self._keep_caches()
         self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")

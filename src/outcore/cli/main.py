@@ -39,7 +39,6 @@ FOR_ALL = (
 
 
 def usage() -> str:
-    """The text of ``outcore --help``."""
     width, columns = max(map(len, commands())), min(WIDEST, shutil.get_terminal_size().columns)
     below = " " * (width + 4)
     lines = ["usage: outcore COMMAND [OPTIONS]", "", "Run language models larger than memory, on MLX."]
@@ -172,12 +171,12 @@ def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) 
         found["memory"], args.memory = memory, memory.value
         log.info("memory %s, from %s", memory.value, memory.source)
     # What goes on from a prompt cache says of which model it is.
-    named = args.command == "generate" and args.prompt_cache_file is not None
+    named = getattr(args, "models_named", None) or (args.command == "generate" and args.prompt_cache_file is not None)
     if command.needs_model and not named and getattr(args, "model", "") is None:
         if (model := setting("model")) is None:
             parser.error("give a model: --model NAME, or OUTCORE_MODEL, or the configuration file")
-        args.model = model.value
-        args.argv += ["--model", args.model]  # which results name as the command that they were made by
+        args.model = [model.value] if hasattr(args, "models_named") else model.value
+        args.argv += ["--model", model.value]  # which results name as the command that they were made by
         log.info("model %s, from %s", model.value, model.source)
     return found
 
@@ -204,7 +203,6 @@ def _look_for_compiler() -> None:
 
 
 def entry() -> None:
-    """The console script."""
     status = main(alone=True)
     if sys.argv[1:2] == ["serve"] and status in (0, 130):
         # All is closed; Python would look at every object once more, for seconds on a busy machine.

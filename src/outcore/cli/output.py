@@ -50,7 +50,6 @@ class Result:
         print(json.dumps(_finite(record), allow_nan=False), file=self._stream, flush=True)
 
     def write(self) -> None:
-        """Write it, if it was asked for."""
         if self.wanted:
             self.line(self.record)
 

@@ -46,7 +46,6 @@ class Flag:
         return replace(self, names=self.names + names, group=group, settings=self.settings | changes)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``add_argument``."""
         settings = {key: value for key, value in self.settings.items() if value is not None}
         text, default = settings.pop("help", ""), settings.get("default")
         if self.names[0].startswith("-") and settings.get("action") != "store_true" and not settings.get("required"):
@@ -68,7 +67,6 @@ def switch(names: str, help: str) -> Flag:
 
 
 def grouped(group: str, *flags: Flag) -> list[Flag]:
-    """Flags in a group of the help."""
     return [each.but(group=group) for each in flags]
 
 
@@ -95,7 +93,6 @@ class ArgumentParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def add(self, flag: Flag) -> None:
-        """Put a flag into its group."""
         if flag.group not in self._groups:
             self._groups[flag.group] = self.add_argument_group(flag.group)
         self._groups[flag.group].add_argument(*flag.names, **flag.arguments())
@@ -123,11 +120,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Refuse."""
         raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
 
     def format_help(self) -> str:
-        """The help, with the example below it."""
         return f"{super().format_help()}\nexample:\n  {self.example}\n"
 
     def print_help(self, file: Any = None) -> None:

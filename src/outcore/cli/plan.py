@@ -167,7 +167,6 @@ def _row(p: Plan, device: bool) -> dict[str, Any]:
 
 
 def _items(plan: Plan) -> dict[str, int]:
-    """Where the bytes go."""
     return {
         "weights in memory": plan.weight_bytes,
         "slots": plan.slots * plan.slot_bytes,

@@ -17,13 +17,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..checks import COUNT, real, whole
-from ..decode import request_values
 from ..decode.sampling import check_sampling
 from ..errors import RequestError, UsageError
 from ..machine.memory import share_one_heap
-from ..machine.settings import setting
-from ..monitoring.publisher import staying
 from ..options import LoadOptions
+from ..serve import requests
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
 from ..serve.apis import all_apis
@@ -49,7 +47,6 @@ KEY_BYTES = 4096
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     defaults = defaults_of(args)
     drain_s = real("--drain", args.drain, 0.0, DAY_S)
     names = names_of(args)
@@ -64,7 +61,6 @@ def run(args: argparse.Namespace) -> None:
             stack.callback(each.close)
         access = access_of(args, sockets)
         deadline = stack.enter_context(Deadline(lambda: _cut(args, server)))
-        stack.enter_context(staying("serve"))
         service = stack.enter_context(closing(open_service(args, names)))
         if service.forecast is not None:
             tell(service.forecast.line)
@@ -81,10 +77,9 @@ def run(args: argparse.Namespace) -> None:
         def draining(count: int) -> None:
             tell(f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them")
 
-        def over() -> bool:
-            return service.failure is not None
-
-        server = Server(application(site, access), site, drain_s, greet, draining, over, deadline)
+        server = Server(
+            application(site, access), site, drain_s, greet, draining, lambda: service.failure is not None, deadline
+        )
         record |= {"url": address, "models": models}
         server.run(sockets)
         record |= {"requests": site.answered, "seconds": round(time.monotonic() - began, 1)}
@@ -109,16 +104,8 @@ def _cut(args: argparse.Namespace, server: Server) -> None:
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The models to serve; the first answers requests that name none. Refused where there is none at all."""
-    names = [*args.models_named, *(args.model or [])]
-    if not names and (settled := setting("model")) is not None:
-        names = [settled.value]
-    if not names:
-        raise UsageError(
-            "give a model: --model NAME, or OUTCORE_MODEL, or the configuration file; outcore serve --help lists "
-            "what there is"
-        )
-    return list(dict.fromkeys(names))
+    """The models to serve; the first answers requests that name none."""
+    return list(dict.fromkeys([*args.models_named, *(args.model or [])]))
 
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
@@ -130,7 +117,7 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
     )
     flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:
-        template = request_values.template_options(template_options(args.chat_template_config), flag)
+        template = requests.template_options(template_options(args.chat_template_config), flag)
     except RequestError as e:  # an argument that is not the user's to give
         raise UsageError(str(e)) from None
     preset: Preset = args.preset
@@ -176,7 +163,6 @@ def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Acc
 
 
 def _listed(text: str | None) -> list[str]:
-    """Names separated by commas."""
     return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
@@ -207,7 +193,6 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
 
 
 def service_options(args: argparse.Namespace) -> ServiceOptions:
-    """How models are loaded and served."""
     from ..serve.service import ServiceOptions
     from .answering import draft_tokens
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 
 from ..calibration.calibration_file import load_calibration
-from ..checkpoint.codings import codings
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
@@ -173,7 +172,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
-    told = () if mirrors is None else mirrors.about(profile.units)
+    told = () if mirrors is None else mirrors.about()
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(kind, which, profile, opening)
@@ -302,8 +301,6 @@ def _advice(profile: ModelProfile, plan: Plan, kind: str, o: LoadOptions) -> lis
             "nothing is drafted: experts are read one by one, and each drafted token's take as long as a token does "
             f"({called('experts')} 0 streams layers whole)"
         )
-    if profile.lazy.decoders and (packs := codings()) is not None:
-        told += packs.about(profile, plan)
     if plan.kv_slot:
         each = sum(n for i, n in profile.size.kept_apart if i in plan.streamed)
         told.append(

@@ -18,7 +18,7 @@ from ..errors import PromptError, RequestError
 from ..modules.call_values import flat
 from ..plan.plan import ANSWER
 from ..text import one_line, shortened
-from . import request_values
+from .request_text import TEMPLATE_OWN, checked_text
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
@@ -33,7 +33,7 @@ def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     Raises:
         RequestError: there are none, or half of a surrogate pair is in it.
     """
-    tokens = list(tokenizer.encode(request_values.whole_text(text, "messages"), add_special_tokens=False))
+    tokens = list(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
     if not tokens:
         raise RequestError("messages: they are empty; give at least one token", param="messages")
     return tokens
@@ -51,7 +51,7 @@ def render(
     Raises:
         RequestError: an option that no request may give, or the template refuses it.
     """
-    if given := request_values.TEMPLATE_OWN & options.keys():
+    if given := TEMPLATE_OWN & options.keys():
         raise RequestError(f"{min(given)}: no option of the chat template", param=min(given))
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options, **arguments))

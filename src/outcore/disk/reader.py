@@ -186,7 +186,6 @@ class FileReader:
 
     @property
     def direct(self) -> bool:
-        """Whether every file is read around the page cache."""
         return all(f.direct is not None for f in self._files.values())
 
     def submit(
@@ -330,5 +329,4 @@ class RowReader:
         self._reader.check()
 
     def close(self) -> None:
-        """End the threads and close the files. Safe to call twice."""
         self._reader.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -21,15 +20,6 @@ NOTES = 4
 """Notes that are kept of what went and came back, the last ones; a run may be long."""
 
 
-@dataclass(frozen=True)
-class Act:
-    """How many layers, or slots of experts, went or came back, and why."""
-
-    shed: int
-    regrow: int
-    reason: str
-
-
 class Watch:
     """Stands before each forward pass of a streamed model. A model that is all in memory is left as mlx-lm made it:
     there the loop that runs it asks for a look before each pass.
@@ -38,7 +28,8 @@ class Watch:
         read: what the system says of memory; None: ``read_pressure``.
 
     Attributes:
-        decisions: pass before which something was done, and what. ``notes``: for the user, of the last ones.
+        moves: pass before which something was done, and how many layers or slots of experts came back; fewer than 0:
+            went. ``notes``: for the user, of the last ones.
     """
 
     def __init__(
@@ -51,7 +42,7 @@ class Watch:
     ) -> None:
         self.engine, self.residency = engine, residency
         self.governor = governor or Governor()
-        self.decisions: list[tuple[int, Act]] = []
+        self.moves: list[tuple[int, int]] = []
         self.notes: list[str] = []
         self._read = read or read_pressure
         self._clock = clock
@@ -134,5 +125,5 @@ class Watch:
         if not what:
             return
         self.governor.acted(self._clock(), self._read(), decision)
-        self.decisions.append((self._passes, Act(*((count, 0) if growth < 0 else (0, count)), decision.reason)))
+        self.moves.append((self._passes, -count if growth < 0 else count))
         self.notes = [*self.notes[-NOTES:], f"pass {self._passes}: {what}: {decision.reason}"]

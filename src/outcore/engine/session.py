@@ -161,10 +161,10 @@ class Session(Engine):
         """What the user should know: what cannot be streamed, a dtype that would be faster, what was shed and why."""
         return self._notes if self.watch is None else (*self._notes, *self.watch.notes)
 
-    def note(self, line: str, *, instead: str | None = None) -> None:
-        """Tell the user once; in place of lines that begin with ``instead``."""
-        kept = tuple(n for n in self._notes if instead is None or not n.startswith(instead))
-        self._notes = kept if line in kept or not line else (*kept, line)
+    def note(self, line: str) -> None:
+        """Tell the user once."""
+        if line not in self._notes:
+            self._notes = (*self._notes, line)
 
     # What changes it, between passes
 

@@ -15,7 +15,6 @@ from ..errors import StoreError
 
 
 def runtime_folder() -> Path:
-    """The folder, which need not exist."""
     with warnings.catch_warnings():
         # The system has made none for this user, and one in the folder for temporary files is taken.
         warnings.simplefilter("ignore")

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +32,10 @@ class Board:
 
     Attributes:
         command: what this process runs.
-        staying: how many want the process to be shown without any model, too.
     """
 
     def __init__(self) -> None:
-        self.command, self.staying = "", 0
+        self.command = ""
         self._lock = threading.RLock()
         self._recorders: list[SnapshotRecorder] = []
         self._stop: threading.Event | None = None  # ends the thread that writes; None: there is none
@@ -83,18 +81,15 @@ class Board:
                 self._stop = None
                 self._path.unlink(missing_ok=True)
 
-    def end_if_empty(self) -> None:
-        """End if nothing is left to be shown."""
-        self._remove(None)
-
     def forked(self) -> None:
         """In a forked child: the thread and its file are the parent's."""
         self._lock, self._stop = threading.RLock(), None
 
     def _remove(self, recorder: SnapshotRecorder | None) -> None:
+        """Show this model no more, nor those that are gone; end if none is left."""
         with self._lock:
             self._recorders = [r for r in self._recorders if r is not recorder and r.session is not None]
-            if not (self._recorders or self.staying):
+            if not self._recorders:
                 self.end()
 
     def _write(self) -> None:
@@ -108,7 +103,7 @@ class Board:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while not stop.wait(EVERY_S):
             with self._lock, contextlib.suppress(OSError):  # a full disk, say: the next one may be written
-                self.end_if_empty()
+                self._remove(None)
                 if not stop.is_set():
                     self._write()
 
@@ -135,20 +130,3 @@ def publish(model: Any, command: str | None = None, name: str | None = None) -> 
     kind = getattr(getattr(model, "args", None), "model_type", None)
     board.add(model.outcore, name or str(kind or type(model).__name__))
     return board.begin()
-
-
-@contextlib.contextmanager
-def staying(command: str) -> Iterator[None]:
-    """Let ``outcore monitor`` see this process meanwhile, whether it has a model or not.
-
-    Args:
-        command: what it runs.
-    """
-    board.command = command
-    board.staying += 1
-    board.begin()
-    try:
-        yield
-    finally:
-        board.staying -= 1
-        board.end_if_empty()

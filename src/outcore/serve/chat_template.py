@@ -1,8 +1,4 @@
-"""A model's chat template: what it knows of, and what it makes of an ask's messages.
-
-Templates refuse in their own words, or leave out what they do not know of without a word; then a word of a message is
-not in what they wrote.
-"""
+"""A model's chat template: what it knows of, and what it makes of an ask's messages."""
 
 from __future__ import annotations
 
@@ -41,9 +37,6 @@ CALLED = (
 )
 OTHER = {"role": "user", "content": "\N{BLACK SQUARE}"}
 """Hardly what a conversation begins with."""
-
-WORD = re.compile(r"[A-Za-z0-9]+")
-"""Such as no template writes in another way."""
 
 
 class TokenizerTemplate:
@@ -88,11 +81,7 @@ class TokenizerTemplate:
         if tools and not self.tools:
             why = "its form of calls is not known here" if self._takes_tools else "the chat template takes none"
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
-        text = self._render(messages, tools, ask.template_options, continued=ask.continued)
-        if (kind := _left_out(messages, text)) is not None:
-            why = f"messages: this model's chat template takes no {kind}: it leaves them out"
-            raise RequestError(why, "unsupported_message", param="messages")
-        return text
+        return self._render(messages, tools, ask.template_options, continued=ask.continued)
 
     def begin(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of another conversation with an ask's system messages and tools; empty: the template refuses it."""
@@ -131,17 +120,6 @@ class TokenizerTemplate:
         return (False, False)
 
 
-def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
-    """The kind of messages that a template left out of its text without a word: a long word of theirs is not in it."""
-    of_role = {role: [m.get("content") or "" for m in messages if m.get("role") == role] for role in ("system", "tool")}
-    calls = [call["function"]["name"] for m in messages for call in m.get("tool_calls") or ()]
-    said = {"system messages": of_role["system"][:1], "tool calls": calls[-1:], "tool messages": of_role["tool"][-1:]}
-    for kind, texts in said.items():
-        if max(WORD.findall(texts[0])[:20] if texts else (), key=len, default="") not in text:
-            return kind
-    return None
-
-
 def _continued(message: Mapping[str, Any]) -> bool | str:
     """Which of the last message's texts is gone on with; as transformers has it."""
     if message.get("role") != "assistant" or message.get("tool_calls"):
@@ -151,7 +129,6 @@ def _continued(message: Mapping[str, Any]) -> bool | str:
 
 
 def _formed(message: Mapping[str, Any], strings: bool, short: bool) -> dict[str, Any]:
-    """A message as the template wants it."""
     made = {**message, "content": message.get("content") or ""}
     if short and "tool_call_id" in made:
         made["tool_call_id"] = _short(made["tool_call_id"])

@@ -43,7 +43,7 @@ def request_of(uid: int, prompt: Prompt, ask: GenerationRequest) -> Request:
             options |= {f"{kind}_penalty": penalty, f"{kind}_context_size": size}
     processors = make_logits_processors(dict(sampling.logit_bias) or None, **options)
     if prompt.grammar is not None:
-        processors.append(prompt.grammar.processor(len(prompt.tokens)))
+        processors.append(prompt.grammar(len(prompt.tokens)))
     return Request(
         uid, prompt.tokens, ask.max_tokens or 1, sampler, tuple(processors),
         stop=prompt.stop, logprobs=ask.logprobs, shared=prompt.shared,

@@ -17,7 +17,7 @@ from .requests import UNSUPPORTED, TopLogprobs, read, wrong
 class CompletionBody(TextBody):
     """A completion of one prompt or several."""
 
-    refused = {"echo": (False,), "suffix": ("",)}
+    refused = {**TextBody.refused, "echo": (False,), "suffix": ("",)}
 
     prompt: Any
     logprobs: TopLogprobs | Literal[False] | None = None

@@ -14,13 +14,15 @@ import asyncio
 import http
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from .site import Site
 
 
 @dataclass(frozen=True)
@@ -54,51 +56,32 @@ class ClientLimits:
     values: int = 200_000
 
 
-@dataclass
-class Gate:
-    """What the connections of a server share.
-
-    Attributes:
-        refusal: of a status and a message: an answer's body.
-        clock: seconds.
-        turned_away, dropped, late: connections that there was no room for, that made room for others, and that were
-            closed because of a time-out.
-    """
-
-    limits: ClientLimits
-    refusal: Callable[[int, str], bytes]
-    clock: Callable[[], float] = time.monotonic
-    turned_away: int = 0
-    dropped: int = 0
-    late: int = 0
-
-
 class Connection(H11Protocol):
-    """A subclass of it, with a ``gate``, is what uvicorn is configured with.
+    """A subclass of it, with a ``site``, is what uvicorn is configured with.
 
     Attributes:
         awaited: what it waits for: ``request``, ``headers``, ``body`` or ``rest`` (of a request that was answered
-            already) of its client, or ``us``; ``since`` when, by the gate's clock.
+            already) of its client, or ``us``; ``since`` when, by the site's clock.
         received: bytes that came since.
         full: so much is unread that no more is written.
     """
 
-    gate: ClassVar[Gate]
+    site: ClassVar[Site]
 
     awaited, since, received = "us", 0.0, 0
     full = refused = False
     _unread, _taken_at = 0, 0.0  # bytes that wait for the client to take them, and when there were more than now
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        room = len(self.connections) < self.gate.limits.connections
+        room = len(self.connections) < self.site.limits.connections
         if not room and (waiting := [c for c in self.connections if isinstance(c, Connection) and c.waits]):
             # Of those whose requests are answered, and which read, none is dropped.
             min(waiting, key=lambda c: c.since).drop()
-            self.gate.dropped, room = self.gate.dropped + 1, True
+            self.site.dropped, room = self.site.dropped + 1, True
         super().connection_made(transport)
         self._mark()
         if not room:
-            self.gate.turned_away += 1
+            self.site.turned_away += 1
             self._answer(503, "too many connections", b"retry-after: 1\r\n")
             self.drop(transport.close)
 
@@ -119,7 +102,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.full, self.since = True, self.gate.clock()
+        self.full, self.since = True, self.site.clock()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -133,18 +116,16 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """It waits for its client."""
         return self.awaited != "us" or self.full
 
     def look(self) -> None:
-        """Close it if its client is late."""
         self._mark()  # uvicorn closes connections on its own, too
-        limits, now, unread = self.gate.limits, self.gate.clock(), self.transport.get_write_buffer_size()
+        limits, now, unread = self.site.limits, self.site.clock(), self.transport.get_write_buffer_size()
         if not unread or not self._unread or unread < self._unread:
             self._taken_at = now
         self._unread = unread
         if now - self._taken_at > limits.write_s:
-            self.gate.late += 1
+            self.site.late += 1
             self.transport.abort()
             return
         allowed = {
@@ -154,7 +135,7 @@ class Connection(H11Protocol):
         if now - self.since <= allowed:
             return
         if self.awaited in ("headers", "body"):
-            self.gate.late += 1
+            self.site.late += 1
             self._refuse(408, f"the {self.awaited} came too slowly")
         elif self.awaited == "request":
             self.transport.close()
@@ -189,13 +170,12 @@ class Connection(H11Protocol):
 
     def _answer(self, status: int, message: str, more: bytes = b"") -> None:
         """A whole answer, after which the connection is closed."""
-        body = self.gate.refusal(status, message)
+        body = self.site.refused(status, message)
         head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n".encode()
         length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(head + more + length + body)
 
     def _mark(self) -> None:
-        """Note what it waits for now."""
         their, awaited = self.conn.their_state, "us"
         if self.refused:
             awaited = "rest"
@@ -206,4 +186,4 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             awaited = "us"
         if awaited != self.awaited:
-            self.awaited, self.since, self.received = awaited, self.gate.clock(), 0
+            self.awaited, self.since, self.received = awaited, self.site.clock(), 0

@@ -10,6 +10,7 @@ still: where nobody does any more, or the server ends, it is broken off.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import queue
@@ -24,13 +25,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from ..decode.continuous import Continuous
 from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
+from ..machine.allocator import clear_cache
 from ..machine.held_signals import asking, join
+from ..monitoring import publish
 from ..text import one_line
 from .choice import AnswerChoice, as_request_error, request_of
 from .events import RETRY_S, Begun, Ended, Event, shutting_down
-from .model_slot import Loaded, ModelSlot
+from .loaded import Loaded
 
 log = logging.getLogger("outcore.serve")
 
@@ -48,15 +52,17 @@ class EngineThread:
         options: of ``Continuous``.
 
     Attributes:
-        slot: the model that is in memory; read from other threads, never waited for.
+        loaded: the model that is in memory; read from other threads, never waited for. ``loading``: the name of the one
+            that is being loaded.
         failure: what no rank of several can go on after; the thread has ended.
     """
 
     def __init__(
         self, open_model: Callable[[str], nn.Module], keep_alive: float | None, most_waiting: int, **options: Any
     ) -> None:
-        self.slot = ModelSlot(open_model, keep_alive, **options)
-        self._most_waiting = most_waiting
+        self.open, self._keep_alive, self._most_waiting, self._options = open_model, keep_alive, most_waiting, options
+        self.loaded: Loaded | None = None
+        self.loading: str | None = None
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._choices: dict[int, AnswerChoice] = {}  # submitted, and not over, in the order in which they came
@@ -70,7 +76,7 @@ class EngineThread:
     @property
     def running(self) -> int:
         """Choices that are being written; ``waiting``: that wait."""
-        loaded = self.slot.loaded
+        loaded = self.loaded
         return loaded.sequences.running if loaded is not None else 0
 
     @property
@@ -132,20 +138,50 @@ class EngineThread:
         Raises:
             RequestError: another one is being asked, or several machines share it.
         """
-        slot = self.slot
         if keep_alive == 0:
-            if slot.loaded is not None and slot.loaded.leader is not None:
+            if self.loaded is not None and self.loaded.leader is not None:
                 raise RequestError("the model stays loaded: several machines share it", "not_supported")
-            if slot.loaded is not None and slot.loaded.name == name and slot.loaded.idle_at is not None:
-                slot.drop()
+            if self.loaded is not None and self.loaded.name == name and self.loaded.idle_at is not None:
+                self.drop()
             return
-        if slot.name not in (None, name) and self._choices:
-            raise RequestError(f"{slot.name} is answering; try again later", "busy", status=503, retry_after=RETRY_S)
-        # No name here for the one before: it is to have left memory.
-        loaded = slot.loaded if slot.loaded is not None and slot.name == name else slot.switch(name)
-        loaded.load_s, loaded.keep_s = 0.0, slot.keep_alive if keep_alive is None else keep_alive
+        loaded = self.loaded
+        if loaded is None or loaded.name != name:
+            if loaded is not None and self._choices:
+                why = f"{loaded.name} is answering; try again later"
+                raise RequestError(why, "busy", status=503, retry_after=RETRY_S)
+            loaded = None  # it is to have left memory
+            loaded = self._switch(name)
+        loaded.load_s, loaded.keep_s = 0.0, self._keep_alive if keep_alive is None else keep_alive
         if loaded.idle_at is not None:
             loaded.idle_at = time.monotonic()
+
+    def _switch(self, name: str) -> Loaded:
+        """Have this model in memory, and no other."""
+        self.drop()
+        self.loading, began = name, time.monotonic()
+        try:
+            model = self.open(name)
+        finally:
+            self.loading = None
+        publish(model, "serve", name)
+        own = Continuous(model, **self._options)
+        sequences = model.outcore.transport.leader(own) or own
+        self.loaded = Loaded(name, model, sequences, self._keep_alive, time.monotonic() - began)
+        return self.loaded
+
+    def drop(self) -> None:
+        if self.loaded is None:
+            return
+        loaded, self.loaded = self.loaded, None
+        for close in (loaded.sequences.close, loaded.busy.close, loaded.session.close):
+            try:
+                close()
+            except Exception:
+                log.exception("%s cannot be closed", loaded.name)
+        # What refers to itself would stay beside the next model; nor may callers refer to this one.
+        del loaded, close
+        gc.collect()
+        clear_cache()
 
     def _run(self) -> None:
         try:
@@ -174,7 +210,7 @@ class EngineThread:
 
     def _ends_with(self, error: Exception) -> bool:
         """Whether the thread ends with an error, as all ranks do that share the model."""
-        if self.slot.loaded is None or (leader := self.slot.loaded.leader) is None:
+        if self.loaded is None or (leader := self.loaded.leader) is None:
             return False
         leader.fail(one_line(error))
         log.error("all machines end: %s", one_line(error), exc_info=not isinstance(error, OutcoreError))
@@ -182,23 +218,18 @@ class EngineThread:
         self._fail_all(error)
         return True
 
-    def _live(self) -> list[AnswerChoice]:
-        with self._lock:
-            return list(self._choices.values())
-
     def _listen(self) -> None:
         """Take what has come; wait for it where there is nothing else to do."""
-        slot = self.slot
         if self._choices:
             self._take_in()
-        elif slot.loaded is None:
+        elif self.loaded is None:
             self._take_in(None)
         else:
-            slot.loaded.rest()
-            self._take_in(slot.loaded.left_s if slot.loaded.leader is None else LOOK_S)
-        self._over([choice for choice in self._live() if not choice.wanted])
-        if slot.loaded is not None and slot.loaded.left_s == 0 and not self._choices:
-            slot.drop()
+            self.loaded.rest()
+            self._take_in(self.loaded.left_s if self.loaded.leader is None else LOOK_S)
+        self._over([choice for choice in list(self._choices.values()) if not choice.wanted])
+        if self.loaded is not None and self.loaded.left_s == 0 and not self._choices:
+            self.drop()
 
     def _take_in(self, wait_s: float | None = 0) -> None:
         """Do what is in the inbox; wait so long for the first of it (None: for ever)."""
@@ -209,17 +240,16 @@ class EngineThread:
                 work = self._inbox.get_nowait()
 
     def _work(self) -> None:
-        """One step."""
-        slot, live = self.slot, self._live()
-        pending = [choice for choice in live if not choice.started]
-        if live and len(pending) == len(live) and slot.name != (name := pending[0].ask.model):
+        live = list(self._choices.values())
+        pending, there = [choice for choice in live if not choice.started], self.loaded and self.loaded.name
+        if live and len(pending) == len(live) and there != (name := pending[0].ask.model):
             try:
-                slot.switch(name)
+                self._switch(name)
             except Exception as e:
                 log.warning("%s cannot be loaded: %s", name, one_line(e))
                 self._fail([choice for choice in pending if choice.ask.model == name], e)
                 return
-        if (loaded := slot.loaded) is None:
+        if (loaded := self.loaded) is None:
             return
         for choice in itertools.takewhile(lambda choice: choice.ask.model == loaded.name, pending):
             try:
@@ -244,7 +274,7 @@ class EngineThread:
         Raises:
             _Unwanted: by nobody.
         """
-        if self._closing or not any(choice.wanted and choice.started for choice in self._live()):
+        if self._closing or not any(choice.wanted and choice.started for choice in list(self._choices.values())):
             raise _Unwanted
 
     def _tell(self, loaded: Loaded, step: StepResult) -> None:
@@ -280,8 +310,8 @@ class EngineThread:
     def _over(self, choices: Collection[AnswerChoice]) -> None:
         """These are over, or nobody wants them: their places are free."""
         started = [choice.uid for choice in choices if choice.started]
-        if started and self.slot.loaded is not None:
-            self.slot.loaded.sequences.remove(started)
+        if started and self.loaded is not None:
+            self.loaded.sequences.remove(started)
         with self._lock:
             for choice in choices:
                 self._choices.pop(choice.uid, None)
@@ -299,7 +329,7 @@ class EngineThread:
             live, self._choices = list(self._choices.values()), {}
         for choice in live:
             choice.tell(as_request_error(error))
-        self.slot.drop()
+        self.drop()
 
 
 def _say(choice: AnswerChoice, said: Sequence[Event], over: dict[AnswerChoice, Ended | Exception]) -> None:
@@ -316,6 +346,5 @@ class _Unwanted(BaseException):
 
 
 def too_many(waiting: int) -> RequestError:
-    """That so many wait already."""
     why = f"{waiting} requests wait already; try again later"
     return RequestError(why, "too_many_requests", status=429, retry_after=RETRY_S)

@@ -56,8 +56,7 @@ class GenerationRequest:
         max_tokens: of the answer, or fewer if no more fit; None: the server's default.
         stop: strings that end the answer; not part of it.
         logprobs: of each token, with so many of the likeliest beside it; None: none.
-        schema: the answer is JSON of this schema; an empty one: any JSON object. A text: it is of this grammar, in
-            llama.cpp's form (GBNF) or Lark's. None: free text.
+        schema: the answer is JSON of this schema; an empty one: any JSON object. None: free text.
         choices: answers to the same prompt.
         keep_alive: seconds that the model stays loaded after this; negative: for good; None: the server's default.
     """
@@ -74,7 +73,7 @@ class GenerationRequest:
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    schema: Mapping[str, Any] | str | None = None
+    schema: Mapping[str, Any] | None = None
     choices: int = 1
     keep_alive: float | None = None
 

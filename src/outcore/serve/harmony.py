@@ -26,7 +26,6 @@ def is_harmony(template: str) -> bool:
 
 
 def harmony_markers(tools: bool) -> Markers:
-    """The marks of such answers."""
     header = PARTS | ({CALL: "tool"} if tools else {})
     return Markers({"header": header, "normal": PART_ENDS, "reasoning": PART_ENDS, "tool": {}}, read_call, "header")
 

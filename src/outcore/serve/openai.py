@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ..checks import COUNT
-from ..decode.request_values import template_options
 from ..version import __version__
 from .api import (
     Defaults,
@@ -41,6 +40,7 @@ from .requests import (
     conversation,
     read,
     sampling_of,
+    template_options,
     text_of,
     text_of_json,
     wrong,
@@ -103,11 +103,14 @@ class OpenAIBody(SamplerFields):
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
         """Arguments of the chat template: the server's, by the effort, and the request's own, which hold."""
         thinks = None if effort is None else effort not in ("none", "minimal")
-        return defaults.options(thinks, effort if thinks else None) | template_options(self.chat_template_kwargs)
+        own = template_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        return defaults.options(thinks, effort if thinks else None) | own
 
 
 class TextBody(OpenAIBody):
     """What chats and completions have in common."""
+
+    refused = {"grammar": ("",)}
 
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
@@ -115,21 +118,17 @@ class TextBody(OpenAIBody):
     stop: Stops = ()
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
     response_format: ResponseFormat | None = None
-    grammar: str = ""  # llama.cpp's
 
     def request(self, defaults: Defaults) -> GenerationRequest:
         """What is asked, but for the prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
-        schema = schema_of(self.response_format, "response_format")
-        if self.grammar and schema is not None:
-            raise wrong("grammar", "not together with a schema or a required tool")
         return GenerationRequest(
             model=self.model,
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             sampling=sampling_of(self, defaults.sampling),
             stop=self.stop,
-            schema=self.grammar or schema,
+            schema=schema_of(self.response_format, "response_format"),
             choices=self.n,
         )
 
@@ -189,8 +188,8 @@ class ChatBody(TextBody):
     """A chat completion."""
 
     refused = {
-        "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],),
-        "moderation": (), "web_search_options": (),
+        **TextBody.refused, "audio": (), "function_call": ("none", "auto"), "functions": ([],),
+        "modalities": (["text"],), "moderation": (), "web_search_options": (),
     }  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -220,7 +219,6 @@ def chosen_tool(choice: Any) -> str:
 
 
 def chat(request: HttpRequest) -> ParsedRequest:
-    """``/v1/chat/completions``."""
     body = read(ChatBody, request.body)
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
@@ -325,7 +323,6 @@ def _call(event: Called) -> dict[str, Any]:
 
 
 def usage(finished: Finished) -> dict[str, Any]:
-    """OpenAI's counts of tokens."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.tokens,
@@ -352,7 +349,6 @@ def timings(finished: Finished) -> dict[str, Any]:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"  # llama.cpp's, by which agents know that they have to shorten
@@ -361,12 +357,10 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def models(request: HttpRequest) -> dict[str, Any]:
-    """``/v1/models``."""
     return {"object": "list", "data": [_model(card) for card in request.service.models()]}
 
 
 def model(request: HttpRequest) -> dict[str, Any]:
-    """``/v1/models/NAME``."""
     return _model(request.service.card(request.params["model"]))
 
 

@@ -197,7 +197,6 @@ class TextParser:
 
     @property
     def _plain(self) -> bool:
-        """All of it is the answer."""
         return not any(self._markers.marks.values())
 
     def _begins_call(self, text: str) -> bool:

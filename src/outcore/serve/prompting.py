@@ -27,12 +27,9 @@ CHARACTERS = 16
 """Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
 
 
-class Grammar(Protocol):
-    """What an answer has to be."""
-
-    def processor(self, prompt: int) -> Processor:
-        """A logits processor for one choice, to be the last of them; of so many tokens before the answer in those that
-        it will be called with."""
+Grammar = Callable[[int], Processor]
+"""Makes a logits processor for one choice, to be the last of them: it is given the tokens before the answer in those
+that the processor will be called with."""
 
 
 class Grammars(Protocol):

@@ -7,6 +7,7 @@ A field that is null is as good as one that is not there. Unknown fields have no
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -15,15 +16,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 
 from ..checks import COUNT, LEAST_TEMPERATURE
-from ..decode import request_values
-from ..decode.request_values import LARGE, stop_strings
+from ..decode.request_text import TEMPLATE_OWN, checked_text
 from ..text import shortened
 from .body import read_json
 from .events import RequestError, Sampling
 
 UNSUPPORTED = "unsupported_parameter"
 
-MOST_STOPS = 64
+LARGE = 1e30
+"""Numbers that logits are changed by are no larger: what they make of a logit is still a float32."""
+
+MOST_STOPS, STOP_CHARACTERS = 64, 1000
 MOST_TOOLS = 1024
 MOST_IGNORED = 32
 
@@ -94,33 +97,57 @@ def _path(value: Any, place: Sequence[int | str]) -> str:
 
 
 def wrong(where: str, why: str, code: str = "invalid_request") -> RequestError:
-    """That a field is not what it has to be."""
     return RequestError(f"{where}: {why}", code, param=where)
 
 
-def checked(check: Callable[[Any], Any]) -> AfterValidator:
-    """A check that raises RequestError, as a validator of a field."""
-
-    def validate(value: Any) -> Any:
-        try:
-            return check(value)
-        except RequestError as e:
-            raise PydanticCustomError("value", "{why}", {"why": str(e).partition(": ")[2]}) from None
-
-    return AfterValidator(validate)
+def _value_error(why: str) -> PydanticCustomError:
+    return PydanticCustomError("value", "{why}", {"why": why})
 
 
 def _warm(value: float) -> float:
     if 0 < value < LEAST_TEMPERATURE:
-        raise PydanticCustomError("value", "0, or at least {least}, is needed", {"least": LEAST_TEMPERATURE})
+        raise _value_error(f"0, or at least {LEAST_TEMPERATURE}, is needed")
     return value
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = stop_strings(value)
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise _value_error("a string, or a list of strings, none of them empty")
+    if any(len(s) > STOP_CHARACTERS for s in stops):
+        raise _value_error(f"a string of more than {STOP_CHARACTERS} characters")
     if len(stops) > MOST_STOPS:
-        raise RequestError(f"stop: at most {MOST_STOPS} strings")
-    return stops
+        raise _value_error(f"at most {MOST_STOPS} strings")
+    try:
+        return tuple(checked_text(s, "stop") for s in stops)
+    except RequestError as e:
+        raise _value_error(str(e).removeprefix("stop: ")) from None
+
+
+def _bias(value: dict[str, Any]) -> dict[int, float]:
+    """What is added to logits, by token."""
+    try:
+        bias = {int(token): float(add) for token, add in value.items()}
+    except (TypeError, ValueError):
+        raise _value_error("an object of token ids and numbers is needed") from None
+    except OverflowError:
+        bias = {0: math.inf}
+    if unknown := [token for token in bias if token < 0]:
+        raise _value_error(f"the model has no token {shortened(unknown[0])}")
+    if not all(-LARGE <= add <= LARGE for add in bias.values()):
+        raise _value_error(f"numbers must be finite, from {-LARGE:g} to {LARGE:g}")
+    return bias
+
+
+def template_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Further arguments of a chat template.
+
+    Raises:
+        RequestError: some of them are not the request's to give.
+    """
+    if own := sorted(TEMPLATE_OWN & options.keys()):
+        raise wrong(f"{name}.{own[0]}", "cannot be given here")
+    return dict(options)
 
 
 def text_of_json(text: str, where: str) -> dict[str, Any]:
@@ -138,7 +165,7 @@ Change = Annotated[float, Field(ge=-LARGE, le=LARGE)]
 Factor = Annotated[float, Field(ge=0, le=LARGE)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
-Stops = Annotated[Any, checked(_stops)]
+Stops = Annotated[Any, AfterValidator(_stops)]
 """A string or several, given as a tuple."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Needed = Annotated[str, Field(min_length=1)]
@@ -160,7 +187,7 @@ class SamplerFields(Body):
     presence_context_size: Count | None = None
     frequency_penalty: Change | None = None
     frequency_context_size: Count | None = None
-    logit_bias: Annotated[dict[str, Any], checked(request_values.logit_bias)] | None = None
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_bias)] | None = None
 
 
 def sampling_of(body: Part, default: Sampling) -> Sampling:

@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=type("GatedConnection", (Connection,), {"gate": site.gate}),
+                http=type("SiteConnection", (Connection,), {"site": site}),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -172,7 +172,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def look(self) -> None:
-        """See which clients are late."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.look()
@@ -238,6 +237,5 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def url(host: str, sockets: Sequence[socket.socket]) -> str:
-    """Where the server is found."""
     port = sockets[0].getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..checkpoint.positions import longest_context
+from ..checkpoint.positions import longest_context, position_limit
 from ..checkpoint.tokenizer import load_tokenizer
 from ..decode.loader import load_model
 from ..engine.session import Session
@@ -144,13 +144,11 @@ class ModelService:
             self.engine.cancel(choices)
 
     async def count(self, ask: GenerationRequest) -> int:
-        """Tokens of the prompt."""
         model = self.shelf.named(ask.model)
         room = self._room(model)
         return len((await self._read(model, ask, None if room is None else max(room, COUNTED))).tokens)
 
     def models(self) -> Sequence[ModelCard]:
-        """All models that can be asked for."""
         return [self._card(model) for model in self.shelf.models.values()]
 
     def card(self, name: str) -> ModelCard:
@@ -171,9 +169,9 @@ class ModelService:
     def state(self) -> Mapping[str, Any]:
         """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running`` and ``waiting`` choices,
         counters of each loaded model, and bytes that MLX holds."""
-        engine, loaded = self.engine, self.engine.slot.loaded
+        engine, loaded = self.engine, self.engine.loaded
         return {
-            "status": "closing" if self._closing else "loading" if engine.slot.loading is not None else "ok",
+            "status": "closing" if self._closing else "loading" if engine.loading is not None else "ok",
             "running": engine.running,
             "waiting": engine.waiting,
             "models": {} if loaded is None else {loaded.name: loaded.counters},
@@ -189,7 +187,7 @@ class ModelService:
     @property
     def forecast(self) -> Forecast | None:
         """What the machines that share the model are predicted to take; None: it is one machine's."""
-        loaded = self.engine.slot.loaded
+        loaded = self.engine.loaded
         return loaded.session.transport.forecast if loaded is not None else None
 
     def close(self) -> None:
@@ -201,7 +199,7 @@ class ModelService:
     def _room(self, model: Offered) -> int | None:
         """Tokens of a prompt and its answer together at most; None: any number."""
         given = self.options.most_context or longest_context(model.config)
-        return min((n for n in (given, model.positions) if n is not None), default=None)
+        return min((n for n in (given, position_limit(model.config)) if n is not None), default=None)
 
     async def _read(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
         # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
@@ -252,7 +250,7 @@ class ModelService:
         return model
 
     def _card(self, model: Offered) -> ModelCard:
-        loaded = self.engine.slot.loaded
+        loaded = self.engine.loaded
         if loaded is None or loaded.name != model.name:
             return model.card
         left_s, memory_bytes = loaded.left_s, loaded.session.plan.peak_bytes

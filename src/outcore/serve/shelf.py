@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.find_model import resolve_model
-from ..checkpoint.positions import config_of, longest_context, position_limit
+from ..checkpoint.positions import config_of, longest_context
 from ..errors import OutcoreError, RequestError, UsageError
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from ..text import shortened
@@ -35,13 +35,7 @@ class Offered:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
         return config_of(self.folder)
-
-    @property
-    def positions(self) -> int | None:
-        """Tokens that it has positions for at all; None: for any number."""
-        return position_limit(self.config)
 
     @cached_property
     def card(self) -> ModelCard:
@@ -112,7 +106,6 @@ class Shelf:
 
     @property
     def default(self) -> Offered:
-        """The first one."""
         return next(iter(self.models.values()))
 
     def named(self, name: str) -> Offered:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from .api import Api, Defaults, encoded
-from .connection import ClientLimits, Gate
+from .connection import ClientLimits
 from .events import Event, RequestError, shutting_down
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Site:
         closing: no request is answered any more, but those under way. ``ended``: set when those end, too.
         under_way: requests that were begun and are not answered. ``answered``: those that are, errors among them.
         held_bytes: of bodies that are read, or wait for their answers.
+        turned_away, dropped, late: connections that there was no room for, that made room for others, and that were
+            closed because of a time-out.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Site:
     ) -> None:
         self.service, self.apis = service, tuple(apis)
         self.limits, self.defaults = limits or ClientLimits(), defaults or Defaults()
-        self.gate = Gate(self.limits, self._refusal, clock)
+        self.clock, self.turned_away, self.dropped, self.late = clock, 0, 0, 0
         self.observers: list[Observer] = []
         self.closing, self.ended = False, asyncio.Event()
         self.under_way = self.answered = self.held_bytes = 0
@@ -76,7 +78,8 @@ class Site:
 
         return error_response(max(self.apis, key=likeness), error)
 
-    def _refusal(self, status: int, message: str) -> bytes:
+    def refused(self, status: int, message: str) -> bytes:
+        """The body of an answer to what is no request of any API, or none that is read."""
         return encoded(self.apis[0].error_body(RequestError(message, "connection", status=status)))
 
 
@@ -91,7 +94,6 @@ def error_response(api: Api, error: RequestError) -> Response:
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer of JSON."""
     return Response(encoded(value), status, headers, media_type="application/json")
 
 

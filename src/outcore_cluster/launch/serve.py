@@ -13,7 +13,6 @@ from outcore.decode.continuous import Continuous
 from outcore.decode.loader import load_model
 from outcore.errors import UsageError
 from outcore.monitoring import publish
-from outcore.monitoring.publisher import staying
 from outcore.serve.service import ServiceOptions
 from outcore.serve.shelf import Shelf
 
@@ -44,7 +43,7 @@ def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOp
         LinkError: the run has failed. OutcoreError: this rank cannot go on.
     """
     offered = Shelf(names, revision=revision).default
-    with _uninterrupted(), staying("serve"):
+    with _uninterrupted():
         model, _ = load_model(offered.folder, options.load)
         with model.outcore:
             publish(model, "serve", offered.name)

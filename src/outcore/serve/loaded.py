@@ -1,14 +1,10 @@
-"""The one model that a server's engine has in memory, and how long it stays."""
+"""The one model that a server's engine has in memory: what it does, and how long it stays."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.nn as nn
 
@@ -17,9 +13,6 @@ from ..decode.passes import generating
 from ..engine.session import Session
 from ..engine.transport import Leader
 from ..machine.allocator import clear_cache
-from ..monitoring import publish
-
-log = logging.getLogger("outcore.serve")
 
 
 @dataclass
@@ -81,56 +74,4 @@ class Loaded:
         self.idle_at = self.idle_at or time.monotonic()
         if self.leader is not None:
             self.leader.rest()
-        clear_cache()
-
-
-class ModelSlot:
-    """Room for one model. Used on the engine's thread; its attributes are read from others, which never wait.
-
-    Args:
-        open_model: loads a model by its name.
-        keep_alive: seconds that a model stays when nobody asks for it; None: for good.
-        options: of ``Continuous``.
-
-    Attributes:
-        loaded: the model that is in memory. ``loading``: the name of the one that is being loaded.
-    """
-
-    def __init__(self, open_model: Callable[[str], nn.Module], keep_alive: float | None, **options: Any) -> None:
-        self.open, self.keep_alive, self._options = open_model, keep_alive, options
-        self.loaded: Loaded | None = None
-        self.loading: str | None = None
-
-    @property
-    def name(self) -> str | None:
-        """Of the model that is in memory."""
-        return self.loaded.name if self.loaded is not None else None
-
-    def switch(self, name: str) -> Loaded:
-        """Have this model in memory, and no other."""
-        self.drop()
-        self.loading, began = name, time.monotonic()
-        try:
-            model = self.open(name)
-        finally:
-            self.loading = None
-        publish(model, "serve", name)
-        own = Continuous(model, **self._options)
-        sequences = model.outcore.transport.leader(own) or own
-        self.loaded = Loaded(name, model, sequences, self.keep_alive, time.monotonic() - began)
-        return self.loaded
-
-    def drop(self) -> None:
-        """Let the model go."""
-        if self.loaded is None:
-            return
-        loaded, self.loaded = self.loaded, None
-        for close in (loaded.sequences.close, loaded.busy.close, loaded.session.close):
-            try:
-                close()
-            except Exception:
-                log.exception("%s cannot be closed", loaded.name)
-        # What refers to itself would stay beside the next model; nor may callers refer to this one.
-        del loaded, close
-        gc.collect()
         clear_cache()

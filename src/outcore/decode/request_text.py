@@ -1,0 +1,25 @@
+"""What texts of requests may be. No MLX."""
+
+from __future__ import annotations
+
+from ..errors import RequestError
+from ..text import half_character
+
+TEMPLATE_OWN = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+     "tokenizer_kwargs", "tools", "truncation"}
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that no request may give: it would bring code of its own, or get no text."""
+
+
+def checked_text(text: str, where: str) -> str:
+    """The text, if it is one: JSON can escape half of a surrogate pair, which no tokenizer takes.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if (at := half_character(text)) is not None:
+        wanted = "write the pair, or the character"
+        raise RequestError(f"{where}: character {at} is half of a surrogate pair; {wanted}", param=where)
+    return text
