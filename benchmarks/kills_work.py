@@ -21,7 +21,7 @@ from outcore.cli.main import main
 from outcore_calibrate import cold_ranges as unread
 
 # All that the commands import, before anything is forked.
-for _name in ("outcore_packs.command", "outcore.cli.generate", "outcore.cli.batch", "outcore_calibrate.command"):
+for _name in ("outcore_packs.command", "outcore.cli.generate", "outcore_batch.command", "outcore_calibrate.command"):
     importlib.import_module(_name)
 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "_norm.weight")

@@ -248,7 +248,7 @@ from outcore.errors import StoreError
 rank, how = os.environ["MLX_RANK"], sys.argv[1]
 words = sys.argv[2:]
 if how == "unequal" and rank == "1":
-    answers.Chat._most = lambda self, prompt: 7
+    answers.most_tokens = lambda *_: 7
 if how == "broken" and rank == "1":
     plain = answers.stream_generate
 
