@@ -255,11 +255,6 @@ class Ring:
             self.metrics.stall_s += self._clock() - began
         lease.read.wait()
 
-    def check(self) -> None:
-        """Raise ``ReadError`` if a file that is read was written to."""
-        self._check_open()
-        self.reader.check()
-
     def release(self, lease: Lease) -> None:
         """Nothing will read the slot any more: the next unit may be read into it."""
         self.held.pop(lease.turn, None)
