@@ -23,7 +23,7 @@ import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode import text_drafts
 from outcore.decode.passes import HiddenKeeper
-from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
+from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
 from outcore.decode.speculative.proposers import Proposer, drawn
@@ -71,7 +71,7 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
 def alone(
     self: Drafting,
     control: DraftLengthPolicy,
-    how: DrawForecast | MlxLmSampler | None,
+    how: MlxLmSampler | None,
     vocabulary: int,
     state: TextState,
     hidden: HiddenKeeper | None = None,

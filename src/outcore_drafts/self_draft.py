@@ -198,4 +198,4 @@ class CopyProposer:
         self._fed += len(new)
         with mx.stream(generation_stream):
             logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
-            return self._draw(logits[0, -1], len(drafted))
+            return self._draw(logits[0, -1])

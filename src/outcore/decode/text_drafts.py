@@ -13,7 +13,7 @@ from ..plan.draft_cost import MOST
 from .model_runner import ModelRunner
 from .passes import HiddenKeeper
 from .request import Alone, Request
-from .sampling import foresee
+from .sampling import drawn_by
 from .speculative.acceptance import AcceptanceStats
 from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
@@ -58,9 +58,12 @@ class TextDrafts:
         self.most = self.control.most
         self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
-        how = foresee(self._request.sampler, logprobs.dtype)
         self.source = drafting.source(
-            self.control, how, logprobs.size, lambda: (target.cache, target.pending), target.hidden
+            self.control,
+            drawn_by(self._request.sampler),
+            logprobs.size,
+            lambda: (target.cache, target.pending),
+            target.hidden,
         )
 
     def look(self) -> None:
