@@ -33,16 +33,6 @@ from result_file import write_result
 PROMPT = 256
 
 
-class DiskLimited(DraftLengthPolicy):
-    """A control to which every sweep takes a second and a guess no time."""
-
-    def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
-        return 1.0
-
-    def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
-        return True
-
-
 @dataclass
 class Result:
     """Of one source on one text at one temperature; ``accepted`` and ``drafted`` a sweep."""
@@ -91,7 +81,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(text_drafts)["DraftLengthPolicy"] = lambda _, experience: DiskLimited(args.most, experience)
+    vars(text_drafts)["DraftLengthPolicy"] = lambda _, experience: DraftLengthPolicy(args.most, experience, fixed=True)
     found = []
     try:
         with model.outcore as session:

@@ -280,7 +280,6 @@ class OneText:
         control = self.drafts.control
         if self.session.streaming is not None and control is not None:
             control.most = min(control.most, self.session.size.drafted)
-            self.drafts.look()
 
 
 @dataclass

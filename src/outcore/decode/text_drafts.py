@@ -56,7 +56,6 @@ class TextDrafts:
             session.experience = AcceptanceStats()
         self.control = DraftLengthPolicy(self.most, session.experience)
         self.most = self.control.most
-        self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
         self.source = drafting.source(
             self.control,
@@ -65,18 +64,6 @@ class TextDrafts:
             lambda: (target.cache, target.pending),
             target.hidden,
         )
-
-    def look(self) -> None:
-        """Tell what drafts of the disk, as it is now."""
-        session, control = self._session, self.control
-        if control is None:
-            return
-        streaming = session.streaming
-        reads = streaming is not None and not control.by_token
-        control.own = session.transport.alone
-        control.ahead = streaming.ring.share_ahead if streaming is not None and reads else 0.0
-        sweep = session.plan.bytes_per_token if reads else 0
-        control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
 
     def guesses(self, text: list[int], most: int) -> list[Guess]:
         """What follows the text perhaps, as is worth a pass's time, up to a token that ends the text."""
