@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outcore.decode.speculative.acceptance import AcceptanceStats
+from outcore.decode.speculative.acceptance import AcceptanceStats, Rate
 from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy, SharedPass
 from outcore.decode.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
 from outcore.plan.draft_cost import MOST
@@ -287,23 +287,6 @@ def test_a_source_that_is_slower_than_a_sweep_is_asked_once_before_that_is_known
     assert machine.now == 30.0
 
 
-def test_what_is_foreseen_is_drafted_before_any_sweep_was_seen() -> None:
-    machine, learnt = Machine(1.0, 0.001, 0.002), AcceptanceStats()
-    learnt.expect("coin", 0.9, 16)
-    control = DraftLengthPolicy(experience=learnt, clock=lambda: machine.now)
-    control.foreseen_s = 1.0
-    assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == 16
-    assert len(control.draft(Coin(machine, [0.9]), [1], 7)) == 7
-    # What is said not to be worth it is tried all the same, as what nothing is known of.
-    learnt.expect("coin", 0.9, 0)
-    assert len(control.draft(Coin(machine, [0.9]), [1], 100)) == UNTRIED
-    # And what was thought of it gives way to what is seen.
-    for _ in range(12):
-        guesses = control.draft(Coin(machine, [0.1]), [1], 100)
-        saw(control, guesses, [1], 1 + len(guesses), machine.sweep(1 + len(guesses)))
-    assert learnt.typical("coin") < 0.4
-
-
 def test_the_next_text_begins_with_what_was_learnt_and_forgets_it_soon_enough() -> None:
     machine, learnt = Machine(1.0, 0.001, 0.002), AcceptanceStats()
 
@@ -351,7 +334,7 @@ def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     for tokens in (20, 40, 60):
         control.experience.swept("coin", tokens, machine.sweep(tokens))
     source = Coin(machine, [0.8])
-    control.experience.expect(source.name, 0.8, 8)
+    control.experience.sources[source.name] = Rate(6.4, 8.0)
     for _ in range(2):
         control.experience.plain.add(1.0)
     alone = len(control.draft(source, [1, 2], 32))

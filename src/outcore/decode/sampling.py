@@ -16,7 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -169,14 +169,3 @@ def judge(token: int, p: mx.array, q: mx.array) -> int:
     draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
     mx.eval(stays, draw, other)
     return token if bool(draw < stays) else cast(int, other.item())
-
-
-class Guessed(Protocol):
-    """A drafted token; ``q``: the probabilities (vocabulary,) that it was drawn with, for the rejection rule; None: the
-    sampler decides."""
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def q(self) -> mx.array | None: ...

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
@@ -220,11 +220,6 @@ def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
     for name, each in experts.items():
         made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
     return made
-
-
-def head_bytes(head: MtpHead) -> int:
-    """Of its weights."""
-    return sum(a.nbytes for _, a in tree_flatten(head.parameters()))
 
 
 def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:

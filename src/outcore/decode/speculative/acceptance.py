@@ -91,7 +91,6 @@ class AcceptanceStats:
         guess: what a guess of a source takes; ``follow``: and a token of the text there.
         plain: what a pass takes without a draft; ``drafted``: and with one of a source, which is made before it.
         sweeps: that were seen, and tokens that they ``made``.
-        first: guesses of a source that are thought to be worth their time, for a pass before any was seen.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -102,11 +101,6 @@ class AcceptanceStats:
     drafted: dict[str, CostLine] = field(default_factory=dict)
     sweeps: int = 0
     made: int = 0
-    first: dict[str, int] = field(default_factory=dict)
-
-    def expect(self, source: str, chance: float, first: int) -> None:
-        """A source's guesses are thought to be right with this chance, and so many to be worth their time."""
-        self.sources[source], self.first[source] = Rate(chance * KEPT, KEPT), first
 
     def another_text(self) -> None:
         """Another text begins: what was learnt of those before counts for less."""

@@ -15,7 +15,7 @@ from .acceptance import AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 
 UNTRIED = 4
-"""Guesses for a pass before any was seen, where nothing is foreseen of them."""
+"""Guesses for the first pass."""
 
 SURE = 3
 """Drafts of a source after which it is known what they take: kernels are compiled for the first ones."""
@@ -102,8 +102,7 @@ class DraftLengthPolicy:
         stale = self._drafted and PROBE * self._alike_s > self.plain_s
         if not self.fixed and learnt.drafted and (stale or learnt.plain.seen < 2):
             return []  # so that it is known what a pass takes without
-        untried = max(UNTRIED, learnt.first.get(source.name, 0))
-        limit = min(most, self.most if learnt.drafted or self.fixed else untried)
+        limit = min(most, self.most if learnt.drafted or self.fixed else UNTRIED)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
             guesses = self._draft(source.cheaper, text, limit)
