@@ -74,7 +74,7 @@ class SpeculativeDecoder:
         elif joining:
             for text in texts:
                 text.stop_ahead()
-        waiting = [text for text in texts if text.now is None]
+        waiting = texts if one is not None and one.now is None else [text for text in texts if text.now is None]
         if waiting and (joining or len(waiting) == len(texts)):
             try:
                 return self._sweep(waiting, beside, one)
