@@ -23,7 +23,7 @@ import outcore
 from outcore.checkpoint.find_model import resolve_model
 from outcore.decode import text_drafts
 from outcore.decode.passes import HiddenKeeper
-from outcore.decode.sampling import DrawForecast, MlxLmSampler, make_sampler
+from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
 from outcore.decode.speculative.proposers import Proposer, drawn
@@ -31,16 +31,6 @@ from outcore.plan.draft_cost import MOST
 from result_file import write_result
 
 PROMPT = 256
-
-
-class DiskLimited(DraftLengthPolicy):
-    """A control to which every sweep takes a second and a guess no time."""
-
-    def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
-        return 1.0
-
-    def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
-        return True
 
 
 @dataclass
@@ -71,7 +61,7 @@ def prompts_of(tokenizer: Any, text: str, count: int, code: bool) -> list[list[i
 def alone(
     self: Drafting,
     control: DraftLengthPolicy,
-    how: DrawForecast | MlxLmSampler | None,
+    how: MlxLmSampler | None,
     vocabulary: int,
     state: TextState,
     hidden: HiddenKeeper | None = None,
@@ -91,7 +81,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(text_drafts)["DraftLengthPolicy"] = lambda _, experience: DiskLimited(args.most, experience)
+    vars(text_drafts)["DraftLengthPolicy"] = lambda _, experience: DraftLengthPolicy(args.most, experience, fixed=True)
     found = []
     try:
         with model.outcore as session:

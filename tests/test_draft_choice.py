@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import outcore
 import zoo
 from outcore.calibration.calibration_file import store_calibration
 from outcore.cli.main import main
-from outcore.decode import text_drafts
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy
 from outcore.disk.disk_calls import DiskCalls
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
@@ -29,7 +26,7 @@ from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.sizes import format_size
-from outcore_drafts.self_draft import CHANCES, SELF
+from outcore_drafts.self_draft import SELF
 from stand_ins import TokensOnly
 
 SLOW = Calibration(read_gbps=0.001, sync_s=1e-6, weight_gbps=1000.0, measured=True)
@@ -170,29 +167,6 @@ def test_a_disk_that_fills_takes_a_draft_that_nobody_asked_for(
         return
     assert tokens(draft="auto") == expected
     assert found[-1][0] is None and "nothing drafts: " in found[-1][1] and "the disk is full" in found[-1][1]
-
-
-@pytest.mark.parametrize("draft", ["auto", "self:2"])
-def test_the_first_text_begins_with_what_is_expected(
-    draft: str, folder: Path, slow: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What a guess takes on a machine that does other things at that moment decides nothing here.
-    monkeypatch.setattr(text_drafts, "DraftLengthPolicy", partial(DraftLengthPolicy, clock=lambda: 0.0))
-    options: dict[str, Any] = {"context": 96, "prompt": 16, "resident": 0}
-    memory = prepare(folder, memory="1GB", draft="self:2", **options).planning.smallest + 50_000
-    model, _ = outcore.load_model(folder, memory=memory, govern=False, draft=draft, **options)
-    with model.outcore as session:
-        assert session.drafting.name == "self:2"
-        assert session.experience.typical(SELF) == pytest.approx(CHANCES[2])
-        # Behind a slow disk more guesses are worth it than where nothing is known.
-        assert session.experience.first[SELF] > UNTRIED
-        tokens = outcore.stream_generate(model, TokensOnly(), [3, 4, 5, 6], max_tokens=40)
-        while session.metrics.drafted == 0:
-            next(tokens)
-        assert session.metrics.drafted > UNTRIED
-    model, _ = outcore.load_model(folder, memory="1GB", govern=False, draft=draft, **options | {"resident": None})
-    with model.outcore as session:
-        assert session.experience is None  # nothing is streamed: nothing is foreseen
 
 
 def test_the_plan_shows_the_ways_and_says_why(folder: Path, slow: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,6 @@ def reference(model: Any, drafting: Any, text: Sequence[int], drafted: Sequence[
     [
         ("qwen3_5", 300, 64, 0),
         ("deepseek_v3", 21, 8, 1),
-        ("mimo_v2_flash", 300, 64, 0),
     ],
 )
 def test_guesses_are_the_head_s_own_after_each_text(

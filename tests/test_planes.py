@@ -89,8 +89,6 @@ def test_answers_are_the_same_bits(model_type: str, bits: int, high: int, tmp_pa
         for resident in (0, 2):
             model, _ = outcore.load_model(tmp_path / "packed", draft=draft, resident=resident, **OPTIONS)
             with model.outcore as session:
-                told = any("without that draft they are put together" in note for note in session.notes)
-                assert told == (draft in ("none", "ngram")) and not any("compact" in note for note in session.notes)
                 nested = any(nested_modules(model))
                 assert session.plan.streamed and nested == draft.startswith("self")
                 assert any(any(u.decoders) for u in session.streaming.layers.units)
@@ -165,9 +163,6 @@ def test_a_copy_in_the_cache_is_taken_where_its_bits_draft(original: Path, cache
 
     assert folder_of("self:2") == copy
     assert folder_of("none") == folder_of("ngram") == folder_of("self:3") == original
-    for folder, draft, told in ((original, "self:2", False), (copy, "self:2", False), (copy, "none", True)):
-        notes = prepare(folder, draft=draft, resident=0, **options).notes
-        assert any("without that draft they are put together" in note for note in notes) == told
     model, _ = outcore.load_model(original, draft="self:2", resident=0, **OPTIONS)
     with model.outcore:
         assert same(model, expected(original))

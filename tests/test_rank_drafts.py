@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,9 @@ import pytest
 import rank_work
 import zoo
 from link_ranks import in_threads, linked
-from memory_link import memory_links
 from outcore.checkpoint.packed_store import open_model
-from outcore.decode.drafted_sweeps import Waits
 from outcore.decode.one_text import Sampler
 from outcore.decode.opening import Opening
-from outcore.disk.metrics import Metrics
-from outcore.engine.transport import Solo
 from outcore.errors import LinkError
 from outcore.options import LoadOptions
 from outcore.plan.draft_cost import NGRAM
@@ -155,29 +150,6 @@ def test_what_cannot_draft_is_refused_on_all_ranks(two: RankProcesses, llama: Pa
         assert "a copy of this model cannot draft over several machines" in told
     for told in two.run(rank_work.refused, llama, {"draft": "mtp"}):
         assert told.startswith("draft mtp: not over several machines")
-
-
-def test_what_others_wait_for_their_disks_is_no_computing() -> None:
-    """The first rank reads nothing: it waits 5 s for another one, which waited 3 s for its disk, and computed."""
-    links, found = memory_links(2), [0.0, 0.0]
-
-    def sweep(rank: int, stall_s: float, ranks_s: float) -> None:
-        metrics = Metrics()
-        metrics.stall_s, metrics.ranks_s = 100.0, 200.0
-        waits = Waits(metrics, RankAgreement(links[rank]))
-        metrics.stall_s, metrics.ranks_s = 100.0 + stall_s, 200.0 + ranks_s
-        found[rank] = waits.for_disks()
-
-    threads = [threading.Thread(target=sweep, args=how) for how in ((0, 0.0, 5.0), (1, 3.0, 1.0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [3.0, 3.0]
-    metrics = Metrics()
-    waits = Waits(metrics, Solo())
-    metrics.stall_s = 2.0
-    assert waits.for_disks() == 2.0
 
 
 def test_a_sampler_that_fails_ends_the_run() -> None:

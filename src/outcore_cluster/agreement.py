@@ -43,10 +43,6 @@ class RankAgreement:
         told = self.link.gather(array("q", values).tobytes())
         return list(map(min, zip(*(array("q", each) for each in told), strict=True)))
 
-    def seconds(self, value: float) -> float:
-        """The sum of what all ranks have."""
-        return sum(array("d", told)[0] for told in self.link.gather(array("d", [value]).tobytes()))
-
     def working(self) -> AbstractContextManager[object]:
         """While a device is waited for, which other ranks wait for."""
         return self.link.working()

@@ -154,7 +154,7 @@ class ModelProposer:
             self._follow(new[:-1])
         with mx.stream(generation_stream):
             logits = self._feed(new[-1:])
-            return self._draw(logits[0, -1], len(drafted))
+            return self._draw(logits[0, -1])
 
     def _follow(self, ids: list[int]) -> None:
         """Compute tokens whose logits nobody asks for."""

@@ -46,7 +46,7 @@ both choose, with a model of 28M parameters at 4 and 8 bits (dev/LOG.md). More b
 class SelfDrafts(DraftSource):
     """Drafts by a copy of the model's own layers."""
 
-    kind, usage, writes = SELF, "self, self:BITS", True
+    kind, usage = SELF, "self, self:BITS"
 
     def parse(self, asked: str, argument: str | None) -> int:
         bits = argument or str(DEFAULT_BITS)
@@ -198,4 +198,4 @@ class CopyProposer:
         self._fed += len(new)
         with mx.stream(generation_stream):
             logits = self._model(mx.array(new, dtype=mx.int32)[None], cache=self._cache)
-            return self._draw(logits[0, -1], len(drafted))
+            return self._draw(logits[0, -1])

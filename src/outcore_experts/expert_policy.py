@@ -110,16 +110,16 @@ class ExpertPolicy:
         missing = sorted(missing, key=lambda e: (scores[e], e))
         spare = self._spare(here, scores)
         # The most valuable stay longest, so they come last.
-        now, missing = (missing, []) if len(missing) <= len(spare) else _cut(missing, len(spare))
+        now, missing = missing[: len(spare)], missing[len(spare) :]
         if here or now:
             yield Group((*here, *now), tuple(zip(now, spare, strict=False)))
         while missing:
             # Of all there are and will be, the worst places are given up, one at least.
-            best = set(sorted([*self.inside, *missing], key=lambda e: (-scores[e], e))[: self.slots])
+            best = set(self.best(missing))
             spare = [s for s in self._spare((), scores) if self.expert_in[s] not in best] or [
                 self._spare((), scores)[0]
             ]
-            now, missing = _cut(missing, len(spare))
+            now, missing = missing[: len(spare)], missing[len(spare) :]
             yield Group(tuple(now), tuple(zip(now, spare, strict=False)))
 
     def best(self, candidates: Collection[int]) -> list[int]:
@@ -169,7 +169,3 @@ class ExpertPolicy:
         order = np.argsort(worth, kind="stable").tolist()
         free = len(order) - int(np.isinf(worth).sum())
         return order[:free]
-
-
-def _cut(experts: list[int], count: int) -> tuple[list[int], list[int]]:
-    return experts[:count], experts[count:]

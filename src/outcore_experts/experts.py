@@ -194,7 +194,8 @@ class Experts:
             self.look_ahead.routed(switch, wanted)
         for group in switch.policy.groups(wanted):
             self._reads.bring(switch, group.loads, group.experts)
-            self._count(len(group.experts), len(group.loads))
+            self.metrics.experts.used += len(group.experts)
+            self.metrics.experts.read += len(group.loads)
         if self.look_ahead is not None:
             self.look_ahead.read()
             if pending.foreseen is not None:
@@ -215,7 +216,8 @@ class Experts:
         out: mx.array | None = None
         for group in switch.policy.groups(switch.use(tokens)):
             self._reads.bring(switch, group.loads, group.experts)
-            self._count(len(group.experts), len(group.loads))
+            self.metrics.experts.used += len(group.experts)
+            self.metrics.experts.read += len(group.loads)
             with switch.in_place():
                 now = original(x, switch.table[indices], **rest)
             if out is not None:
@@ -225,12 +227,6 @@ class Experts:
             out = now
         assert out is not None
         return out
-
-    # Memory and counting
-
-    def _count(self, used: int, missing: int) -> None:
-        self.metrics.experts.used += used
-        self.metrics.experts.read += missing
 
     # Memory
 

@@ -10,10 +10,9 @@ from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
 from outcore.cli.arguments import text_of
 from outcore.cli.engine import ProgressBar
 from outcore.decode.preparation import prepare
-from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
+from outcore.decode.speculative.sources import draft_source, parse_draft
 from outcore.errors import UsageError
 from outcore.machine.device import on_cpu
-from outcore.plan.draft_cost import NONE
 from outcore.sizes import format_size
 from outcore.text import printable, shortened
 
@@ -23,21 +22,13 @@ from .full_copy import pack_model
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     began = time.perf_counter()
-    draft, (kind, which) = args.draft, parse_draft(args.draft or NONE)
-    if kind not in OWN and not draft_source(kind).writes:
-        raise UsageError(f"--draft {draft}: only a copy of the model itself is made here, such as self:3")
-    if draft is not None and kind in OWN:
-        raise UsageError(f"--draft {draft}: nothing would be made; leave it out, or give self:3")
     coding = args.coding if args.coding != "auto" else PLAIN if on_cpu() else COMPACT
     cut = coding.startswith(PLANES)
-    drafted = _drafted_by(coding) if cut else None
-    if not CODING.fullmatch(coding) or (cut and drafted is None):
+    draft = _drafted_by(coding) if cut else None
+    if not CODING.fullmatch(coding) or (cut and draft is None):
         raise UsageError(
             f"--coding {shortened(coding)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
         )
-    if cut and draft is not None and parse_draft(drafted or NONE) != (kind, which):
-        raise UsageError(f"--draft {draft}: drafts with other bits than --coding {coding} keeps apart")
-    draft = drafted if cut else draft
     if args.output is not None:
         text_of("--output", str(args.output))  # MLX opens no file by another name
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}

@@ -17,11 +17,5 @@ PACK: list[str | Flag] = [
         "used. auto: compact on a GPU, plain on a processor, which decodes too slowly.",
         "auto",
     ),
-    FLAGS["draft"].but(
-        group="",
-        metavar="self:BITS",
-        help="Make the low-bit copy too that drafts for the model with --draft self:BITS; else it is made when first "
-        "asked for. Default: none.",
-    ),
     "output-flags",
 ]

@@ -17,7 +17,7 @@ from outcore_drafts.mtp.layouts import DEEPSEEK, OWN, QWEN, HeadLayer
 TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
-IN_PLACE = ("qwen3_5", "qwen3_5_moe", "mimo", "mimo_v2_flash", "exaone_moe", "deepseek_v32")
+IN_PLACE = ("qwen3_5", "qwen3_5_moe", "deepseek_v32")
 """Those whose tiny checkpoints, as mlx-lm's convert writes them, may have a head beside them: mlx-lm drops it."""
 
 

@@ -21,10 +21,8 @@ class _Drawn:
         self._random = np.random.default_rng(seed)
         self.made: Tensors = {}
 
-    def matrix(self, name: str, rows: int, columns: int, bias: bool = False) -> None:
+    def matrix(self, name: str, rows: int, columns: int) -> None:
         self.made[f"{name}.weight"] = (self._random.normal(size=(rows, columns)) * columns**-0.5).astype(np.float32)
-        if bias:
-            self.vector(f"{name}.bias", rows, 0.0)
 
     def vector(self, name: str, size: int, about: float) -> None:
         self.made[name] = (about + 0.3 * self._random.normal(size=size)).astype(np.float32)
@@ -38,12 +36,6 @@ class _Drawn:
         for name in ("gate_proj", "up_proj"):
             self.matrix(f"{at}.{name}", width, HIDDEN)
         self.matrix(f"{at}.down_proj", HIDDEN, width)
-
-    def heads(self, at: str, queries: int, keys: int, values: int, out: int, bias: bool = False) -> None:
-        """Projections of an attention, which have so many rows in all."""
-        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", values)):
-            self.matrix(f"{at}.{name}", rows, HIDDEN, bias)
-        self.matrix(f"{at}.o_proj", HIDDEN, out)
 
     def latent(self, at: str, heads: int = 4, rank: int = 64, nope: int = 64, rope: int = 16, value: int = 64) -> None:
         self.matrix(f"{at}.q_a_proj", rank, HIDDEN)
@@ -59,58 +51,17 @@ def layers_of(model_type: str) -> int:
     return int(zoo.CONFIGS[model_type]["num_hidden_layers"])
 
 
-def original(model_type: str, seed: int = 7, **how: Any) -> Tensors:
-    """The head of a type's original, and what may lie beside it: a second head, what is the model's own once more."""
+def original(model_type: str, seed: int = 7) -> Tensors:
+    """The head of a type's original, and what lies beside it: what is the model's own once more."""
     drawn = _Drawn(seed)
-    _WRITERS[model_type](drawn, **how)
+    _sparse(drawn, model_type)
     return drawn.made
-
-
-def _mimo(d: _Drawn) -> None:
-    for n in range(2):
-        at = f"model.mtp_layers.{n}."
-        d.norms(at, "token_layernorm", "hidden_layernorm", "input_layernorm", "post_attention_layernorm")
-        d.norms(at, "final_layernorm")
-        d.matrix(f"{at}input_proj", HIDDEN, 2 * HIDDEN)
-        d.heads(f"{at}self_attn", 64, 32, 32, 64, bias=True)
-        d.gated(f"{at}mlp", 128)
-
-
-def _mimo_v2(d: _Drawn) -> None:
-    for n in range(3):
-        at = f"model.mtp.layers.{n}."
-        d.norms(at, "enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
-        d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
-        d.heads(f"{at}self_attn", 4 * 32, 4 * 32, 4 * 16, 4 * 16)
-        d.vector(f"{at}self_attn.attention_sink_bias", 4, 1.0)
-        d.gated(f"{at}mlp", 128)
-
-
-def _exaone(d: _Drawn) -> None:
-    at = "mtp.layers.0."
-    d.norms("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    d.matrix("mtp.fc", HIDDEN, 2 * HIDDEN)
-    d.norms(at, "input_layernorm", "post_attention_layernorm")
-    d.heads(f"{at}self_attn", 4 * 32, 2 * 32, 2 * 32, 4 * 32)
-    d.norms(f"{at}self_attn.", "q_norm", "k_norm", size=32)
-    d.gated(f"{at}mlp", 128)
 
 
 def _experts(d: _Drawn, at: str) -> None:
     d.matrix(f"{at}gate", 4, HIDDEN)
     for e in ("experts.0", "experts.1", "experts.2", "experts.3", "shared_experts"):
         d.gated(f"{at}{e}", 64)
-
-
-def _bailing(d: _Drawn) -> None:
-    at = f"model.layers.{layers_of('bailing_moe')}."
-    d.norms(at, "enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "final_layernorm")
-    d.matrix(f"{at}eh_proj", HIDDEN, 2 * HIDDEN)
-    d.matrix(f"{at}attention.query_key_value", 8 * 16, HIDDEN, bias=True)
-    d.matrix(f"{at}attention.dense", HIDDEN, 64)
-    d.norms(f"{at}attention.", "query_layernorm", "key_layernorm", size=16)
-    _experts(d, f"{at}mlp.")
-    d.vector(f"{at}mlp.gate.expert_bias", 4, 0.5)
 
 
 def _sparse(d: _Drawn, model_type: str) -> None:
@@ -129,13 +80,4 @@ def _sparse(d: _Drawn, model_type: str) -> None:
         d.matrix(f"{at}{shared}", 8, HIDDEN)
 
 
-_WRITERS: dict[str, Any] = {
-    "mimo": _mimo,
-    "mimo_v2_flash": _mimo_v2,
-    "exaone_moe": _exaone,
-    "bailing_moe": _bailing,
-    "deepseek_v32": lambda d: _sparse(d, "deepseek_v32"),
-    "glm_moe_dsa": lambda d: _sparse(d, "glm_moe_dsa"),
-}
-
-TYPES = tuple(_WRITERS)
+TYPES = ("deepseek_v32", "glm_moe_dsa")

@@ -5,7 +5,6 @@ cache and nothing of Outcore's or mlx-lm's. After the files of vLLM and sglang t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import numpy as np
 from mtp_originals import Tensors, layers_of
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Block = Callable[[Array], Array]
 
 EPS = 1e-5
 
@@ -31,8 +29,7 @@ class _Tensors:
         return self._tensors[self._at + name].astype(np.float64)
 
     def linear(self, name: str, x: Array) -> Array:
-        bias = f"{self._at}{name}.bias" in self._tensors
-        return x @ self(f"{name}.weight").T + (self(f"{name}.bias") if bias else 0.0)
+        return x @ self(f"{name}.weight").T
 
     def normed(self, name: str, x: Array, eps: float = EPS) -> Array:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * self(f"{name}.weight")
@@ -60,20 +57,17 @@ def _rotated(x: Array, dims: int, base: float, pairs: bool = False) -> Array:
     return out
 
 
-def _seen(tokens: int, window: int | None = None) -> Any:
-    behind = np.arange(tokens)[:, None] - np.arange(tokens)
-    return (behind >= 0) & (behind < (window or tokens))
+def _seen(tokens: int) -> Any:
+    return np.arange(tokens)[:, None] >= np.arange(tokens)
 
 
-def _attended(q: Array, k: Array, v: Array, seen: Any, sinks: Array | None = None) -> Array:
+def _attended(q: Array, k: Array, v: Array, seen: Any) -> Array:
     """(heads, tokens, width) each, keys and values repeated for groups of queries; puts out (tokens, heads * width)."""
     k, v = (np.repeat(a, q.shape[0] // a.shape[0], axis=0) for a in (k, v))
     scores = np.where(seen, q @ k.swapaxes(1, 2) * q.shape[-1] ** -0.5, -np.inf)
-    if sinks is not None:
-        scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
-    out = scores[..., : k.shape[1]] @ v
+    out = scores @ v
     return out.transpose(1, 0, 2).reshape(out.shape[1], -1)
 
 
@@ -81,54 +75,18 @@ def _split(x: Array, heads: int) -> Array:
     return x.reshape(len(x), heads, -1).transpose(1, 0, 2)
 
 
-def _routed(t: _Tensors, x: Array, bias: str, expert: Callable[[_Tensors, Array], Array]) -> Array:
+def _routed(t: _Tensors, x: Array, bias: str) -> Array:
     """Two groups of two experts, of which one group is asked, by sigmoids and a bias that only chooses."""
     scores = _sigmoid(x @ t("gate.weight").T)
     chosen = scores + t(bias)
-    out = expert(t.under("shared_experts."), x)
+    out = _gated(t.under("shared_experts."), x)
     for i, token in enumerate(x):
         group = int(np.argmax([chosen[i, :2].sum(), chosen[i, 2:].sum()]))
         asked = [2 * group, 2 * group + 1]
         share = scores[i, asked] / scores[i, asked].sum() * 1.5
         for e, weight in zip(asked, share, strict=True):
-            out[i] += weight * expert(t.under(f"experts.{e}."), token)
+            out[i] += weight * _gated(t.under(f"experts.{e}."), token)
     return out
-
-
-def _layer(x: Array, t: _Tensors, attention: Block, mlp: Block, second: str = "post_attention_layernorm") -> Array:
-    x = x + attention(t.normed("input_layernorm", x))
-    return x + mlp(t.normed(second, x))
-
-
-def _mimo(t: _Tensors, x: Array) -> Array:
-    def attention(x: Array) -> Array:
-        q, k, v = (_split(t.linear(f"self_attn.{n}_proj", x), h) for n, h in (("q", 4), ("k", 2), ("v", 2)))
-        out = _attended(_rotated(q, 16, 10000.0), _rotated(k, 16, 10000.0), v, _seen(len(x)))
-        return t.linear("self_attn.o_proj", out)
-
-    return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x))
-
-
-def _mimo_v2(t: _Tensors, x: Array) -> Array:
-    def attention(x: Array) -> Array:
-        q, k, v = (_split(t.linear(f"self_attn.{n}_proj", x), 4) for n in "qkv")
-        q, k = _rotated(q, 16, 1000.0), _rotated(k, 16, 1000.0)
-        out = _attended(q, k, v, _seen(len(x), 4), t("self_attn.attention_sink_bias"))
-        return t.linear("self_attn.o_proj", out)
-
-    return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x), "pre_mlp_layernorm")
-
-
-def _exaone(t: _Tensors, x: Array, window: int | None = None) -> Array:
-    def attention(x: Array) -> Array:
-        own = t.under("self_attn.")
-        q, k, v = (_split(own.linear(f"{n}_proj", x), h) for n, h in (("q", 4), ("k", 2), ("v", 2)))
-        q, k = own.normed("q_norm", q), own.normed("k_norm", k)
-        if window:
-            q, k = _rotated(q, 32, 10000.0), _rotated(k, 32, 10000.0)
-        return own.linear("o_proj", _attended(q, k, v, _seen(len(x), window)))
-
-    return _layer(x, t, attention, lambda x: _gated(t.under("mlp."), x))
 
 
 def _latent(t: _Tensors, x: Array, eps: float, seen: Any) -> Array:
@@ -141,17 +99,6 @@ def _latent(t: _Tensors, x: Array, eps: float, seen: Any) -> Array:
     q = np.concatenate([q[..., :64], _rotated(q[..., 64:], 16, 10000.0, pairs=True)], axis=-1)
     k = np.concatenate([kv[..., :64], np.repeat(turned, 4, axis=0)], axis=-1)
     return t.linear("o_proj", _attended(q, k, kv[..., 64:], seen))
-
-
-def _bailing(t: _Tensors, x: Array, dense: bool = False) -> Array:
-    def attention(x: Array) -> Array:
-        q, k, v = np.split(_split(t.linear("attention.query_key_value", x), 8), [4, 6])
-        q, k = t.normed("attention.query_layernorm", q), t.normed("attention.key_layernorm", k)
-        out = _attended(_rotated(q, 16, 10000.0), _rotated(k, 16, 10000.0), v, _seen(len(x)))
-        return t.linear("attention.dense", out)
-
-    mlp = t.under("mlp.")
-    return _layer(x, t, attention, lambda x: _gated(mlp, x) if dense else _routed(mlp, x, "gate.expert_bias", _gated))
 
 
 def _sparse(t: _Tensors, x: Array, pairs: bool) -> Array:
@@ -172,43 +119,22 @@ def _sparse(t: _Tensors, x: Array, pairs: bool) -> Array:
         np.put_along_axis(seen, kept, True, axis=-1)
         return seen & _seen(len(x))
 
-    def attention(x: Array) -> Array:
-        return _latent(t.under("self_attn."), x, 1e-6, chosen(x))
-
-    return _layer(x, t, attention, lambda x: _routed(t.under("mlp."), x, "gate.e_score_correction_bias", _gated))
-
-
-_DEEPSEEK = ("enorm", "hnorm", "eh_proj")
-_HEADS: dict[str, tuple[str, str, tuple[str, str, str], str, Any]] = {
-    "mimo": (
-        "model.mtp_layers.0.", "", ("token_layernorm", "hidden_layernorm", "input_proj"), "final_layernorm", _mimo
-    ),
-    "mimo_v2_flash": ("model.mtp.layers.0.", "", _DEEPSEEK, "final_layernorm", _mimo_v2),
-    "exaone_moe": ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"), "norm", _exaone),
-    "bailing_moe": (f"model.layers.{layers_of('bailing_moe')}.", "", _DEEPSEEK, "final_layernorm", _bailing),
-    **{
-        kind: (
-            f"model.layers.{layers_of(kind)}.", "", _DEEPSEEK, "shared_head.norm",
-            lambda t, x, pairs=pairs: _sparse(t, x, pairs),
-        )
-        for kind, pairs in (("deepseek_v32", False), ("glm_moe_dsa", True))
-    },
-}  # fmt: skip
-"""Where a head's tensors begin and where its layer's do, what makes one state of two, the last norm, and the layer."""
+    first = t.normed("input_layernorm", x)
+    x = x + _latent(t.under("self_attn."), first, 1e-6, chosen(first))
+    return x + _routed(t.under("mlp."), t.normed("post_attention_layernorm", x), "gate.e_score_correction_bias")
 
 
-def states_of(
-    model_type: str, tensors: Tensors, embedded: Array, states: Array, swapped: bool = False, **how: Any
-) -> Array:
+TURNS_PAIRS = {"deepseek_v32": False, "glm_moe_dsa": True}
+"""By type, whether the indexer turns neighbours, not halves."""
+
+
+def states_of(model_type: str, tensors: Tensors, embedded: Array, states: Array, swapped: bool = False) -> Array:
     """A head's states (tokens, hidden) from its tokens' embeddings and the states of the tokens before them.
 
     Args:
-        swapped: in the wrong order. ``how``: of the layer.
+        swapped: in the wrong order.
     """
-    at, inside, (embedding_norm, hidden_norm, project), norm, layer = _HEADS[model_type]
-    t = _Tensors(tensors, at)
-    both = [t.normed(embedding_norm, embedded), t.normed(hidden_norm, states)]
-    if (model_type == "mimo") != swapped:
-        both.reverse()
-    out: Array = t.normed(norm, layer(t.under(inside), t.linear(project, np.concatenate(both, axis=-1)), **how))
-    return out
+    t = _Tensors(tensors, f"model.layers.{layers_of(model_type)}.")
+    both = [t.normed("enorm", embedded), t.normed("hnorm", states)]
+    x = t.linear("eh_proj", np.concatenate(both[::-1] if swapped else both, axis=-1))
+    return t.normed("shared_head.norm", _sparse(t, x, TURNS_PAIRS[model_type]))

@@ -208,8 +208,8 @@ class Continuous:
         if self._batch is None:
             self._batch = self._decoder(together=False)
         chunk = self._asked_step or self._session.plan.prefill_step
-        step.tokens = self._batch.step([row.request for row in self._waiting], chunk)
-        self._waiting.clear()
+        joining = [self._waiting.popleft().request] if self._waiting else []
+        step.tokens = self._batch.step(joining, chunk)
         self._session.metrics.tokens += len(step.tokens)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -16,9 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..disk.metrics import Metrics
 from ..engine.session import Session
-from ..engine.transport import Transport
 from ..engine.undo import Undo
 from ..machine.allocator import clear_cache
 from ..modules.away import in_memory
@@ -46,7 +44,6 @@ class SpeculativeDecoder:
     ) -> None:
         self._model, self._session, self._ends, self._most = model, session, ends, most
         self._texts: dict[int, OneText] = {}
-        self._ended = session.metrics.clock()  # the last sweep
         self.drafts: dict[int, tuple[int, int]] = {}
         self.failed: dict[int, Exception] = {}
 
@@ -77,7 +74,7 @@ class SpeculativeDecoder:
         elif joining:
             for text in texts:
                 text.stop_ahead()
-        waiting = [text for text in texts if text.now is None]
+        waiting = texts if one is not None and one.now is None else [text for text in texts if text.now is None]
         if waiting and (joining or len(waiting) == len(texts)):
             try:
                 return self._sweep(waiting, beside, one)
@@ -104,8 +101,7 @@ class SpeculativeDecoder:
         going = texts if one is not None and not one.prompt else [text for text in texts if not text.prompt]
         drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
         controls = [text.drafts.control for text in going if text.drafts.control is not None]
-        waits, began = Waits(session.metrics, session.transport) if controls else None, clock()
-        idle_s, given = began - self._ended, list[Token]()
+        began, given = clock(), list[Token]()
         within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
         if one is not None:
             fed = len(one.target.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)
@@ -121,12 +117,12 @@ class SpeculativeDecoder:
                 one.target.drain()
             else:
                 self._compute(texts, drafted, beside, began)
-            self._ended = clock()
-            seconds = self._ended - began
+            seconds = clock() - began
             # What prompts take says nothing of what is drafted.
-            if waits is not None and len(going) == len(texts) and not beside:
+            if controls and len(going) == len(texts) and not beside:
                 computed = 1 if plain else sum(len(text.target.fed) for text in going)
-                controls[0].swept(computed, seconds, waits.for_disks(), idle_s)
+                drafting = next((each for each in controls if each.source is not None), controls[0])
+                drafting.swept(computed, seconds + sum(each.spent for each in controls))
             for text in going:
                 if text.now is not None:
                     text.now.seconds = seconds / len(texts)
@@ -199,7 +195,6 @@ class SpeculativeDecoder:
     def _drafted(self, texts: Sequence[OneText]) -> list[list[Guess]]:
         """Guesses for one after the other, as is worth their common sweep's time; all together as many as there is room
         for."""
-        metrics = self._session.metrics
         room, done = self._session.size.drafted, SharedPass(len(texts) - 1, len(texts) - 1.0)
         self._share_snapshots(texts)
         found: list[list[Guess]] = []
@@ -208,16 +203,13 @@ class SpeculativeDecoder:
             if control is not None and source is not None:
                 share = room // (len(texts) - n)
                 control.most = share if self._most is None else min(self._most, share)
-                text.drafts.look()
-                control.beside, began = done, metrics.clock()
+                control.beside = done
                 if control.most and text.left > 1:
                     guesses = text.drafts.guesses(text.sampler.text, min(control.most, text.left - 1))
                     source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
                 room -= len(guesses)
                 worth = control.expected - 1 if guesses else 0.0
-                done = SharedPass(
-                    done.tokens + len(guesses), done.expected + worth, done.seconds + metrics.clock() - began
-                )
+                done = SharedPass(done.tokens + len(guesses), done.expected + worth)
             found.append(guesses)
         return found
 
@@ -264,17 +256,3 @@ class SpeculativeDecoder:
         for text in self._texts.values():
             text.stop_ahead()
         self._texts = {}
-
-
-class Waits:
-    """What a sweep waits for, from now on."""
-
-    def __init__(self, metrics: Metrics, transport: Transport) -> None:
-        self._metrics, self._transport = metrics, transport
-        self._stall_s, self._ranks_s = metrics.stall_s, metrics.ranks_s
-
-    def for_disks(self) -> float:
-        """Seconds that disks were waited for: this rank's, and of those that it waited for others as many as they
-        waited for theirs. All ranks ask."""
-        own, ranks = self._metrics.stall_s - self._stall_s, self._metrics.ranks_s - self._ranks_s
-        return own + max(0.0, min(ranks, self._transport.seconds(own) - own))

@@ -21,12 +21,9 @@ from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
-from ..plan.draft_choice import expected
 from ..plan.draft_cost import AUTO, NGRAM, NONE
-from ..plan.joint_plan import Planned
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
-from .speculative.acceptance import AcceptanceStats
 from .speculative.drafting import Drafting
 from .speculative.sources import draft_source
 
@@ -152,7 +149,6 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
             prefill_step_size=o.prefill_step_size,
             notes=(*prepared.notes, *notes),
             prefix=prefix,
-            experience=_expectations(prepared),
         )
         try:
             if drafting is not None and prepared.draft is not None:
@@ -181,20 +177,6 @@ def _drafting(prepared: Preparation, report: Progress) -> Drafting | None:
         seconds = max(1, round((2 * profile.lazy.checkpoint.nbytes + first) / rate))
         report(f"writing what {draft.name} needs to the cache, once, for about {seconds} s", 0, first)
     return source.load(draft, profile, prepared.opening, report)
-
-
-def _expectations(prepared: Preparation) -> AcceptanceStats | None:
-    """What the first text's drafts begin with: what is expected of what drafts."""
-    draft, profile, choice = prepared.draft, prepared.profile, prepared.choice
-    if draft is None or draft.kind == NGRAM or not prepared.plan.streams:
-        return None
-    if choice is None and profile.share is None:
-        planned = Planned(prepared.plan, profile.size, draft)
-        choice = expected(planned, prepared.calibration, draft.name, prepared.planning.blocks)
-    found = AcceptanceStats()
-    if choice is not None and choice.planned is not None:
-        found.expect(draft.kind, draft.chance, choice.drafted)
-    return found
 
 
 def _with_options(function: Any) -> None:

@@ -64,7 +64,7 @@ class ModelRunner:
         self._undo: Undo | None = None  # of a model that is all in memory
         self.fed: list[int] = []
         self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
-        self._committed = self._before = 0  # of them, part of the text; ``in_cache`` before them
+        self._committed = 0  # of them, part of the text
 
     @contextmanager
     def transaction(self, tokens: int) -> Iterator[Undo | None]:
@@ -196,8 +196,8 @@ class ModelRunner:
         out, and ``keep`` has to follow."""
         committed = [*self.pending, token]
         self.fed, self._committed = [*committed, *drafted], len(committed)
-        self._kept, self._before = [], self.in_cache
-        n, total = self._committed, len(self.fed)
+        self._kept = []
+        n, total, before = self._committed, len(self.fed), self.in_cache
         if not self.in_blocks or self._will_quantize(total):
             ends = list(range(1, total + 1))
         else:
@@ -207,7 +207,7 @@ class ModelRunner:
         each = bool(self._session.transport.leasts([fits])[0]) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
-            logits = self._forward(mx.array(self.fed[first:end], dtype=mx.int32), None, at=self._before + first)
+            logits = self._forward(mx.array(self.fed[first:end], dtype=mx.int32), None, at=before + first)
             if end == n < total or (each and n < end < total):
                 self._kept.append((end, Snapshot(self.cache)))
             return logits[0, max(0, n - 1 - first) :] if end >= n else logits[0, :0]
@@ -228,7 +228,8 @@ class ModelRunner:
         """
         end = self._committed + accepted
         self.pending = []
-        self.in_cache = self._before + end
+        before = self.in_cache - len(self.fed)
+        self.in_cache = before + end
         if self.hidden is not None:
             self.hidden.cut(self.in_cache)
         if end == len(self.fed):
@@ -241,7 +242,7 @@ class ModelRunner:
         at, snapshot = max((k for k in self._kept if k[0] <= end), key=lambda k: k[0])
         snapshot.restore()
         self.pending = self.fed[at:end]
-        self.in_cache = self._before + at
+        self.in_cache = before + at
         self._kept = []
 
     def flush(self, last: int | None) -> None:

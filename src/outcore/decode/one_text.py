@@ -32,7 +32,7 @@ from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens
 from .request import Alone, Request, Token, own_cache
-from .sampling import Draw, Guessed, MlxLmSampler, Processor, judge
+from .sampling import Draw, MlxLmSampler, Processor, judge
 from .speculative.proposers import Guess
 from .text_drafts import TextDrafts
 
@@ -280,7 +280,6 @@ class OneText:
         control = self.drafts.control
         if self.session.streaming is not None and control is not None:
             control.most = min(control.most, self.session.size.drafted)
-            self.drafts.look()
 
 
 @dataclass
@@ -328,7 +327,7 @@ class Sampler:
             logits = process(text, logits)
         return logits - mx.logsumexp(logits, keepdims=True)
 
-    def choose(self, logits: mx.array, guess: Guessed | None = None) -> tuple[int, mx.array, bool]:
+    def choose(self, logits: mx.array, guess: Guess | None = None) -> tuple[int, mx.array, bool]:
         """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
 
         Args:
@@ -356,7 +355,7 @@ class Sampler:
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token
 
-    def _told(self, logits: mx.array, guess: Guessed | None) -> tuple[int, mx.array, bool]:
+    def _told(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
         """The token that another rank chose, which has the logits."""
         (token,) = self.transport.numbers(list)
         self.text.append(token)

@@ -1,15 +1,13 @@
-"""How tokens are drawn: mlx-lm's samplers, what they are going to draw, and the rejection rule.
+"""How tokens are drawn: mlx-lm's samplers, and the rejection rule.
 
-What the text's own repetitions suggest stays if the sampler draws it. What a model drafts stays by one of two rules.
-
-The rejection rule (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al. 2023,
-https://arxiv.org/abs/2302.01318): a token drafted from q stays with probability min(1, p / q), and in the place of the
-first that does not one is drawn from max(0, p - q). What comes out is distributed as p, and no rule keeps more. But
-which random numbers go where depends on how much was drafted, which is a matter of time: a seed does not give one text.
-
-Coupled drafts (drafter-invariant speculative decoding, Daliri et al. 2024, https://arxiv.org/abs/2408.07978): the
-sampler draws each token with the random numbers that it would have had without a draft, and a draft's tokens are drawn
-with the same numbers from its own probabilities. So a seed gives one text, drafted or not; fewer drafted tokens stay.
+What the text's own repetitions suggest stays if the sampler draws it; so does what a model drafts as the likeliest
+token. What is drawn of a model's probabilities stays by the rejection rule (Leviathan et al. 2023,
+https://arxiv.org/abs/2211.17192; Chen et al. 2023, https://arxiv.org/abs/2302.01318): a token drafted from q stays
+with probability min(1, p / q), and in the place of the first that does not one is drawn from max(0, p - q). What
+comes out is distributed as p, and no rule keeps more. But which random numbers go where depends on how much was
+drafted, which is a matter of time: a seed does not give one text. For a ``coupled`` sampler nothing is drawn of a
+draft: it draws each token with the random numbers that it would have had without one, so a seed gives one text, and
+fewer drafted tokens stay.
 """
 
 from __future__ import annotations
@@ -18,14 +16,13 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
 
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
 from ..errors import UsageError
-from ..machine.random_state import random_state_kept
 
 Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
@@ -61,11 +58,6 @@ class MlxLmSampler:
         check_sampling(**given, flags=False)
         special = list(self.xtc_special_tokens or ())
         object.__setattr__(self, "_draw", sample_utils.make_sampler(**given, xtc_special_tokens=special))
-
-    @property
-    def draws(self) -> int:
-        """Random numbers, by MLX's count of keys, that one call takes."""
-        return 1 + (self.xtc_probability > 0)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Tokens of shape (rows,) drawn from log-probabilities of shape (rows, vocabulary)."""
@@ -160,38 +152,10 @@ def own_sampler(temperature: float, *, seed: int | None = None, **options: Any) 
     return None if temperature == 0 else OwnSampler(MlxLmSampler(temperature, **options), seed)
 
 
-@dataclass(frozen=True)
-class DrawForecast:
-    """What a sampler is going to draw, if the model's probabilities are these.
-
-    Attributes:
-        dtype: of the log-probabilities that it will be given; other random numbers belong to another.
-    """
-
-    sampler: MlxLmSampler
-    dtype: mx.Dtype
-
-    def draw(self, ahead: int, logprobs: mx.array) -> tuple[mx.array, mx.array]:
-        """A token (1,) and its probability (1,), drawn as the sampler will the next but ``ahead``; nothing that is
-        drawn later changes by it.
-
-        Args:
-            logprobs: (1, vocabulary).
-        """
-        with random_state_kept():
-            for _ in range(ahead * self.sampler.draws):
-                mx.random.uniform()
-            token = self.sampler(logprobs.astype(self.dtype))
-            sure = mx.take_along_axis(self.sampler.distribution(logprobs), token[:, None], axis=-1)[:, 0]
-        return token, sure
-
-
-def foresee(sampler: Draw | None, dtype: mx.Dtype) -> DrawForecast | MlxLmSampler | None:
-    """How a draft's tokens are to be drawn. None: the likeliest is what to expect of a greedy sampler, and of one that
-    is not ours to call."""
-    if not isinstance(sampler, MlxLmSampler) or sampler.temp == 0:
-        return None
-    return DrawForecast(sampler, dtype) if sampler.coupled else sampler
+def drawn_by(sampler: Draw | None) -> MlxLmSampler | None:
+    """What a draft's tokens are to be drawn by. None: the likeliest is what to expect of a greedy sampler, of one that
+    is not ours to call, and of one that is ``coupled``."""
+    return sampler if isinstance(sampler, MlxLmSampler) and sampler.temp > 0 and not sampler.coupled else None
 
 
 def judge(token: int, p: mx.array, q: mx.array) -> int:
@@ -205,14 +169,3 @@ def judge(token: int, p: mx.array, q: mx.array) -> int:
     draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
     mx.eval(stays, draw, other)
     return token if bool(draw < stays) else cast(int, other.item())
-
-
-class Guessed(Protocol):
-    """A drafted token; ``q``: the probabilities (vocabulary,) that it was drawn with, for the rejection rule; None: the
-    sampler decides."""
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def q(self) -> mx.array | None: ...

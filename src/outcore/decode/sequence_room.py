@@ -185,7 +185,8 @@ class SequenceRoom:
         guess = seen.guess.get(draft.kind, Seconds()).value
         if guess is None:
             guess = guess_s(size, draft, residency.calibration)
-        return pays(chance=min(seen.typical(draft.kind), 0.999), guess_s=guess)
+        chance = seen.typical(draft.kind) if draft.kind in seen.sources else draft.chance
+        return pays(chance=min(chance, 0.999), guess_s=guess)
 
     def _see_draft(self) -> bool:
         """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""

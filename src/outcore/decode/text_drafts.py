@@ -13,7 +13,7 @@ from ..plan.draft_cost import MOST
 from .model_runner import ModelRunner
 from .passes import HiddenKeeper
 from .request import Alone, Request
-from .sampling import foresee
+from .sampling import drawn_by
 from .speculative.acceptance import AcceptanceStats
 from .speculative.draft_length import DraftLengthPolicy
 from .speculative.drafting import Drafting
@@ -56,24 +56,14 @@ class TextDrafts:
             session.experience = AcceptanceStats()
         self.control = DraftLengthPolicy(self.most, session.experience)
         self.most = self.control.most
-        self.control.by_token = bool(session.plan.pools)
         self.control.foreseen_s = target.prompt_s
-        how = foresee(self._request.sampler, logprobs.dtype)
         self.source = drafting.source(
-            self.control, how, logprobs.size, lambda: (target.cache, target.pending), target.hidden
+            self.control,
+            drawn_by(self._request.sampler),
+            logprobs.size,
+            lambda: (target.cache, target.pending),
+            target.hidden,
         )
-
-    def look(self) -> None:
-        """Tell what drafts of the disk, as it is now."""
-        session, control = self._session, self.control
-        if control is None:
-            return
-        streaming = session.streaming
-        reads = streaming is not None and not control.by_token
-        control.own = session.transport.alone
-        control.ahead = streaming.ring.share_ahead if streaming is not None and reads else 0.0
-        sweep = session.plan.bytes_per_token if reads else 0
-        control.reading_s = control.experience.reading_s(*session.metrics.reading(), sweep)
 
     def guesses(self, text: list[int], most: int) -> list[Guess]:
         """What follows the text perhaps, as is worth a pass's time, up to a token that ends the text."""

@@ -132,12 +132,6 @@ class Ring:
             self._order, self._at = self._seen.copy(), 0
         self._before, self._seen = self._seen, []
 
-    @property
-    def share_ahead(self) -> float:
-        """What part of a sweep's bytes the slots hold: so much is read while nobody takes a turn."""
-        sizes = [self.units[i].read_bytes for i in self._order]
-        return sum(sizes[: len(self.slots)]) / max(1, sum(sizes))
-
     def reorder(self, order: Sequence[int]) -> None:
         """Between sweeps: expect other units, or another order, from now on. Reads ahead that still fit are kept."""
         self._check_open()
@@ -254,11 +248,6 @@ class Ring:
             lease.read.ended()
             self.metrics.stall_s += self._clock() - began
         lease.read.wait()
-
-    def check(self) -> None:
-        """Raise ``ReadError`` if a file that is read was written to."""
-        self._check_open()
-        self.reader.check()
 
     def release(self, lease: Lease) -> None:
         """Nothing will read the slot any more: the next unit may be read into it."""

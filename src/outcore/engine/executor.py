@@ -18,7 +18,7 @@ import mlx.core as mx
 from ..disk.metrics import Metrics
 from ..disk.ring import Lease
 from ..machine.allocator import note_held
-from ..modules.call_values import caches_in, handles, inputs_of, tokens_in
+from ..modules.call_values import caches_in, handles, tokens_in
 from ..modules.hooks import Call
 from .recorded_pass import Recorded, RecordedPass
 from .seams import KVOffloader, Stage
@@ -170,7 +170,8 @@ class LayerExecutor:
         if not lease.read.ready:
             # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
             self.settle()
-            mx.async_eval(inputs_of(args, kwargs))
+            # What caches hold is left out, so that their buffers can be reused.
+            mx.async_eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
         if self._evaluates:
             self.arrive(lease)
         weights.put(unit, lease.slot, args)

@@ -78,9 +78,9 @@ class Session(Engine):
         prefill_step_size: tokens of a prompt at a time, if they were asked for (``residency.chunk``).
         notes: what the user should know already.
         prefix: keeps what was computed of prompts (``decode.prefix_cache``); None: nothing does.
-        experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
 
     Attributes:
+        experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
         drafting: what drafts tokens for it; None for nothing.
         residency: makes room, sheds and regrows resident layers.
         watch: what watches memory; None where it was not asked for, or nothing could be shed.
@@ -110,11 +110,11 @@ class Session(Engine):
         prefill_step_size: int | None = None,
         notes: tuple[str, ...] = (),
         prefix: Any = None,
-        experience: Any = None,
     ) -> None:
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
-        self.prefix, self.experience, self.cpu_streams = prefix, experience, cpu_streams
+        self.prefix, self.cpu_streams = prefix, cpu_streams
+        self.experience: Any = None
         self.found = self.in_cache = 0
         self.closing, self._notes = list[Callable[[], object]](), notes
         self.drafting: Drafter | None = None

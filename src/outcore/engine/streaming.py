@@ -249,7 +249,7 @@ class Streaming:
                 self._turns.all_done()
         if self._turns.undo is not None:
             self._turns.undo.passed()
-        self.ring.check()
+        self.ring.reader.check()
         for t in self.tables:
             if t.reader is not None:
                 t.reader.check()

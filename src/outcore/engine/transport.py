@@ -103,10 +103,6 @@ class Agreement:
         """Of each value, the least that any rank has; all ranks ask."""
         return list(values)
 
-    def seconds(self, value: float) -> float:
-        """The sum of all ranks' values; all ranks ask."""
-        return value
-
     def give_up(self, error: Exception) -> None:
         """What this rank alone does, and others wait for, has failed: end the run on all ranks."""
 

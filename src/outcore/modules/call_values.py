@@ -46,11 +46,6 @@ def caches_in(*values: Any) -> list[Any]:
     return found
 
 
-def inputs_of(args: Any, kwargs: Any) -> list[mx.array]:
-    """The arrays among the arguments; what caches hold is left out, so that their buffers can be reused."""
-    return [a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)]
-
-
 def tokens_in(args: Any) -> int:
     """Tokens in a layer's input: the product of all dimensions but the last."""
     for x in args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..sizes import format_size, slot_bytes
 from .partition import StreamedPart
@@ -36,7 +37,7 @@ class MemoryUse:
         """Bytes of memory that a slot takes."""
         return slot_bytes(self.unit_bytes) if self.slots else 0
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Most bytes in use at once, if all goes as planned."""
         return (

@@ -3,12 +3,11 @@
     x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
-The order and the norms are those of the sources that ``layouts`` names (MiMo 7B's has the hidden state first). The
-hidden state is the one that the model's own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and
-``DeepseekV2Model.forward`` of vLLM return. (Heads fed with the state before it draft fluently and are right less often;
-llama.cpp's pull request 24025 has numbers.) The head's own state takes its place for the tokens after, as in sglang.
-vLLM hands DeepSeek's on before ``shared_head.norm``; which of the two is right more often was not measured with trained
-weights of that family.
+The order and the norms are those of the sources that ``layouts`` names. The hidden state is the one that the model's
+own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of vLLM
+return. (Heads fed with the state before it draft fluently and are right less often; llama.cpp's pull request 24025 has
+numbers.) The head's own state takes its place for the tokens after, as in sglang. vLLM hands DeepSeek's on before
+``shared_head.norm``; which of the two is right more often was not measured with trained weights of that family.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache
 
@@ -37,7 +36,6 @@ from .layouts import (
     HeadLayer,
     MtpTensors,
     attending,
-    file_of,
     find_mtp,
     leaves,
     tensors_in,
@@ -52,15 +50,13 @@ class MtpHead(nn.Module):
 
     Args:
         hidden: width of its states. ``made``: its layer.
-        hidden_first: the hidden state is projected in front of the embedding.
     """
 
-    def __init__(self, hidden: int, made: HeadLayer, eps: float, hidden_first: bool = False) -> None:
+    def __init__(self, hidden: int, made: HeadLayer, eps: float) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm, self.norm = (nn.RMSNorm(hidden, eps) for _ in range(3))
         self.project = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layer = made.module
-        self.caches, self.window, self.hidden_first = made.caches, made.window, hidden_first
+        self.layer, self.caches = made.module, made.caches
 
     def make_cache(self) -> Cache:
         """A new cache for its layer, empty."""
@@ -69,9 +65,9 @@ class MtpHead(nn.Module):
     def __call__(self, embedded: mx.array, states: mx.array, cache: Cache | None = None) -> mx.array:
         """States (1, tokens, hidden) of tokens from their embeddings and the states of the tokens before them."""
         both = [self.embedding_norm(embedded), self.hidden_norm(states)]
-        x = self.project(mx.concatenate(both[::-1] if self.hidden_first else both, axis=-1))
+        x = self.project(mx.concatenate(both, axis=-1))
         first = cache[0] if isinstance(cache, CacheList) else cache
-        mask = create_attention_mask(x, first, window_size=self.window, return_array=True)
+        mask = create_attention_mask(x, first, return_array=True)
         out: mx.array = self.norm(self.layer(x, mask, cache))
         return out
 
@@ -82,8 +78,7 @@ class SharedParts:
     def __init__(self, model: nn.Module) -> None:
         self.text = text_model(model)
         inner = trunk(self.text)
-        self._table = _named(inner, "embed_tokens", "word_embeddings", "embeddings")
-        self.tap = HiddenTap(_named(inner, "norm", "norm_f"))
+        self._table, self.tap = inner.embed_tokens, HiddenTap(inner.norm)
 
     def embedded(self, ids: mx.array) -> mx.array:
         """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
@@ -103,12 +98,7 @@ def text_model(model: Any) -> Any:
 
 def trunk(text: Any) -> Any:
     """Embeddings, layers and the last norm: all of a model but what makes logits."""
-    return _named(text, "model", "backbone")
-
-
-def _named(module: Any, *names: str) -> Any:
-    """What a module has under one of these names."""
-    return getattr(module, next((name for name in names if hasattr(module, name)), names[0]))
+    return text.model
 
 
 def has_mtp(lazy: LazyModel) -> bool:
@@ -158,15 +148,14 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
 
 def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
     layers = trunk(text).layers
-    made = found.make_layer(text, layers, lazy.config)
+    made = found.make_layer(text, layers)
     own, inside = _arrays(found)
     # Qwen's originals have norms less one, until mlx-lm converts them.
-    shifted = found.layout is QWEN and file_of(layers).startswith("qwen3") and not found.converted
+    shifted = found.layout is QWEN and not found.converted
     if shifted:
         own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
     weights = {**own, **{f"layer.{path}": a for path, a in _sanitized(lazy.model, inside, shifted).items()}}
-    eps = _named(text.args, "rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
-    head = MtpHead(text.args.hidden_size, made, eps, found.layout.hidden_first)
+    head = MtpHead(text.args.hidden_size, made, text.args.rms_norm_eps)
     how, asked = lazy.config.get("quantization"), getattr(lazy.model, "quant_predicate", None)
 
     def chosen(path: str, module: nn.Module) -> Any:
@@ -209,16 +198,12 @@ def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]
 def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
     """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
 
-    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one. Ling's may
-    want what makes logits.
+    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one.
     """
-    text = text_model(model)
-    prefix = f"{'model' if hasattr(text, 'model') else 'backbone'}.layers.{attending(trunk(text).layers)}."
+    prefix = f"model.layers.{attending(trunk(text_model(model)).layers)}."
     weights = {prefix + path: a for path, a in inside.items()}
     if shifted:
         weights["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 4))
-    if getattr(text.args, "norm_head", False):
-        weights["lm_head.weight"] = mx.ones((1, 1))
     made = model.sanitize(weights) if hasattr(model, "sanitize") else weights
     return _stacked({name.partition(prefix)[2]: a for name, a in made.items() if prefix in name})
 
@@ -235,11 +220,6 @@ def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
     for name, each in experts.items():
         made[f"mlp.switch_mlp.{name}.weight"] = mx.stack([each[e] for e in range(len(each))])
     return made
-
-
-def head_bytes(head: MtpHead) -> int:
-    """Of its weights."""
-    return sum(a.nbytes for _, a in tree_flatten(head.parameters()))
 
 
 def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:

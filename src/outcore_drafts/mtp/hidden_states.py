@@ -96,12 +96,8 @@ class HiddenStates:
         if known < states.shape[1]:
             self._parts.append((first + known, states[:, known:] if known else states))
             self.end = first + states.shape[1]
-        while self._parts and self.end - sum(self._shape(0)) >= self.window:
+        while self._parts and self.end - self._parts[0][0] - self._parts[0][1].shape[1] >= self.window:
             del self._parts[0]
-
-    def _shape(self, part: int) -> tuple[int, int]:
-        first, states = self._parts[part]
-        return first, states.shape[1]
 
     def settle(self) -> None:
         """What is held was evaluated. A long part's older tokens go, and with them its memory."""

@@ -24,7 +24,7 @@ from outcore.plan.draft_cost import Draft
 from outcore.sizes import held_bytes
 
 from ..draft_model import draft_folder
-from .head import MtpHead, SharedParts, has_mtp, head_bytes, kv_bytes, open_mtp
+from .head import MtpHead, SharedParts, has_mtp, kv_bytes, open_mtp
 from .hidden_states import WINDOW, HiddenStates
 from .proposer import MTP, MtpProposer
 
@@ -83,7 +83,7 @@ def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
     return Draft(
         MTP,
         MTP,
-        weights=head_bytes(head),
+        weights=sum(a.nbytes for _, a in tree_flatten(head.parameters())),
         cache=WINDOW * weight.nbytes + held_bytes([(each, None)], profile.size.context),
         growing=((each, None),),
         uses_head=True,

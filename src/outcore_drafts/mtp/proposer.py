@@ -65,7 +65,7 @@ class MtpProposer:
             for token in drafted[len(self._chain) :]:
                 self._chain.append(self._compute([token], self._chain[-1] if self._chain else self._state))
             logits = self._shared.logits(self._chain[-1] if self._chain else self._state)
-            return self._draw(logits[0, -1], len(drafted))
+            return self._draw(logits[0, -1])
 
     def _follow(self) -> None:
         """Compute the text's tokens that are new: each from the hidden state of the one before it."""

@@ -1,6 +1,6 @@
-"""How many tokens to draft: what each kind of guess is worth, and what a sweep costs for so many tokens.
+"""How many tokens to draft: what each kind of guess is worth, and what drafting and a pass cost for so many tokens.
 
-Nothing is assumed about the machine: where the disk is the limit a sweep takes as long for thirty tokens as for one,
+Nothing is assumed about the machine: where the disk is the limit a pass takes as long for thirty tokens as for one,
 elsewhere computing them takes longer than reading, and both are seen while tokens are made.
 """
 
@@ -15,10 +15,14 @@ from .acceptance import AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 
 UNTRIED = 4
-"""Guesses for a sweep before any was seen, where nothing is foreseen of them."""
+"""Guesses for the first pass."""
+
+SURE = 3
+"""Drafts of a source after which it is known what they take: kernels are compiled for the first ones."""
 
 PROBE = 0.01
-"""Of the time without a draft, that which trying a token again may take where drafting has not been worth it."""
+"""Of the time without a draft, that which trying a token again may take where drafting has not been worth it; and of
+the time with drafts, that of passes without, which tell what those are worth."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +31,19 @@ class SharedPass:
 
     Attributes:
         tokens: that are computed for them; ``expected``: that they are thought to get of it.
-        seconds: that drafting for them took.
     """
 
     tokens: int = 0
     expected: float = 0.0
-    seconds: float = 0.0
 
 
 class DraftLengthPolicy:
     """Decides for each drafted token whether it is worth its time.
 
-    A draft goes on while the tokens expected of a sweep grow by more than its time does: (1 + p1 + p1 p2 + ...) over
-    the time of drafting and sweeping. Chances are counted by kind of guess. A sweep takes as long as reading or as
-    computing, whichever is longer; only computing grows with the number of tokens. While tokens are drafted the disk
-    reads ahead, as far as there are slots: so long drafting takes no time where the disk is the limit.
+    A draft goes on while the tokens expected of a pass grow by more than its time does: (1 + p1 + p1 p2 + ...) over the
+    seconds of drafting and the pass. Chances are counted by kind of guess. Both times are measured together, by source:
+    a disk that reads ahead while tokens are drafted makes them one. A pass with a draft takes as long as one without,
+    or as computing and drafting, which grow with the number of tokens, whichever is longer.
 
     Args:
         most: drafted tokens at most.
@@ -49,12 +51,10 @@ class DraftLengthPolicy:
         fixed: always draft that many, as far as the source goes.
 
     Attributes:
-        by_token: what a sweep reads grows with its tokens, too: experts are read one by one.
-        foreseen_s: seconds that a sweep is thought to take before any was seen.
-        ahead: part of a sweep's bytes that is read while none is under way. ``reading_s``: seconds that all of them
-            take at the rate that was seen of late; 0: none was. ``own``: no other rank's disk is waited for.
+        foreseen_s: seconds that a pass is thought to take before any was seen.
         beside: what others have of the next sweep.
         expected: tokens that the last draft is thought to be worth, with the one that the model says itself.
+        source: that it is of, None where there is none; ``spent``: seconds that it took.
     """
 
     def __init__(
@@ -69,23 +69,26 @@ class DraftLengthPolicy:
         self.experience.another_text()
         self.most = most
         self.fixed = fixed
-        self.by_token = False
-        self.foreseen_s = 0.0
-        self.ahead = self.reading_s = 0.0
-        self.own = True
+        self.foreseen_s = self.spent = 0.0
+        self.source: str | None = None
         self.beside = SharedPass()
         self.expected = 1.0
         self._clock = clock
         self._seen: dict[str, int] = {}  # tokens of the text that it has followed
-        self._idle_s = 0.0  # since something was drafted
+        self._alike_s = 0.0  # of passes one after the other that all had a draft, or all had none
+        self._drafted = False  # whether they had
 
-    def sweep_s(self, tokens: int, idle_s: float = 0.0) -> float:
-        """Seconds that a sweep over so many tokens is expected to take, that begins so long after the one before; 0 if
-        there is nothing to go by."""
-        measured = self.experience.read_s
-        # What the disk takes is known by its rate, whatever was read when; of others' only what sweeps waited for is.
-        read_s = self.reading_s if self.own and self.reading_s else max(measured, self.reading_s)
-        return self.experience.sweep_s(tokens, read_s, idle_s, self.ahead) or self.foreseen_s
+    def seconds(self, source: str, tokens: int) -> float:
+        """Seconds that drafting by a source and a pass over so many tokens, and what others have of it, are expected to
+        take; 0 if there is nothing to go by."""
+        learnt = self.experience
+        line = learnt.drafted.get(source)
+        return max(self.plain_s, line.at(tokens + self.beside.tokens) if line is not None else 0.0)
+
+    @property
+    def plain_s(self) -> float:
+        """The same without a draft."""
+        return self.foreseen_s if self.experience.plain.value is None else self.experience.plain.value
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
@@ -94,9 +97,12 @@ class DraftLengthPolicy:
             text: the tokens so far.
             most: guesses at most.
         """
-        untried = max(UNTRIED, self.experience.first.get(source.name, 0))
-        limit = min(most, self.most if self.experience.computing.seen or self.fixed else untried)
+        learnt = self.experience
         self.expected = 1.0
+        stale = self._drafted and PROBE * self._alike_s > self.plain_s
+        if not self.fixed and learnt.drafted and (stale or learnt.plain.seen < 2):
+            return []  # so that it is known what a pass takes without
+        limit = min(most, self.most if learnt.drafted or self.fixed else UNTRIED)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
             guesses = self._draft(source.cheaper, text, limit)
@@ -107,16 +113,17 @@ class DraftLengthPolicy:
         times = learnt.guess.setdefault(source.name, Seconds())
         follow = learnt.follow.setdefault(source.name, Seconds())
         behind = len(text) - self._seen.get(source.name, 0)
-        guess_s, follow_s, best = times.value or 0.0, follow.value or 0.0, learnt.best(source.name)
-        more_s = self._beside_s(2) - self._beside_s(1)
-        probe = PROBE * self._idle_s > guess_s + follow_s * behind + more_s
-        probe |= times.unsure or learnt.computing.seen == 1
+        guess_s, best = times.value or 0.0, learnt.best(source.name)
+        line = learnt.drafted.get(source.name)
+        more_s = min(self.seconds(source.name, 2) - self.plain_s, self.plain_s)
+        probe = not self._drafted and PROBE * self._alike_s > max(more_s, guess_s) + (follow.value or 0.0) * behind
+        probe |= times.seen == 1 or (line is not None and line.seen < SURE)
         guesses: list[Guess] = []
-        if not probe and not self._promises(best, limit, guess_s, follow_s):
-            return guesses
-        expected, chance, spent = 1.0, 1.0, 0.0
+        if not self._promises(source.name, best, limit):
+            limit = min(limit, int(probe))
+        expected, chance, spent, caught_up = 1.0, 1.0, 0.0, 0.0
         while len(guesses) < limit:
-            if guesses and not self._worth(expected, chance * best, len(guesses), spent, times.value or 0.0):
+            if guesses and not self._worth(source.name, expected, chance * best, len(guesses), spent, guess_s):
                 break
             began, begins, follows = self._clock(), not guesses, False
             if begins:
@@ -133,15 +140,19 @@ class DraftLengthPolicy:
             if source.cheaper is None or guess.key[0] != source.cheaper.name:
                 if follows and times.value is not None and took > times.value:
                     follow.add((took - times.value) / max(1, behind))
+                    # What it had not seen for long is no part of a draft either.
+                    caught_up = took - times.value if behind > MOST + 1 else 0.0
                 else:
                     times.add(took)
+                guess_s = times.value or 0.0
             chance *= learnt.chance(guess.key)
             spent += took
-            if not self._worth(expected, chance, len(guesses), spent, 0.0) and not probe:
+            if not self._worth(source.name, expected, chance, len(guesses), spent, -guess_s) and not probe:
                 break
             guesses.append(guess)
             expected, probe = expected + chance, False
-        self.expected = expected
+        self.expected, self.spent = expected, self.spent + spent - caught_up
+        self.source = source.name if guesses else None
         return guesses
 
     def judged(self, guesses: Sequence[Guess], text: Sequence[int], seconds: float) -> None:
@@ -155,37 +166,32 @@ class DraftLengthPolicy:
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 learnt.judged(key, guessed == token)
         learnt.sweeps, learnt.made = learnt.sweeps + 1, learnt.made + max(1, len(text))
-        self._idle_s = 0.0 if guesses else self._idle_s + seconds
+        self._alike_s = seconds + (self._alike_s if bool(guesses) == self._drafted else 0.0)
+        self._drafted = bool(guesses)
+        self.spent, self.source = 0.0, None
 
-    def swept(self, tokens: int, seconds: float, stall_s: float, idle_s: float = 0.0) -> None:
-        """A sweep computed so many tokens in so many seconds, of which it waited ``stall_s`` for the disk; ``idle_s``:
-        before it, since the one before."""
-        self.experience.swept(tokens, seconds, 0.0 if self.by_token else stall_s, idle_s, self.ahead)
+    def swept(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens took so many seconds, with what drafting for all who share it took (``spent``). To
+        be told before what became of the draft."""
+        self.experience.swept(self.source, tokens, seconds)
 
-    def _beside_s(self, tokens: int, spent: float = 0.0) -> float:
-        """Seconds of a sweep over so many tokens and what others have of it, after so many of drafting and theirs."""
-        return self.sweep_s(tokens + self.beside.tokens, spent + self.beside.seconds)
-
-    def _promises(self, chance: float, most: int, guess_s: float, follow_s: float) -> bool:
-        """Whether drafts of any length are faster than none, if each guess is right with this chance and all of the
-        text has to be followed. Not what has to be made up for now: where it pays to go on, it pays to begin.
-        """
+    def _promises(self, source: str, chance: float, most: int) -> bool:
+        """Whether drafts of any length are faster than none, if each guess is right with this chance."""
         if self.fixed:
             return most > 0
-        expected, plain, others = 1.0, self._beside_s(1), self.beside.expected
+        expected, plain, others = 1.0, self.plain_s, self.beside.expected
         for drafted in range(1, most + 1):
             expected += chance**drafted
-            drafting = guess_s * drafted + follow_s * expected
-            seconds = self._beside_s(drafted + 1, drafting) + drafting
-            if not plain or (others + expected) * plain > (others + 1) * seconds:
+            if not plain or (others + expected) * plain > (others + 1) * self.seconds(source, drafted + 1):
                 return True
         return False
 
-    def _worth(self, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
-        """Whether one more guess, that takes ``more`` seconds and is right with this chance, is worth its time."""
-        if self.fixed or not self.sweep_s(1):
+    def _worth(self, source: str, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
+        """Whether one more guess, that is right with this chance, is worth its time, after so many seconds of drafting:
+        ``more`` that it takes, or, below 0, that it took already."""
+        if self.fixed or not self.plain_s:
             return True
-        before = self._beside_s(drafted + 1, spent) + spent
-        after = self._beside_s(drafted + 2, spent + more) + spent + more
+        before = max(self.seconds(source, drafted + 1), spent)
+        after = max(self.seconds(source, drafted + 2) + min(more, 0.0), spent + max(more, 0.0))
         expected += self.beside.expected
         return (expected + chance) * before > expected * after

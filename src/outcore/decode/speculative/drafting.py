@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...plan.draft_cost import NGRAM
 from ...text import shortened
 from ..passes import HiddenKeeper
-from ..sampling import DrawForecast, MlxLmSampler
+from ..sampling import MlxLmSampler
 from .draft_length import DraftLengthPolicy
 from .proposers import Both, Draw, NGram, Proposer, drawn
 
@@ -74,7 +74,7 @@ class Drafting:
     def source(
         self,
         control: DraftLengthPolicy,
-        how: DrawForecast | MlxLmSampler | None,
+        how: MlxLmSampler | None,
         vocabulary: int,
         state: TextState,
         hidden: HiddenKeeper | None = None,

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from ..sampling import DrawForecast, MlxLmSampler
+from ..sampling import MlxLmSampler
 
 Key = tuple[str, int]
 """A kind of guesses that are about equally good: the source, and how sure it is."""
@@ -139,19 +139,16 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
-Draw = Callable[[mx.array, int], Guess | None]
-"""Makes a guess of a drafting model's logits (as many as it has), behind so many guesses (``drawn``)."""
+Draw = Callable[[mx.array], Guess | None]
+"""Makes a guess of a drafting model's logits, as many as it has (``drawn``)."""
 
 
-def drawn(
-    logits: mx.array, ahead: int, *, how: DrawForecast | MlxLmSampler | None, vocabulary: int, name: str
-) -> Guess | None:
+def drawn(logits: mx.array, *, how: MlxLmSampler | None, vocabulary: int, name: str) -> Guess | None:
     """A model's guess after its logits; None where they are no numbers, as a broken draft's are.
 
     Args:
         logits: one-dimensional; a drafting model may have more or fewer than there are tokens in the ``vocabulary``.
-        ahead: guesses before this one.
-        how: drawn with a sampler's distribution, or as one will draw; None: the most likely token.
+        how: drawn with a sampler's distribution; None: the most likely token.
         name: of the source.
     """
     missing = vocabulary - logits.size
@@ -161,9 +158,6 @@ def drawn(
     if how is None:
         token = mx.argmax(logprobs)
         sure = mx.exp(logprobs[token].astype(mx.float32))
-    elif isinstance(how, DrawForecast):
-        tokens, chances = how.draw(ahead, logprobs[None])
-        token, sure = tokens[0], chances[0]
     else:
         q = how.distribution(logprobs[None])[0]
         token = mx.random.categorical(mx.log(q))

@@ -38,14 +38,12 @@ class DraftSource:
         usage: how the word is to be written, for people.
         names_models: it takes what is no kind's word, as the name of a model.
         over_ranks: it drafts for a model that lies on several machines.
-        writes: it makes files before it drafts (``write``).
     """
 
     kind: str
     usage: str
     names_models = False
     over_ranks = True
-    writes = False
 
     def parse(self, asked: str, argument: str | None) -> Any:
         """What of this kind was asked for, as ``open`` takes it.
@@ -78,7 +76,7 @@ class DraftSource:
         return 0, None
 
     def write(self, profile: ModelProfile, draft: Draft, progress: Progress) -> None:
-        """Write them before it is loaded, as ``outcore pack`` does; of a source that ``writes``."""
+        """Write its files before it is loaded, as ``outcore pack`` does."""
         raise NotImplementedError
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
