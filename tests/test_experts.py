@@ -23,13 +23,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import outcore
 import zoo
+from outcore.disk.metrics import Metrics
 from outcore.disk.reader import FileReader
 from outcore.engine.session import Session
 from outcore.errors import ReadError, UsageError
 from outcore.machine.device_memory import move
 from outcore.modules.layers import is_stacked
 from outcore.sizes import BLOCK
-from outcore_experts import expert_windows
+from outcore_experts import expert_windows, look_ahead
 from outcore_experts import experts as on_demand
 from outcore_experts.device_stretches import CudaDriver, DeviceMemory
 from outcore_experts.expert_cache import ExpertReads, PooledSwitch
@@ -279,7 +280,7 @@ class Eager(LookAhead):
 
     def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
         super().routed(switch, wanted)
-        self._credit, self._stall, self._idle = 4.0, 1.0, 0.0
+        self._credit, self._on, self._stall, self._idle = 4.0, True, 1.0, 0.0
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -312,6 +313,28 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     assert before and not m.experts.foreseen
     model.outcore.close()
+
+
+@pytest.mark.parametrize("useful", [True, False])
+def test_foreseeing_goes_on_where_it_makes_sweeps_shorter(folder: Path, useful: bool) -> None:
+    now = 0.0
+    reads = ExpertReads(Metrics(), "cpu")
+    reads.expert_s = 0.001
+    look, found = LookAhead([], reads, Metrics(clock=lambda: now)), []
+    switch: Any = object()
+    for sweep in range(look_ahead.CYCLE + look_ahead.TRIED):
+        look.begin()
+        for _ in range(10):
+            look.routed(switch, set())
+            now += 0.002 if look._on is useful else 0.003
+            look.read()
+            now += 0.001
+        found.append(look._on)
+        assert sweep >= look_ahead.RUN or look._on
+    tried = found[: look_ahead.TRIED]
+    assert tried.count(True) == tried.count(False)
+    assert set(found[look_ahead.TRIED : look_ahead.CYCLE]) == {useful}
+    assert found[look_ahead.CYCLE :] == tried
 
 
 def test_a_foreseen_read_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,15 @@ WORTH = 0.1
 RECENT = 32
 """Calls of switches over which times are averaged."""
 
+CYCLE, TRIED, RUN = 512, 64, 16
+"""Sweeps after which it is tried anew whether foreseeing is of any use, sweeps that this takes, and how many of them
+in a row foresee, or do not: a limit of bytes a second lets much through at a time, and then nothing for a tenth of a
+second. The first one of each run does not count."""
+
+GAIN = 0.98
+"""Foreseeing is of use where a sweep takes at most this share of the time. It is not where bytes are all that counts,
+so that what is read in vain is not read in idle time: behind a limit of bytes a second it costs 12 %."""
+
 
 class Routed(Exception):
     """Ends a block's call where it calls its switch: its router has been asked."""
@@ -52,17 +61,35 @@ class LookAhead:
         self._since: float | None = None
         self._routed = 0.0
         self._credit = 0.0  # experts that could have been read in that time
+        self._sweep = 0  # of a cycle
+        self._on = True
+        self._spent, self._calls = 0.0, 0  # seconds of this sweep's calls
+        # Seconds and calls of sweeps that foresaw, and of those that did not; what was long ago counts less.
+        self._took = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
     def begin(self) -> None:
         """A sweep begins."""
         self._since = None
         self._foreseen = {}
+        if not self._calls:
+            return
+        if self._sweep < TRIED and self._sweep % RUN:
+            took = self._took[self._on]
+            took[0], took[1] = took[0] + self._spent, took[1] + self._calls
+        self._spent, self._calls = 0.0, 0
+        self._sweep = (self._sweep + 1) % CYCLE
+        if self._sweep < TRIED:
+            self._on = self._sweep // RUN % 2 == 0
+        elif self._sweep == TRIED:
+            on, off = (seconds / calls for seconds, calls in (self._took[True], self._took[False]))
+            self._on = on <= GAIN * off
+            self._took = {which: [seconds / 2, calls / 2] for which, (seconds, calls) in self._took.items()}
 
     def ask(self, switch: PooledSwitch, x: mx.array) -> mx.array | None:
         """Numbers of the experts that the next layer's router would choose for what this layer's are given; not
         evaluated. None: it is not worth asking, or it cannot be asked."""
         after = self._next.get(id(switch))
-        if after is None or after.unit.block is None or after.unit.cast or after.policy.complete:
+        if not self._on or after is None or after.unit.block is None or after.unit.cast or after.policy.complete:
             return None
         if self._credit < 1 or self._idle is None or self._stall < WORTH * (self._stall + self._idle):
             return None
@@ -83,6 +110,7 @@ class LookAhead:
         now = self._routed = self._metrics.clock()
         if self._since is not None:
             idle = now - self._since
+            self._spent += idle
             self._idle = idle if self._idle is None else self._idle + (idle - self._idle) / RECENT
             each = self._reads.expert_s
             # Nothing was ever waited for: then there is nothing to foresee either.
@@ -111,4 +139,5 @@ class LookAhead:
         """A switch's experts are there: from now on the disk has nothing to do."""
         self._since = self._metrics.clock()
         stall = self._since - self._routed
+        self._spent, self._calls = self._spent + stall, self._calls + 1
         self._stall += (stall - self._stall) / RECENT
