@@ -51,14 +51,14 @@ class Run:
 class Timed(DraftLengthPolicy):
     """A control that knows how long it took."""
 
-    seconds = 0.0
+    guessing = 0.0
 
     def draft(self, *args: Any) -> list[Guess]:
         began = time.perf_counter()
         try:
             return super().draft(*args)
         finally:
-            Timed.seconds += time.perf_counter() - began
+            Timed.guessing += time.perf_counter() - began
 
 
 class Wrong:
@@ -100,10 +100,10 @@ def answer(
     responses = outcore.stream_generate(model, tokenizer, prompt, max_tokens=tokens, sampler=make_sampler(args.temp))
     next(responses)
     metrics.reset()
-    Timed.seconds, began = 0.0, time.perf_counter()
+    Timed.guessing, began = 0.0, time.perf_counter()
     made = sum(1 for _ in responses)
     seconds = time.perf_counter() - began
-    return Run(Path(draft).name, n, made, seconds, metrics.sweeps, metrics.drafted, metrics.accepted, Timed.seconds)
+    return Run(Path(draft).name, n, made, seconds, metrics.sweeps, metrics.drafted, metrics.accepted, Timed.guessing)
 
 
 def summary(runs: list[Run], draft: str) -> dict[str, Any]:
