@@ -248,7 +248,7 @@ def test_prompts_that_cannot_be_had_are_refused(streamed: Any) -> None:
 
 def test_no_limit_on_tokens_means_the_planned_context(streamed: Any) -> None:
     model, tokenizer = streamed
-    model.outcore.plan = model.outcore.plan.__class__(**{**vars(model.outcore.plan), "context": 20})
+    model.outcore.plan = replace(model.outcore.plan, context=20)
     got = list(outcore.stream_generate(model, tokenizer, PROMPT, max_tokens=-1))
     assert got[-1].finish_reason == "stop" or got[-1].prompt_tokens + got[-1].generation_tokens == 20
 
