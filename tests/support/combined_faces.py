@@ -125,7 +125,7 @@ class Place:
         if self.case.draft == "model":
             return str(self.shelf.model(kind, "8bit"))
         if self.case.draft == "mtp":
-            return f"mtp:{self.shelf.head(kind)}" if kind != "sliding" else "mtp"
+            return f"mtp:{self.shelf.head(kind)}" if kind not in ("dense", "sliding") else "mtp"
         return {"copy": "self:4", "self": "self:2"}.get(self.case.draft, self.case.draft)
 
 

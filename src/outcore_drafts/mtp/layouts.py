@@ -119,7 +119,11 @@ class MtpTensors:
         caches = text.make_cache()[at] if hasattr(text, "make_cache") else KVCache()
         if not all(type(c) is KVCache for c in leaves(caches)):
             raise ValueError(f"its layer would keep a {type(caches).__name__}, from which guesses cannot be taken back")
-        return HeadLayer(type(layers[at])(text.args, at), len(leaves(caches)))
+        try:
+            layer = type(layers[at])(text.args, at)
+        except TypeError as e:
+            raise ValueError(f"layers of the type {kind} are made in another way") from e
+        return HeadLayer(layer, len(leaves(caches)))
 
 
 def file_of(layers: Any) -> str:
