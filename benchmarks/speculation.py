@@ -81,7 +81,7 @@ def run(target: Path, source: str, texts: dict[str, Path], args: argparse.Namesp
     usual = Drafting.source
     if not more and draft != "ngram":
         Drafting.source = alone  # type: ignore[method-assign]
-    vars(text_drafts)["DraftLengthPolicy"] = lambda _, experience: DraftLengthPolicy(args.most, experience, fixed=True)
+    vars(text_drafts)["DraftLengthPolicy"] = lambda _, acceptance: DraftLengthPolicy(args.most, acceptance, fixed=True)
     found = []
     try:
         with model.outcore as session:

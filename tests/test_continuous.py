@@ -19,12 +19,12 @@ import outcore
 import zoo
 from outcore import BudgetError
 from outcore.decode import text_drafts
-from outcore.decode.continuous import Continuous
-from outcore.decode.drafted_sweeps import SpeculativeDecoder
 from outcore.decode.preparation import prepare
 from outcore.decode.request import Request
 from outcore.decode.sampling import own_sampler
+from outcore.decode.scheduler import Scheduler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative_decoder import SpeculativeDecoder
 from outcore.modules.hooks import arrays_in
 from outcore.plan.cache_size import SHARED_STEP
 from test_batch import assert_same
@@ -48,7 +48,7 @@ class Written:
 
 
 def write(
-    engine: Continuous, joining: Mapping[int, Sequence[Request]], leaving: Mapping[int, Sequence[int]] | None = None
+    engine: Scheduler, joining: Mapping[int, Sequence[Request]], leaving: Mapping[int, Sequence[int]] | None = None
 ) -> Written:
     """Run sequences that join before these steps, and leave after these, until all have their tokens."""
     done = Written()
@@ -111,7 +111,7 @@ def test_joining_and_leaving_change_no_answer(
             joining: dict[int, list[Request]] = {}
             for request in requests:
                 joining.setdefault(rng.randrange(12), []).append(request)
-            engine = Continuous(model, prefill_step=4)
+            engine = Scheduler(model, prefill_step=4)
             done = write(engine, joining, {rng.randrange(6, 12): [3]})
             for i, want in enumerate([*expected, repeated]):
                 got = done.tokens.get(i, [])
@@ -133,7 +133,7 @@ def test_one_that_stays_alone_keeps_its_drafts_and_gets_them_back(
         session.metrics.reset()
         alone(model, AGAIN, 24, folder=demo_model, leave_last=True)
         sweeps, accepted = session.metrics.sweeps, session.metrics.accepted
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         session.metrics.reset()
         done = write(engine, {0: [Request(0, AGAIN, 24)]})
         assert_same(done.tokens[0], plain)
@@ -155,7 +155,7 @@ def test_a_draft_gives_way_to_more_sequences(tmp_path: Path, demo_model: Path) -
     with model.outcore as session:
         expected = [alone(model, p, 12, folder=demo_model) for p in PROMPTS]
         assert session.residency.layers.draft is not None
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         many = [Request(5 + i, PROMPTS[2], 12) for i in range(12)]
         done = write(engine, {0: [Request(0, PROMPTS[0], 12)], 2: [*many, Request(2, PROMPTS[2], 12)]})
         assert session.residency.layers.draft is None and done.most > 2 and not done.failed
@@ -179,7 +179,7 @@ def test_seeds_and_penalties_do_not_depend_on_company(tmp_path: Path, resident: 
         return Request(uid, PROMPTS[uid], 12, own_sampler(0.9, top_p=0.95, seed=uid), tuple(penalties) * (uid % 2))
 
     with model.outcore:
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         expected = {i: write(engine, {0: [request(i)]}).tokens[i] for i in range(4)}
         assert len({tuple(tokens) for tokens in expected.values()}) == 4
         for joining in ({0: [0], 2: [1], 3: [2, 3]}, {0: [3, 2], 5: [0], 9: [1]}):
@@ -198,7 +198,7 @@ def test_memory_is_taken_as_sequences_come_and_given_back(quick_model: Path) -> 
     with model.outcore as session:
         plan, smallest = session.plan, session.plan.smallest_budget_bytes
         assert smallest < 16_000_000, "a reservation for 32 sequences of 2,048 tokens took 221 MB at least"
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         done = write(engine, {0: [Request(0, PROMPTS[0], 30)], 4: [Request(i, PROMPTS[2], 4) for i in range(1, 10)]})
         assert len(done.tokens) == 10 and not done.failed and not done.full
         assert done.most > 1
@@ -214,7 +214,7 @@ def test_sequences_caches_grow_by_what_was_planned(tmp_path: Path, resident: int
     options = ONE | {"prefill_step_size": 1024, "memory": "64MB"}
     model, _ = outcore.load_model(folder, resident=resident, context=64, draft="none", **options)
     with model.outcore as session:
-        engine = Continuous(model, prefill_step=1024)
+        engine = Scheduler(model, prefill_step=1024)
         for i in range(24):
             engine.add(Request(i, [5 + i] * 40, 70))
         gc.collect()
@@ -236,7 +236,7 @@ def test_who_has_no_room_waits_and_the_newest_gives_way(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="none", **(ONE | {"prefill_step_size": 64}))
     with model.outcore as session:
-        engine = Continuous(model, prefill_step=64)
+        engine = Scheduler(model, prefill_step=64)
         expected = {i: write(engine, {0: [Request(i, [5 + i] * 40, 20)]}).tokens[i] for i in (0, 1)}
         peaks = []
         original = session.residency.accommodate
@@ -266,7 +266,7 @@ def test_the_chunks_that_were_asked_for_are_planned_for_several_too(quick_model:
     for share in (1.2, 1.6):
         model, _ = outcore.load_model(quick_model, memory=int(share * smallest), draft="none", **options)
         with model.outcore as session:
-            engine = Continuous(model, prefill_step=64)
+            engine = Scheduler(model, prefill_step=64)
             for i in range(3):
                 engine.add(Request(i, [5 + i] * 200, 3))
             engine.step()
@@ -280,7 +280,7 @@ def test_layers_without_attention_have_empty_caches_in_company(tmp_path: Path) -
     folder = zoo.save_checkpoint("nemotron-nas", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="none", **ONE)
     with model.outcore:
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         expected = write(engine, {0: [Request(0, PROMPTS[0], 9)]}).tokens[0]
         done = write(engine, {0: [Request(0, PROMPTS[0], 9), Request(1, PROMPTS[1], 3)]})
         assert not done.failed and done.tokens[0] == expected
@@ -292,7 +292,7 @@ def test_a_text_that_fills_all_memory_ends_and_one_that_never_fits_fails(tmp_pat
     model, _ = outcore.load_model(folder, memory=1_900_000, context=64, draft="none", **ONE)
     with model.outcore as session:
         assert session.streaming is not None
-        engine = Continuous(model)
+        engine = Scheduler(model)
         done = write(engine, {0: [Request(0, [5] * 20, 10**6), Request(1, list(range(5, 3000)), 4)]})
         assert isinstance(done.failed[1], BudgetError)
         assert not done.failed.get(0) and done.full == [0] and len(done.tokens[0]) > 64
@@ -305,7 +305,7 @@ def test_a_model_that_is_all_in_memory_is_not_streamed_for_company(quick_model: 
     model, _ = outcore.load_model(quick_model, memory="60MB", context=64, draft="none", **ONE)
     with model.outcore as session:
         assert session.streaming is None
-        engine = Continuous(model)
+        engine = Scheduler(model)
         done = write(engine, {0: [Request(i, [5 + i] * 9, 5) for i in range(32)]})
         assert all(len(tokens) == 5 for tokens in done.tokens.values()) and len(done.tokens) == 32
         assert session.streaming is None and session.plan.peak_bytes <= session.plan.budget_bytes
@@ -323,7 +323,7 @@ def test_what_a_request_brings_harms_nobody_else(tmp_path: Path) -> None:
         return logits
 
     with model.outcore:
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         expected = write(engine, {0: [Request(0, PROMPTS[0], 9)]}).tokens[0]
         for at in (0, 2):
             done = write(engine, {0: [Request(0, PROMPTS[0], 9)], at: [Request(1, PROMPTS[1], 9, None, (broken,))]})
@@ -340,7 +340,7 @@ def test_a_sampler_that_counts_is_called_once_for_each_token_whoever_joins(draft
     said = list(range(10, 22))
     with model.outcore:
         script = iter([*said, 0])
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         request = Request(0, PROMPTS[0], len(said), lambda _: mx.array([next(script)]))
         done = write(engine, {0: [request], 3: [Request(1, PROMPTS[1], 3)]})
         assert done.most == 2 and done.tokens[0] == said and not done.failed
@@ -351,7 +351,7 @@ def test_a_sweep_that_fails_takes_those_under_way_alone(tmp_path: Path) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", **ONE)
     with model.outcore as session:
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         expected = write(engine, {0: [Request(0, PROMPTS[0], 9)]}).tokens[0]
         fails = iter([False, False, True])
 
@@ -374,7 +374,7 @@ def test_the_likeliest_tokens_come_with_a_token_that_asks_for_them(tmp_path: Pat
     tokenizer._eos_token_ids = set()
     with model.outcore:
         expected = [r.logprobs for r in outcore.stream_generate(model, tokenizer, PROMPTS[0], max_tokens=4)]
-        engine = Continuous(model)
+        engine = Scheduler(model)
         for others in ([], [Request(1, PROMPTS[1], 4)]):
             engine.add(Request(0, PROMPTS[0], 4, logprobs=3))
             for request in others:
@@ -394,7 +394,7 @@ def test_a_head_that_is_streamed_stays_so_in_company(demo_model: Path) -> None:
     model, _ = outcore.load_model(demo_model, memory="19MB", context=512, draft="none", cpu_streams=1, govern=False)
     with model.outcore as session:
         assert session.plan.head_streamed
-        engine = Continuous(model)
+        engine = Scheduler(model)
         done = write(engine, {0: [Request(0, [5, 6], 3), Request(1, [5, 6], 3)]})
         assert session.plan.head_streamed and not done.failed and done.tokens[0] == done.tokens[1]
         engine.close()
@@ -412,7 +412,7 @@ def test_a_prompt_that_is_computed_in_parts_is_as_alone_and_can_leave_or_be_take
             uid: alone(model, prompt, tokens, folder=demo_model)
             for uid, prompt, tokens in ((0, AGAIN, 100), (1, long, 8), (3, PROMPTS[1], 8))
         }
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         engine.add(Request(0, AGAIN, 100))
         told: dict[int, list[int]] = {0: [], 1: [], 3: [], 4: []}
         parts: list[int] = []
@@ -441,7 +441,7 @@ def test_a_prompt_that_is_computed_in_parts_is_as_alone_and_can_leave_or_be_take
         assert 1 in parts and 2 not in parts[1:]
         engine.close()
         # One that is taken out goes on from what was computed of it.
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         told[0] = []
         engine.add(Request(0, AGAIN, 100))
         step(lambda: len(told[0]) >= 3)

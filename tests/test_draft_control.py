@@ -262,7 +262,7 @@ class Says:
 def test_whoever_is_right_where_they_differ_is_followed(right: str) -> None:
     control = DraftLengthPolicy(4, fixed=True)
     ngram, model = Says("ngram", 1), Says("model", 2)
-    both = Both(ngram, model, control.experience.chance)
+    both = Both(ngram, model, control.acceptance.chance)
     token = {"ngram": 1, "model": 2}[right]
     for _ in range(60):
         guesses = control.draft(both, [0], 4)
@@ -332,11 +332,11 @@ def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
     machine = Machine(read=1.0, compute=0.03, guess=0.001)
     control = DraftLengthPolicy(clock=lambda: machine.now)
     for tokens in (20, 40, 60):
-        control.experience.swept("coin", tokens, machine.sweep(tokens))
+        control.acceptance.swept("coin", tokens, machine.sweep(tokens))
     source = Coin(machine, [0.8])
-    control.experience.sources[source.name] = Rate(6.4, 8.0)
+    control.acceptance.sources[source.name] = Rate(6.4, 8.0)
     for _ in range(2):
-        control.experience.plain.add(1.0)
+        control.acceptance.plain.add(1.0)
     alone = len(control.draft(source, [1, 2], 32))
     assert control.expected > 1.0
     control.beside = SharedPass(tokens=31)  # what is computed for them takes time

@@ -17,13 +17,13 @@ import outcore
 import zoo
 from outcore import BudgetError
 from outcore.decode import sequence_room, text_drafts
-from outcore.decode.batch_engine import BatchDecoder
-from outcore.decode.continuous import Continuous
-from outcore.decode.drafted_sweeps import SpeculativeDecoder
+from outcore.decode.batch_decoder import BatchDecoder
 from outcore.decode.one_text import Computed
 from outcore.decode.preparation import prepare
 from outcore.decode.request import Request
+from outcore.decode.scheduler import Scheduler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
+from outcore.decode.speculative_decoder import SpeculativeDecoder
 from outcore.plan.draft_choice import pays_for_several
 from outcore.plan.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
@@ -62,7 +62,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-class Noted(Continuous):
+class Noted(Scheduler):
     """Keeps the tokens of its steps, with their log-probabilities, and how they were made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -228,7 +228,7 @@ def test_after_an_interrupt_in_a_sweep_the_same_texts_go_on(
     with model.outcore as session:
         after = Interrupts(session)
         for at in (2, 5, 8, 11, 14, 17):
-            engine, tokens = Continuous(model, prefill_step=4), dict[int, list[int]]({0: [], 1: []})
+            engine, tokens = Scheduler(model, prefill_step=4), dict[int, list[int]]({0: [], 1: []})
             after.left = at
             for uid, most in enumerate((9, 12)):
                 engine.add(Request(uid, PROMPTS[uid], most))
@@ -440,7 +440,7 @@ def test_who_never_fits_is_told_of_though_the_others_were_interrupted(tmp_path: 
     model, _ = outcore.load_model(folder, resident=1, context=64, draft="ngram", memory="20MB", **ONE)
     with model.outcore as session:
         Interrupts(session, 1)
-        engine = Continuous(model, prefill_step=4)
+        engine = Scheduler(model, prefill_step=4)
         engine.add(Request(0, [5] * 100_000, 4))
         engine.add(Request(1, PROMPTS[0], 4))
         with pytest.raises(KeyboardInterrupt):

@@ -13,7 +13,7 @@ import zoo
 from outcore.engine.engine import Engine, State
 from stand_ins import TokensOnly
 
-OF_TEXTS = {"found", "in_cache", "text", "experience"}
+OF_TEXTS = {"found", "in_cache", "text", "acceptance"}
 """What a session keeps of the last text; whoever wrote it writes it down."""
 
 

@@ -25,8 +25,8 @@ import zoo
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.cli.main import main
 from outcore.decode import prefix_cache as made
-from outcore.decode.continuous import Continuous
 from outcore.decode.request import Request
+from outcore.decode.scheduler import Scheduler
 from outcore.serve.events import Begun, Finished, GenerationRequest
 from outcore_prefix import blocks as on_disk
 from outcore_prefix import prompts
@@ -226,7 +226,7 @@ def test_sequences_that_come_and_go_find_their_prompts(served: Path, tokenizer: 
     prompts_ = [TEXT[:100], TEXT[:100] + TEXT[200:220], TEXT[:64] + TEXT[300:330], TEXT[50:80]]
 
     def run(model: Any) -> tuple[dict[int, list[int]], dict[int, int]]:
-        sequences = Continuous(model, prefill_step=None if model.outcore.prefix is not None else BLOCK)
+        sequences = Scheduler(model, prefill_step=None if model.outcore.prefix is not None else BLOCK)
         said: dict[int, list[int]] = {}
         found: dict[int, int] = {}
         for uid, ids in enumerate(prompts_):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.decode.continuous import Continuous
+from outcore.decode.scheduler import Scheduler
 from outcore.errors import RequestError
 from outcore.options import LoadOptions
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, Sampling, TextPart
@@ -90,15 +90,15 @@ def test_sixteen_requests_share_sweeps(served: Path, expected: dict[str, str]) -
     with serving(served, memory="400MB") as service:
         asyncio.run(heard(service, GenerationRequest(prompt="x", max_tokens=1)))
         steps = []
-        original = Continuous.step
+        original = Scheduler.step
 
-        def step(self: Continuous) -> Any:
+        def step(self: Scheduler) -> Any:
             steps.append(1)
             return original(self)
 
         asks = [GenerationRequest(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=12) for i in range(16)]
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Continuous, "step", step)
+            patched.setattr(Scheduler, "step", step)
             found = together(service, asks)
         assert len(steps) <= 14, "16 streams of 12 tokens"
         for ask, events in zip(asks, found, strict=True):
@@ -231,7 +231,7 @@ def test_an_error_fails_its_requests_never_the_engine(served: Path, expected: di
 
         for where in ("step", "_sweep"):
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(Continuous, where, lambda *_: 1 / 0)
+                patched.setattr(Scheduler, where, lambda *_: 1 / 0)
                 assert all(isinstance(e, RequestError) and e.status == 500 for e in asyncio.run(both()))
             assert [text_of(events) for events in asyncio.run(both())] == [expected[p] for p in PROMPTS[:2]]
         service.close()

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from outcore.decode.continuous import Continuous
 from outcore.decode.request import Token
+from outcore.decode.scheduler import Scheduler
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, CheckpointError, RequestError
 from outcore.serve.choice import AnswerChoice
@@ -95,7 +95,7 @@ def test_what_fails_anywhere_ends_jobs_not_the_thread(served: Path) -> None:
                 await service.load("", 0)
                 assert idle(service)
 
-        for where, what in ((Continuous, "remove"), (Session, "close")):
+        for where, what in ((Scheduler, "remove"), (Session, "close")):
             asyncio.run(leaves(where, what))
             assert text_of(asyncio.run(asyncio.wait_for(heard(service, ASK), 30))) == expected
 
@@ -114,7 +114,7 @@ def test_who_tries_again_at_once_is_not_told_of_the_error_before(served: Path) -
 
             service.engine.drop = drop
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(Continuous, "step", lambda _: 1 / 0)
+                patched.setattr(Scheduler, "step", lambda _: 1 / 0)
                 with pytest.raises(RequestError):
                     await heard(service, ASK)
             task = asyncio.create_task(heard(service, ASK))
@@ -150,11 +150,11 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
 
 
 def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
-    def sweep(self: Continuous, *_: Any, **__: Any) -> Any:
+    def sweep(self: Scheduler, *_: Any, **__: Any) -> Any:
         raise BudgetError("no room", 10**9)
 
     with serving(served) as service, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Continuous, "_sweep", sweep)
+        patched.setattr(Scheduler, "_sweep", sweep)
 
         async def failures(*asks: GenerationRequest) -> set[tuple[int, str]]:
             found = await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
@@ -189,15 +189,15 @@ def test_a_model_that_cannot_be_loaded_is_out_of_memory_only_where_memory_is_sho
 
 
 def test_each_answer_has_its_own_drafts(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Continuous.step
+    original = Scheduler.step
 
-    def step(self: Continuous) -> Any:
+    def step(self: Scheduler) -> Any:
         found = original(self)
         if len(found.tokens) == 1:
             found.drafts = {found.tokens[0].uid: (3, 2)}
         return found
 
-    monkeypatch.setattr(Continuous, "step", step)
+    monkeypatch.setattr(Scheduler, "step", step)
     with serving(served, memory="24MB") as service:
         short, long = together(service, [replace(ASK, max_tokens=2), replace(OTHER, max_tokens=6)])
         told = [(e.drafted, e.accepted) for e in (short[-1], long[-1]) if isinstance(e, Finished)]

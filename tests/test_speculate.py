@@ -390,7 +390,7 @@ def test_a_texts_last_sweep_is_learnt_from(taken: int, short_model: Path, monkey
         answer.close()
         assert session.metrics.accepted > 10
     # The first token is the prompt's own; the one after the last may have been looked at.
-    assert controls[-1].experience.made in (taken - 1, taken)
+    assert controls[-1].acceptance.made in (taken - 1, taken)
 
 
 def test_what_a_cache_held_before_may_be_repeated(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

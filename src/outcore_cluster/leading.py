@@ -1,7 +1,7 @@
 """Sequences that come and go on a model that several ranks share: the first one decides, the others follow.
 
 Before each step the first rank says which sequences join and which leave, and every rank does the same with its own
-``Continuous``. Samplers, processors and stop strings are the first one's alone: of a sequence others know its prompt
+``Scheduler``. Samplers, processors and stop strings are the first one's alone: of a sequence others know its prompt
 and how long its answer may be, and are told each token.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 
 import mlx.nn as nn
 
-from outcore.decode.continuous import Continuous
 from outcore.decode.passes import generating
 from outcore.decode.request import Request
+from outcore.decode.scheduler import Scheduler
 from outcore.decode.step import StepResult
 from outcore.engine.session import Session
 from outcore.machine.allocator import clear_cache
@@ -27,13 +27,13 @@ STEP, REST, END = "step", "rest", "end"
 
 
 class RankLeader:
-    """The first rank's ``Continuous``, which the other ranks' do as.
+    """The first rank's ``Scheduler``, which the other ranks' do as.
 
     Args:
         agreement: with them.
     """
 
-    def __init__(self, sequences: Continuous, agreement: RankAgreement) -> None:
+    def __init__(self, sequences: Scheduler, agreement: RankAgreement) -> None:
         self._sequences, self._agreement = sequences, agreement
         self._joining: list[tuple[int, list[int], int]] = []  # number, tokens and most tokens of the answer
         self._leaving: list[int] = []
@@ -46,7 +46,7 @@ class RankLeader:
 
     @property
     def ends(self) -> Collection[int]:
-        """As ``Continuous.ends``."""
+        """As ``Scheduler.ends``."""
         return self._sequences.ends
 
     @ends.setter
@@ -107,7 +107,7 @@ class RankLeader:
         self._agreement.text(lambda: orders)
 
 
-def follow(model: nn.Module, sequences: Continuous) -> None:
+def follow(model: nn.Module, sequences: Scheduler) -> None:
     """Do as the first rank says, until it says that it was all.
 
     Args:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from outcore.decode.continuous import Continuous
+from outcore.decode.scheduler import Scheduler
 from outcore.engine.recorded_pass import Recorded, RecordedPass
 from outcore.engine.session import Session
 from outcore.engine.sweeps import Wanted, in_turn
@@ -117,7 +117,7 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
 
-    def leader(self, sequences: Continuous) -> RankLeader:
+    def leader(self, sequences: Scheduler) -> RankLeader:
         """What other ranks' sequences follow."""
         return RankLeader(sequences, self)
 

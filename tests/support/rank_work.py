@@ -21,11 +21,11 @@ from mlx_lm.perplexity import eval_ppl
 import outcore
 import outcore_cluster.sharing
 from outcore.decode import one_text, text_drafts
-from outcore.decode.continuous import Continuous
 from outcore.decode.model_runner import ModelRunner
 from outcore.decode.preparation import prepare
 from outcore.decode.request import Request
 from outcore.decode.sampling import make_sampler, own_sampler
+from outcore.decode.scheduler import Scheduler
 from outcore.decode.sequence_room import SequenceRoom
 from outcore.decode.speculative.acceptance import AcceptanceStats
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
@@ -80,9 +80,9 @@ def alternate(
     return owners
 
 
-def always(most: int, experience: AcceptanceStats) -> DraftLengthPolicy:
+def always(most: int, acceptance: AcceptanceStats) -> DraftLengthPolicy:
     """Drafts whether it is worth it or not: a small model's weights are read in no time."""
-    return DraftLengthPolicy(most, experience, fixed=True)
+    return DraftLengthPolicy(most, acceptance, fixed=True)
 
 
 def loaded(link: Link | None, folder: Path, in_turn: bool = True, **options: Any) -> Any:
@@ -477,7 +477,7 @@ def sequences(
     model = loaded(link, folder, **options)
     try:
         with model.outcore as session:
-            own = Continuous(model, prefill_step=16)
+            own = Scheduler(model, prefill_step=16)
             if link is not None and link.rank:
                 follow(model, own)
                 return {"streams": session.plan.streams, "running": own.running}
@@ -491,7 +491,7 @@ def sequences(
 
 
 def _written(
-    engine: Continuous | RankLeader, own: Continuous, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
+    engine: Scheduler | RankLeader, own: Scheduler, joining: Mapping[int, Any], leaving: Mapping[int, Sequence[int]]
 ) -> dict[str, Any]:
     tokens: dict[int, list[int]] = {}
     limits: dict[int, int] = {}

@@ -29,10 +29,10 @@ from ..modules.cache_check import check_cache
 from ..modules.side_by_side import mergeable
 from ..plan.planner import make_plan
 from ..plan.workload import MOST, Workload
-from .continuous import Continuous
 from .passes import generating
 from .prompt import cached_tokens, check_length, encode, note_length
 from .request import Request, Token
+from .scheduler import Scheduler
 
 Failed = Callable[[Request, Exception], None]
 
@@ -293,7 +293,7 @@ def answers(
         requested = {r.uid: r for r in requests}
         writing: dict[int, RequestOutput] = {}
         most = session.size.sequences
-        sequences = Continuous(model, most=most, prefill_step=prefill_step, draft_tokens=0, planned=True)
+        sequences = Scheduler(model, most=most, prefill_step=prefill_step, draft_tokens=0, planned=True)
         with generating(model), contextlib.closing(sequences):
             while waiting or writing:
                 check()

@@ -24,11 +24,11 @@ from ..machine.exclusive import pass_on, served
 from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
 from ..modules.call_values import caches_in
-from .continuous import Continuous
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record, unkept
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
-from .request import Alone, KnownPrefix, Request, Token
+from .request import Alone, CachedPrefix, Request, Token
+from .scheduler import Scheduler
 from .speculative.drafting import check_draft_length
 
 Tokens = Generator[Token, None, None]
@@ -170,7 +170,7 @@ def _tokens(
         drafted: for a pass at most; None: as many as are worth it.
     """
     assert request.alone is not None
-    sequences = Continuous(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
+    sequences = Scheduler(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
     sequences.add(request)
     error: BaseException | None = None
     try:
@@ -221,7 +221,7 @@ def _request(
     # Ranks that share a model cut a prompt in the same way.
     tokens = cast(list[int], ids.tolist())
     max_tokens, step = session.transport.text_room(lambda: (length, held, *tokens), has_room, asked=asked is not None)
-    found, known = None, KnownPrefix()
+    found, known = None, CachedPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
         if alone.kv is not None:

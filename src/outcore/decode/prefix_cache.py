@@ -14,7 +14,7 @@ from ..errors import BudgetError, called
 from ..options import LoadOptions
 from ..packages import modules
 from .one_text import make_room
-from .request import KnownPrefix, Recorder
+from .request import CachedPrefix, Recorder
 
 GRID = 512
 """Tokens of a block, and at most of a chunk of a prompt."""
@@ -93,7 +93,7 @@ def look_up(
     *,
     whole: bool = True,
     shared: int = 0,
-) -> tuple[PrefixMatch | None, KnownPrefix]:
+) -> tuple[PrefixMatch | None, CachedPrefix]:
     """What was kept of a prompt, with the caches that it is in; and what goes with them.
 
     Args:
@@ -103,16 +103,16 @@ def look_up(
     """
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
-        return None, KnownPrefix()
+        return None, CachedPrefix()
     found = prefix.find(tokens, step, whole=whole)
     if found is None:
-        return None, KnownPrefix(recording=prefix.recording(tokens, step, shared=shared))
+        return None, CachedPrefix(recording=prefix.recording(tokens, step, shared=shared))
     recording = prefix.recording(tokens, step, found.tokens, shared) if found.logits is None else None
     session.metrics.prompt_found += found.tokens
-    return found, KnownPrefix(found.tokens, found.logits, recording)
+    return found, CachedPrefix(found.tokens, found.logits, recording)
 
 
-def unkept(session: Session, known: KnownPrefix, tokens: int) -> KnownPrefix:
+def unkept(session: Session, known: CachedPrefix, tokens: int) -> CachedPrefix:
     """The same of a prompt of so many tokens, of which nothing is kept, as there is no memory for it; it is told."""
     if known.recording is None:
         return known

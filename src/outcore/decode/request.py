@@ -27,7 +27,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class KnownPrefix:
+class CachedPrefix:
     """What is known of a prompt before it is computed.
 
     Attributes:
@@ -104,7 +104,7 @@ class Request:
     cache: Sequence[Any] | None = None
     given: bool = False
     earlier: Sequence[int] = ()
-    known: KnownPrefix = field(default_factory=KnownPrefix)
+    known: CachedPrefix = field(default_factory=CachedPrefix)
     begun: bool = False
     shared: int = 0
     logprobs: int | None = None

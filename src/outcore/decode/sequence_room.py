@@ -29,7 +29,7 @@ class SequenceRoom:
     Args:
         asked_step: tokens of a prompt that are to be computed at a time; None: as planned.
         asked_drafts: tokens that may be drafted of a text for a sweep; None: as many as are worth it.
-        planned: as in ``Continuous``.
+        planned: as in ``Scheduler``.
 
     Attributes:
         drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
@@ -176,7 +176,7 @@ class SequenceRoom:
             return False
         if streaming.evaluates or session.plan.pools or not size.drafted or self._asked_drafts == 0:
             return False
-        seen = session.experience or AcceptanceStats()
+        seen = session.acceptance or AcceptanceStats()
         pays = partial(pays_for_several, size, session.plan, residency.calibration, texts, not on_cpu())
         if drafting.kind == NGRAM:
             return pays(tokens=seen.made / seen.sweeps if seen.sweeps else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.session import Session
 from .prefix_cache import look_up, unkept
-from .request import KnownPrefix, Request, Token
+from .request import CachedPrefix, Request, Token
 from .sampling import OwnSampler
 
 
@@ -72,7 +72,7 @@ class ScheduledSequence:
         self.cache, self.found = (found.cache, found.tokens) if found is not None else (None, 0)
         return self.go_on(known if records else unkept(session, known, len(self.text)))
 
-    def go_on(self, known: KnownPrefix | None = None) -> Request:
+    def go_on(self, known: CachedPrefix | None = None) -> Request:
         """What it goes on from, which takes over its cache; ``known``: what that holds of ``text`` beyond ``held``."""
         cache, self.cache = self.cache, None
         return replace(
@@ -82,7 +82,7 @@ class ScheduledSequence:
             cache=cache,
             given=True,
             earlier=self.text[: self.held],
-            known=known or KnownPrefix(),
+            known=known or CachedPrefix(),
             begun=cache is not None and (self.answered > 0 or self.request.begun) and not (known and known.held),
         )
 

@@ -52,9 +52,9 @@ class TextDrafts:
         evaluates = session.transport.eager or (session.streaming is not None and session.streaming.evaluates)
         if drafting is None or evaluates or (session.plan.pools and not self._fit_to_pools(target)):
             return
-        if session.experience is None:
-            session.experience = AcceptanceStats()
-        self.control = DraftLengthPolicy(self.most, session.experience)
+        if session.acceptance is None:
+            session.acceptance = AcceptanceStats()
+        self.control = DraftLengthPolicy(self.most, session.acceptance)
         self.most = self.control.most
         self.control.foreseen_s = target.prompt_s
         self.source = drafting.source(

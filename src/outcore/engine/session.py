@@ -80,7 +80,7 @@ class Session(Engine):
         prefix: keeps what was computed of prompts (``decode.prefix_cache``); None: nothing does.
 
     Attributes:
-        experience: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
+        acceptance: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
         drafting: what drafts tokens for it; None for nothing.
         residency: makes room, sheds and regrows resident layers.
         watch: what watches memory; None where it was not asked for, or nothing could be shed.
@@ -114,7 +114,7 @@ class Session(Engine):
         embeddings = [m for m in modules(profile.lazy.model) if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
         self.vocabulary = max((m.weight.shape[0] for m in embeddings), default=None)
         self.prefix, self.cpu_streams = prefix, cpu_streams
-        self.experience: Any = None
+        self.acceptance: Any = None
         self.found = self.in_cache = 0
         self.closing, self._notes = list[Callable[[], object]](), notes
         self.drafting: Drafter | None = None

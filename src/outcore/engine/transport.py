@@ -59,7 +59,7 @@ class Sweeps(Protocol):
 
 
 class Leader(Protocol):
-    """``decode.continuous.Continuous`` on the first rank, whose steps all other ranks take, too."""
+    """``decode.scheduler.Scheduler`` on the first rank, whose steps all other ranks take, too."""
 
     ends: Collection[int]
 
@@ -159,7 +159,7 @@ class Transport(Agreement, Stage):
     # Decoding
 
     def leader(self, sequences: Any) -> Leader | None:
-        """What a server asks in place of ``sequences`` (``Continuous``), so that other ranks follow; None: there are
+        """What a server asks in place of ``sequences`` (``Scheduler``), so that other ranks follow; None: there are
         none."""
         return None
 

@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decode.continuous import Continuous
+from ..decode.scheduler import Scheduler
 from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
 from ..machine.allocator import clear_cache
@@ -49,7 +49,7 @@ class EngineThread:
         open_model: loads a model by its name.
         keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
         most_waiting: choices that may wait.
-        options: of ``Continuous``.
+        options: of ``Scheduler``.
 
     Attributes:
         loaded: the model that is in memory; read from other threads, never waited for. ``loading``: the name of the one
@@ -164,7 +164,7 @@ class EngineThread:
         finally:
             self.loading = None
         publish(model, "serve", name)
-        own = Continuous(model, **self._options)
+        own = Scheduler(model, **self._options)
         sequences = model.outcore.transport.leader(own) or own
         self.loaded = Loaded(name, model, sequences, self._keep_alive, time.monotonic() - began)
         return self.loaded

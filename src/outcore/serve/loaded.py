@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
-from ..decode.continuous import Continuous
 from ..decode.passes import generating
+from ..decode.scheduler import Scheduler
 from ..engine.session import Session
 from ..engine.transport import Leader
 from ..machine.allocator import clear_cache
@@ -30,7 +30,7 @@ class Loaded:
 
     name: str
     model: nn.Module
-    sequences: Continuous | Leader
+    sequences: Scheduler | Leader
     keep_s: float | None
     load_s: float = 0.0
     idle_at: float | None = field(default_factory=time.monotonic)
@@ -46,7 +46,7 @@ class Loaded:
     @property
     def leader(self) -> Leader | None:
         """What the ranks that share it follow; None: all of it is here."""
-        return None if isinstance(self.sequences, Continuous) else self.sequences
+        return None if isinstance(self.sequences, Scheduler) else self.sequences
 
     @property
     def counters(self) -> dict[str, int]:

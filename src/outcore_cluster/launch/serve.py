@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outcore.cli.serve import service_options
-from outcore.decode.continuous import Continuous
 from outcore.decode.loader import load_model
+from outcore.decode.scheduler import Scheduler
 from outcore.errors import UsageError
 from outcore.monitoring import publish
 from outcore.serve.service import ServiceOptions
@@ -48,7 +48,7 @@ def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOp
         with model.outcore:
             publish(model, "serve", offered.name)
             step, drafted = options.load.prefill_step_size, options.draft_tokens
-            follow(model, Continuous(model, most=options.most, prefill_step=step, draft_tokens=drafted))
+            follow(model, Scheduler(model, most=options.most, prefill_step=step, draft_tokens=drafted))
 
 
 @contextmanager

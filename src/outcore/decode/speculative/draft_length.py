@@ -47,7 +47,7 @@ class DraftLengthPolicy:
 
     Args:
         most: drafted tokens at most.
-        experience: of texts before this one; what this one teaches is added.
+        acceptance: of texts before this one; what this one teaches is added.
         fixed: always draft that many, as far as the source goes.
 
     Attributes:
@@ -60,13 +60,13 @@ class DraftLengthPolicy:
     def __init__(
         self,
         most: int = MOST,
-        experience: AcceptanceStats | None = None,
+        acceptance: AcceptanceStats | None = None,
         *,
         fixed: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.experience = experience or AcceptanceStats()
-        self.experience.another_text()
+        self.acceptance = acceptance or AcceptanceStats()
+        self.acceptance.another_text()
         self.most = most
         self.fixed = fixed
         self.foreseen_s = self.spent = 0.0
@@ -81,14 +81,14 @@ class DraftLengthPolicy:
     def seconds(self, source: str, tokens: int) -> float:
         """Seconds that drafting by a source and a pass over so many tokens, and what others have of it, are expected to
         take; 0 if there is nothing to go by."""
-        learnt = self.experience
+        learnt = self.acceptance
         line = learnt.drafted.get(source)
         return max(self.plain_s, line.at(tokens + self.beside.tokens) if line is not None else 0.0)
 
     @property
     def plain_s(self) -> float:
         """The same without a draft."""
-        return self.foreseen_s if self.experience.plain.value is None else self.experience.plain.value
+        return self.foreseen_s if self.acceptance.plain.value is None else self.acceptance.plain.value
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
         """Guesses that are worth being looked at by the next sweep.
@@ -97,7 +97,7 @@ class DraftLengthPolicy:
             text: the tokens so far.
             most: guesses at most.
         """
-        learnt = self.experience
+        learnt = self.acceptance
         self.expected = 1.0
         stale = self._drafted and PROBE * self._alike_s > self.plain_s
         if not self.fixed and learnt.drafted and (stale or learnt.plain.seen < 2):
@@ -109,7 +109,7 @@ class DraftLengthPolicy:
         return guesses
 
     def _draft(self, source: Proposer, text: Sequence[int], limit: int) -> list[Guess]:
-        learnt = self.experience
+        learnt = self.acceptance
         times = learnt.guess.setdefault(source.name, Seconds())
         follow = learnt.follow.setdefault(source.name, Seconds())
         behind = len(text) - self._seen.get(source.name, 0)
@@ -161,7 +161,7 @@ class DraftLengthPolicy:
         Args:
             text: that the sweep made: guesses that were right, and one token more; ``seconds``: that it took for it.
         """
-        learnt = self.experience
+        learnt = self.acceptance
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
                 learnt.judged(key, guessed == token)
@@ -173,7 +173,7 @@ class DraftLengthPolicy:
     def swept(self, tokens: int, seconds: float) -> None:
         """A pass over so many tokens took so many seconds, with what drafting for all who share it took (``spent``). To
         be told before what became of the draft."""
-        self.experience.swept(self.source, tokens, seconds)
+        self.acceptance.swept(self.source, tokens, seconds)
 
     def _promises(self, source: str, chance: float, most: int) -> bool:
         """Whether drafts of any length are faster than none, if each guess is right with this chance."""

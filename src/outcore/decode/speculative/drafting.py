@@ -88,7 +88,7 @@ class Drafting:
         if model is None:
             return NGram()
         self._proposers.add(model)
-        return Both(NGram(), model, control.experience.chance)
+        return Both(NGram(), model, control.acceptance.chance)
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
         """As of ``Drafter``."""

@@ -26,17 +26,17 @@ from ..machine.allocator import clear_cache
 from ..modules.side_by_side import mergeable
 from ..plan.planner import ENOUGH_STEP
 from ..plan.workload import MOST
-from .batch_engine import BatchDecoder
-from .drafted_sweeps import SpeculativeDecoder
+from .batch_decoder import BatchDecoder
 from .prefill import Prefill, Prefills
 from .prefix_cache import block_step
 from .prompt import cached_tokens
 from .request import Request, own_cache
 from .sequence_room import SequenceRoom
+from .speculative_decoder import SpeculativeDecoder
 from .step import ScheduledSequence, StepResult
 
 
-class Continuous:
+class Scheduler:
     """Writes sequences: each step is one more token of each.
 
     Args:
