@@ -17,7 +17,7 @@ What is measured
     streamed   Outcore with nothing resident, no limit: speed, memory, sweeps.
     small      Outcore with nothing resident under a limit of 800 MB.
     sweeps     a prompt of 64 tokens (try --prompt-tokens 300 where compute is fast), nothing resident.
-    plain      the plain way (outcore_bench.plain_way), without a limit and under the 40 % one.
+    plain      the plain way (outcore_bench.naive_streaming), without a limit and under the 40 % one.
 
 A token's time is the time between two tokens handed out: median over `--tokens` tokens, the prompt and one token of
 warm-up left out. Disk time is the bytes that were read per token over the disk's rate; compute time is `resident` with
@@ -62,8 +62,8 @@ from outcore.machine.memory import peak_rss, rss
 from outcore.sizes import format_size
 from outcore_bench.disk import disk_rate
 from outcore_bench.measure import prompt_ids
+from outcore_bench.naive_streaming import NaiveStreaming
 from outcore_bench.page_cache import drop_page_cache
-from outcore_bench.plain_way import PlainWay
 
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000
@@ -187,7 +187,7 @@ def plain(folder: str, tokens: int, prompt_tokens: int) -> Result:
     """The plain way in mlx-lm's loop."""
     result: Result = {"tokens": [], "digests": []}
     stamps = [time.perf_counter()]
-    with closing(PlainWay(Path(folder))) as plain:
+    with closing(NaiveStreaming(Path(folder))) as plain:
         stamps[0] = time.perf_counter()
         for token, logprobs in generate_step(mx.array(prompt_ids(prompt_tokens)), plain.model, max_tokens=tokens + 2):
             stamps.append(time.perf_counter())

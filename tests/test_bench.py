@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.errors import UnsupportedModelError
-from outcore_bench import plain_way
+from outcore_bench import naive_streaming
 from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import measure
 from outcore_packs.full_copy import pack_model
@@ -54,22 +54,22 @@ def logits(model: Any) -> list[bytes]:
     ("model_type", "options"),
     [("llama", {}), ("llama", {"shard_bytes": 100_000}), ("llama", {"quantize": BITS4}), ("qwen3_5", {}), ("gpt2", {})],
 )
-def test_plain_way_gives_mlx_lms_logits(tmp_path: Path, model_type: str, options: dict[str, Any]) -> None:
+def test_naive_streaming_gives_mlx_lms_logits(tmp_path: Path, model_type: str, options: dict[str, Any]) -> None:
     folder = save_checkpoint(model_type, tmp_path / "model", **options)
     expected = logits(mlx_lm.utils.load_model(folder)[0])
-    with closing(plain_way.PlainWay(folder)) as plain:
+    with closing(naive_streaming.NaiveStreaming(folder)) as plain:
         assert logits(plain.model) == expected
 
 
-def test_plain_way_generates_mlx_lms_tokens(tiny: Path) -> None:
+def test_naive_streaming_generates_mlx_lms_tokens(tiny: Path) -> None:
     model = mlx_lm.utils.load_model(tiny)[0]
     expected = [int(token) for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=6)]
-    with closing(plain_way.PlainWay(tiny)) as plain:
+    with closing(naive_streaming.NaiveStreaming(tiny)) as plain:
         assert [int(token) for token, _ in generate_step(mx.array(PROMPT), plain.model, max_tokens=6)] == expected
 
 
-def test_plain_way_holds_no_layer_between_calls(tiny: Path) -> None:
-    with closing(plain_way.PlainWay(tiny)) as plain:
+def test_naive_streaming_holds_no_layer_between_calls(tiny: Path) -> None:
+    with closing(naive_streaming.NaiveStreaming(tiny)) as plain:
         for _ in range(2):
             layers = plain.model.model.layers
             assert {layer.mlp.up_proj.weight.size for layer in layers} == {0}
@@ -77,12 +77,12 @@ def test_plain_way_holds_no_layer_between_calls(tiny: Path) -> None:
             mx.eval(plain.model(mx.array([PROMPT])))
 
 
-def test_plain_way_refuses_parameters_that_are_not_on_disk_as_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = plain_way.open_lazily(plain_way.open_checkpoint(tiny))
+def test_naive_streaming_refuses_parameters_that_mlx_lm_changes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = naive_streaming.open_lazily(naive_streaming.open_checkpoint(tiny))
     opened.origins.pop("model.layers.2.mlp.up_proj.weight")
-    monkeypatch.setattr(plain_way, "open_lazily", lambda _: opened)
+    monkeypatch.setattr(naive_streaming, "open_lazily", lambda _: opened)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is not on disk"):
-        plain_way.PlainWay(tiny)
+        naive_streaming.NaiveStreaming(tiny)
 
 
 def test_measurements_give_what_is_judged(tiny: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
-from outcore_bench import measure, modes, processes, runner
-from outcore_bench.commands import bench as bench_command
+from outcore_bench import bench as runner
+from outcore_bench import measure, modes, processes
 from outcore_bench.disk import disk_rate
 from outcore_bench.document import SCHEMA, BenchRow, Document, DocumentError, Stat, read_record
 from outcore_bench.jobs import BenchJob, BenchSettings, RunSettings, make_jobs
@@ -72,7 +72,7 @@ def test_missing_model_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.C
 
 def test_flags_of_mlx_lms_benchmark_mean_the_same(tiny: Path) -> None:
     flags = "-p 5 -b 4 -n 2 --prefill-step-size 3 -qa --trust-remote-code"
-    chosen = bench_command.settings(parser_of("bench").parse_args(["m", *flags.split()]))
+    chosen = runner.settings(parser_of("bench").parse_args(["m", *flags.split()]))
     assert (chosen.run.prompt_tokens, chosen.batch, chosen.run.repeats) == (5, (4,), 2)
     for one in make_jobs(chosen, "m", 8, fits=True):
         assert one.run.model_config == {"quantize_activations": True} and one.run.trust_remote_code

@@ -28,8 +28,7 @@ from outcore.errors import UnsupportedModelError
 from outcore.plan.machine_profile import Calibration
 from outcore_tools import doctor
 from outcore_tools.demo import DEMO_PACKAGE as PACKAGE
-from outcore_tools.doctor import CHECKS, Finding, examine
-from outcore_tools.random_checkpoint import save_random_checkpoint
+from outcore_tools.doctor import CHECKS, Finding, examine, save_random_checkpoint
 
 MIB = 1 << 20
 

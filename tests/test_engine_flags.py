@@ -17,10 +17,9 @@ from outcore.cli.main import main
 from outcore.errors import OutcoreError
 from outcore.options import LoadOptions
 from outcore_bench import modes
-from outcore_bench.commands.bench import settings
-from outcore_bench.commands.matrix import each_run
+from outcore_bench.bench import settings
 from outcore_bench.jobs import BenchJob, make_jobs
-from outcore_bench.matrix import Grid, jobs_of
+from outcore_bench.matrix import Grid, each_run, jobs_of
 
 VALUES = {
     "memory": "123MB",

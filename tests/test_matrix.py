@@ -15,7 +15,7 @@ from outcore.errors import BudgetError
 from outcore.plan.model_size import ModelSize
 from outcore.plan.planner import make_plan, resident_budget
 from outcore.sizes import format_size
-from outcore_bench import runner
+from outcore_bench import bench as runner
 from outcore_bench.disk import DiskRate
 from outcore_bench.document import BUSY, BenchRow, Stat
 from outcore_bench.jobs import BenchJob, RunSettings

@@ -19,8 +19,8 @@ from rich.console import Console
 from interrupts import heard
 from outcore.cli.main import main
 from outcore.monitoring import files
-from outcore_tools import monitor, snapshots
-from outcore_tools.monitor import STATES, look, view
+from outcore_tools import monitor
+from outcore_tools.monitor import STATES, look, read_all, view
 from watching import made_up, own_folder, until
 
 
@@ -81,7 +81,7 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
     looks = iter(range(100))
 
     def few() -> list[dict[str, Any]]:
-        return snapshots.read_all() if next(looks) < 4 else []
+        return read_all() if next(looks) < 4 else []
 
     monkeypatch.setattr(monitor, "read_all", few)
     assert main(["monitor", "--json"]) == 0

@@ -25,7 +25,7 @@ from outcore.machine.allocator import reset_peak
 from outcore.monitoring import files, publish
 from outcore.monitoring.publisher import board
 from outcore.monitoring.snapshot import TOKENS_S, SnapshotRecorder
-from outcore_tools.snapshots import read_all
+from outcore_tools.monitor import read_all
 from watching import made_up, own_folder, until
 
 

@@ -15,9 +15,9 @@ from outcore.cli.console import PlainConsole
 from outcore.cli.main import usage
 from outcore.cli.plan import _curve_table
 from outcore.decode.preparation import prepare
+from outcore_bench.bench import rich_table
 from outcore_bench.document import BenchRow, Stat
 from outcore_bench.report.tables import main_table
-from outcore_bench.table import rich_table
 
 
 def printed(table: Any, width: int) -> str:

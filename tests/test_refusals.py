@@ -29,7 +29,7 @@ from outcore.cli.main import main
 from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.decode.sampling import check_sampling
-from outcore_bench.runner import Runner
+from outcore_bench.bench import Runner
 from outcore_calibrate import command as calibrate
 from outcore_tools import demo, doctor
 from stand_ins import TokensOnly

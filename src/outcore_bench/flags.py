@@ -110,4 +110,4 @@ def plan(parser: ArgumentParser) -> None:
     """Add ``--device``."""
     about = "Predict for a published device instead of this machine; without a model, what theirs does there."
     parser.add(flag("--device", about, metavar="NAME"))
-    parser.run = "outcore_bench.commands.plan:run"
+    parser.run = "outcore_bench.plan:run"

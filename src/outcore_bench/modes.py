@@ -21,7 +21,7 @@ from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
 
 from .jobs import BenchJob
-from .plain_way import PlainWay
+from .naive_streaming import NaiveStreaming
 from .words import AUTO, OUTCORE
 
 Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None]]
@@ -86,7 +86,7 @@ def _open_plain(job: BenchJob) -> Loop:
     run = job.run
     dtype = COMPUTE_DTYPES[run.dtype] if run.dtype is not None else None
     options = {"model_config": run.model_config, "trust_remote_code": run.trust_remote_code}
-    plain = PlainWay(Path(job.folder), dtype, **options)
+    plain = NaiveStreaming(Path(job.folder), dtype, **options)
     steps = mlx_lm_steps(plain.model, run.prefill_step_size or PREFILL_STEP)
     return Loop(plain.model, steps, "cached", None, plain.close)
 

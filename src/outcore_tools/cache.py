@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
+import re
+import shutil
+import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 from outcore.checks import choice
 from outcore.cli.console import console, table
 from outcore.cli.output import tell
 from outcore.errors import OutcoreError, UsageError
-from outcore.machine.cache_folder import cache_dir
+from outcore.machine.cache_folder import SESSIONS, cache_dir
+from outcore.machine.cache_use import REMOVED, WRITER, InUseError, remove_folder, state
+from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 from outcore.sizes import format_size
 from outcore.text import counted, shortened
 
-from .cache_contents import CONVERSATION, Entry, contents
 from .flags import ACTIONS
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
@@ -110,3 +119,149 @@ def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
 
 def _age(seconds: float) -> str:
     return next((f"{int(seconds // length)} {unit} ago" for unit, length in _AGES if seconds >= length), "now")
+
+
+_COPY = re.compile(r"(overlay|full|draft)-(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
+_PROMPTS = re.compile(r"(.+)-[0-9a-f]{16}-[0-9a-f]{8}")
+_MLX = re.compile(r"mlx-\d+\.\d+[\w.+]*-\S+")
+_GOING = re.compile(rf"{REMOVED}\d+-(?:{_COPY.pattern}|{_MLX.pattern})")
+_COPIES = {"overlay": "overlay", "full": "packed copy", "draft": "self draft"}
+_MANIFEST = "manifest.json"
+_CODING = re.compile(r"compact|planes:[1-7]")
+
+KERNELS, REMAINS, PROMPTS, CONVERSATION = "kernels", "remains", "prompts", "conversation"
+
+FILES = {
+    "calibration": ("calibration", r"[0-9a-f]{16}\.json"),
+    "checked": ("first-use mark", r"[0-9a-f]{16}"),
+    "mirrors": ("mirror, compared", r"[0-9a-f]{32}"),
+    "experts": ("uses of experts", r"[0-9a-f]{16}\.json"),
+    "runs": ("speeds of runs", r"[0-9a-f]{16}\.json"),
+    "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
+    SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
+}
+"""Folders of files: what each file is, and how it is called. Earlier versions wrote ``runs`` and ``experts``."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing in the cache folder.
+
+    Attributes:
+        name: by which it is removed; no two are alike.
+        kind: what it is, in words.
+        model: whose it is, as its folder was called; None: no model's.
+        nbytes: of all its files.
+        used: when it was last used or changed, in seconds since 1970.
+        state: ``in use``, ``being written``, ``unfinished``; None: none of them.
+        coding: of a packed copy whose tensors are stored in another form, which (``outcore pack --coding``).
+    """
+
+    name: str
+    kind: str
+    path: Path
+    model: str | None
+    nbytes: int
+    used: float
+    state: str | None = None
+    coding: str | None = None
+
+    def remove(self) -> None:
+        """Remove it.
+
+        Raises:
+            InUseError: a process uses it.
+            OSError: it cannot be removed.
+        """
+        if self.kind == CONVERSATION:
+            _remove_conversation(self.path)
+        elif self.path.parent.name in FILES:
+            # Read whole and replaced whole: nobody is in the middle of it.
+            self.path.unlink()
+        elif self.kind in (REMAINS, PROMPTS):
+            # A process that is just looking for a file there finds none.
+            shutil.rmtree(self.path)
+        else:
+            remove_folder(self.path)
+
+
+def contents() -> list[Entry]:
+    """Everything in the cache folder that Outcore put there to keep; largest first. Links are not followed.
+
+    Raises:
+        StoreError: others could have put something into it.
+    """
+    return sorted(_found(cache_dir()), key=lambda e: (-e.nbytes, e.name))
+
+
+def _found(folder: Path) -> Iterator[Entry]:
+    for path in _inside(folder):
+        if not _is_folder(path):
+            continue
+        if match := _COPY.fullmatch(path.name):
+            # The Hub's folders: models--owner--name, of which the first part is left out.
+            how = state(path) or (None if (path / _MANIFEST).exists() else "unfinished")
+            model, coding = match[2].replace("--", "/"), _coding(path / _MANIFEST)
+            yield Entry(path.name, _COPIES[match[1]], path, model, *_weight(path), how, coding)
+        elif _GOING.fullmatch(path.name):
+            yield Entry(path.name, REMAINS, path, None, *_weight(path))
+    for path in filter(_is_folder, _inside(folder / "kernels")):
+        if _MLX.fullmatch(path.name):
+            yield Entry(f"kernels-{path.name}", KERNELS, path, None, *_weight(path), state(path))
+    for path in filter(_is_folder, _inside(folder / "prefix")):
+        if match := _PROMPTS.fullmatch(path.name):
+            yield Entry(f"prefix-{path.name}", PROMPTS, path, match[1].replace("--", "/"), *_weight(path))
+    for name, (kind, pattern) in FILES.items():
+        for path in _inside(folder / name):
+            with suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and re.fullmatch(pattern, path.name):
+                    yield Entry(f"{name}-{path.stem}", kind, path, None, status.st_size, status.st_mtime)
+
+
+def _coding(manifest: Path) -> str | None:
+    """What a copy's manifest says of its coding, as far as that is a name; ``plain`` is none."""
+    with suppress(OSError, ValueError, AttributeError):
+        said = parse_json(read_small(manifest, INDEX_BYTES)).get("coding")
+        if isinstance(said, str) and _CODING.fullmatch(said):
+            return said
+    return None
+
+
+def _remove_conversation(path: Path) -> None:
+    lock = path.with_name(f"{path.stem}.lock")
+    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InUseError("is under way in a process") from None
+        path.unlink()  # the lock stays: who has it open already would hold another one than who comes next
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder, if it is one and no link to one; the cache folder itself may be a link."""
+    if folder == cache_dir() or _is_folder(folder):
+        with suppress(OSError):
+            return sorted(folder.iterdir())
+    return []
+
+
+def _is_folder(path: Path) -> bool:
+    with suppress(OSError):
+        return stat.S_ISDIR(path.lstat().st_mode)
+    return False
+
+
+def _weight(folder: Path) -> tuple[int, float]:
+    """Bytes of all files below, and when one of them was changed or the folder was last used."""
+    nbytes, used = 0, 0.0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found = (Path(parent) / name).lstat()
+                nbytes += found.st_size
+                # Whoever asks whether it is in use opens a writer's lock.
+                used = max(used, found.st_mtime if name != WRITER else 0.0)
+    with suppress(OSError):
+        used = used or folder.lstat().st_mtime
+    return nbytes, used

@@ -21,7 +21,7 @@ from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
 from outcore.modules.layers import Layer, find_layers
 
 
-class PlainWay:
+class NaiveStreaming:
     """A model whose layers' weights are loaded anew each time a layer is called.
 
     Args:

@@ -17,7 +17,7 @@ from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
 from outcore.sizes import format_size
 
-from ..devices import Device, PublishedRow, device
+from .devices import Device, PublishedRow, device
 
 
 def run(args: argparse.Namespace) -> None:

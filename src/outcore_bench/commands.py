@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from outcore.cli.commands import HUB, Command
 
-from ..words import WAYS
+from .words import WAYS
 
 
-def _command(name: str, about: str, example: str) -> tuple[str, Command]:
-    run, flags = f"outcore_bench.commands.{name}:run", f"outcore_bench.flags:{name.upper()}"
+def _command(name: str, about: str, example: str, module: str = "") -> tuple[str, Command]:
+    run, flags = f"outcore_bench.{module or name}:run", f"outcore_bench.flags:{name.upper()}"
     return name, Command(about, run, flags, example, "measure")
 
 
@@ -35,6 +35,7 @@ COMMANDS = dict([
         "One page, and Markdown, from result files of outcore bench, matrix and perplexity. What was not measured is "
         "left out.",
         "results.json --output page",
+        "report.page",
     ),
 ])  # fmt: skip
 FLAGS = {"plan": "outcore_bench.flags:plan"}

@@ -1,27 +1,129 @@
-"""Runs the rows of a bench, each in a process of its own, between two looks at the disk; then says what share of the
-ceiling each has reached."""
+"""``outcore bench``: speed and memory of a model, ours at each budget beside mlx-lm's and the plain way's."""
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.positions import longest_context
+from outcore.cli.arguments import model_name
+from outcore.cli.console import PlainConsole
+from outcore.cli.engine import ProgressBar
 from outcore.decode.preparation import Preparation, prepare
+from outcore.errors import OutcoreError
 from outcore.machine.memory import last_resort
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
 from . import fingerprint
-from .document import BenchRow, Document
-from .jobs import BenchJob, BenchSettings, make_jobs
+from .document import BenchRow, Document, writable, write_record
+from .jobs import BenchJob, BenchSettings, RunSettings, listed, make_jobs, numbers
 from .page_cache import weight_files
-from .processes import failed, measure_disk, measure_row
-from .words import OUTCORE
+from .processes import failed, measure_disk, measure_row, names_only
+from .report.tables import BUSY_LEGEND, LEGEND, ReportTable, main_table, notes
+from .words import AUTO, OUTCORE
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        OutcoreError: nothing could be measured.
+    """
+    chosen, name = settings(args), model_name(args.model)
+    output = writable(args.output) if args.output is not None else None
+    command = names_only(shlex.join(["outcore", "bench", *args.argv]))
+
+    def keep(document: Document) -> None:
+        """After each row, so that a run that is cut off has not been for nothing."""
+        if output is not None:
+            write_record(output, document.record())
+
+    with ProgressBar() as bar:
+        document = bench(resolve_model(args.model, args.revision), name, chosen, command, bar.count, keep)
+    args.result.record = document.record()
+    finish(document, document)
+
+
+def finish(document: Document, shown: Document, said: Sequence[str] = ()) -> None:
+    """Print some of the rows, and what is said of them.
+
+    Raises:
+        OutcoreError: nothing could be measured.
+    """
+    console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
+    if shown.rows:
+        show(shown, console)
+    for line in said:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    first = document.rows[0]
+    if all(row.error is not None for row in document.rows):
+        raise OutcoreError(f"nothing could be measured: {first.label}: {first.error}")
+
+
+def settings(args: argparse.Namespace) -> BenchSettings:
+    """The flags, checked.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
+    return BenchSettings(
+        modes=listed(args.modes),
+        memory=listed(args.memory),
+        resident=listed(args.resident),
+        io=listed(args.io) or (AUTO,),
+        batch=numbers("--batch", args.batch) or (1,),
+        run=RunSettings(**{f.name: getattr(args, f.name) for f in fields(RunSettings)}),
+    )
+
+
+WIDTH = 100
+"""Characters of a line where standard output is no terminal."""
+
+
+def show(document: Document, console: Console) -> None:
+    """Print the machine, a row a measurement, and what there is to note."""
+    m, model = document.machine, document.model
+    computes_on = f"{m.gpu}, {m.cpu}" if m.gpu else m.cpu
+    rates = [f"{r['best_gbps']:.2f}" for r in document.disk.get("measurements", [])]
+    measured = f"; disk alone {'-'.join(dict.fromkeys((min(rates), max(rates))))} GB/s" if rates else ""
+    lines = [
+        f"{model.name}: {model.model_type}, {format_size(model.nbytes)}, {model.layers} layers",
+        f"{computes_on}, {m.cores} cores, {format_size(m.memory_bytes)}; {m.filesystem}{measured}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if (table := main_table([document])) is not None:
+        console.print(rich_table(table, console.width))
+    console.print(LEGEND + BUSY_LEGEND * any(row.busy for row in document.rows), markup=False, highlight=False)
+    for note in notes([document]):
+        console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def rich_table(table: ReportTable, width: int) -> Table:
+    """A table of the report, in so many characters; what stands in brackets goes below the rest."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, width=min(width, WIDTH), show_edge=False)
+    for i, column in enumerate(table.columns):
+        head = column.replace("Efficiency", "Eff.").replace(" ", "\n")
+        shown.add_column(head, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+    for line in table.lines:
+        cells = line.cells if line.kind != "error" else (f"{line.cells[0]}: {line.cells[1]}",)
+        shown.add_row(*(Text(cell.replace(" (", "\n(")) for cell in cells))
+    return shown
+
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done, and rows in all."""
