@@ -60,8 +60,9 @@ def half_character(text: str) -> int | None:
 
 
 def counted(number: int, what: str) -> str:
-    """So many of something: ``1 layer``, ``2 layers``."""
-    return f"{number} {what}{'s' * (number != 1)}"
+    """Returns a number and its noun: ``1 layer``, ``2 layers``, ``2 passes``."""
+    ending = "es" if what.endswith(("s", "ch")) else "s"
+    return f"{number} {what}{ending if number != 1 else ''}"
 
 
 def meant(word: str, known: Iterable[str]) -> str:
