@@ -109,7 +109,7 @@ def test_every_kind_of_switch(model_type: str, quantize: dict[str, int] | None, 
 def test_without_its_package_experts_are_streamed_with_their_layer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outcore.engine.on_demand.modules", lambda _: {})
+    monkeypatch.setattr("outcore.engine.extensions.modules", lambda _: {})
     with pytest.raises(UsageError, match="the package outcore_experts is missing"):
         held(folder, 2)
     theirs, _ = mlx_lm.utils.load_model(folder)

@@ -17,7 +17,7 @@ PLANTED = {
     "disk/reader.py": "from ..decode import loader",
     "plan/plan.py": "def late() -> None:\n    import mlx.core",
     "machine/memory.py": "import mlx_lm.utils",
-    "engine/executor.py": "from . import kv_offload",
+    "engine/executor.py": "from . import extensions",
     "engine/session.py": "def later() -> None:\n    from ..decode.speculative import drafting",
 }
 
@@ -46,7 +46,7 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
         "outcore.disk.reader -> outcore.decode.loader",
         "outcore.plan.plan -> mlx",
         "outcore.machine.memory -> mlx_lm",
-        "outcore.engine.executor -> outcore.engine.kv_offload",
+        "outcore.engine.executor -> outcore.engine.extensions",
         "outcore.engine.session -> outcore.decode.speculative.drafting",
     ):
         assert broken in done.stdout, broken

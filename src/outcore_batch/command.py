@@ -27,7 +27,7 @@ from outcore.decode.batch import Progress, answers
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import Preparation, prepare
 from outcore.decode.request import Request
-from outcore.engine.transport import Agreement, Solo
+from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, RequestError, UsageError
 from outcore.plan.planner import smallest_budget
 from outcore.plan.workload import Workload
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     whole("--decode-concurrency", args.decode_concurrency)
     lines = list(files.read_lines(args.input))
     # With the ranks that share the model, if there are any; the first one's file may be the only one.
-    agreement: Agreement = Solo() if args.ranks is None else args.ranks.agreement
+    agreement: Agreement = Agreement() if args.ranks is None else args.ranks.agreement
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
     if agreement.chooses:
         made = Output(args.output, args.input, args.model, resume=args.resume, overwrite=args.force)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from outcore.decode.scheduler import Scheduler
-from outcore.engine.recorded_pass import Recorded, RecordedPass
+from outcore.engine.recorded_pass import Recorded, RecordedPass, Wanted, in_turn
 from outcore.engine.session import Session
-from outcore.engine.sweeps import Wanted, in_turn
 from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, PromptError, UsageError
 from outcore.machine.interrupts import check
@@ -133,7 +132,7 @@ class RankTransport(RankRoom, PipelineStage, Transport):
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
-        """As ``sweeps.StreamedPasses.sweep``, of layers in memory: layer after layer, as ranks do that stream theirs,
+        """As ``Streaming.sweep``, of layers in memory: layer after layer, as ranks do that stream theirs,
         so that what is sent and received comes in the same order, and every rank computes meanwhile."""
         recorded, outputs = list[RecordedPass](), list[mx.array]()
         before, self.recorder = self.recorder, self

@@ -39,7 +39,7 @@ from .switches import block_of
 
 if TYPE_CHECKING:
     from outcore.engine.model_profile import ModelProfile
-    from outcore.engine.sweeps import StreamedPasses
+    from outcore.engine.streaming import Streaming
 
 
 class Experts:
@@ -264,7 +264,7 @@ class Experts:
         self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
 
 
-def experts_for(streaming: StreamedPasses, profile: ModelProfile, plan: Plan) -> Experts | None:
+def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Experts | None:
     units, slots = [], [n for _, n in plan.pools]
     for i, _ in plan.pools:
         layer, known, size = profile.layers[i], profile.parts[i], profile.size.layers[i].experts

@@ -1,19 +1,28 @@
-"""What the engine asks of experts on demand (``outcore.engine.on_demand.OnDemand``)."""
+"""What the engine asks of experts on demand (``outcore.engine.extensions.OnDemand``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
 from outcore.engine.layer_sizes import Cast, Place, nbytes
+from outcore.engine.resident_layers import another
 from outcore.modules.layers import Layer, Projection
+from outcore.plan.machine_profile import Calibration
+from outcore.plan.model_size import ModelSize
+from outcore.plan.plan import Plan
+from outcore.plan.planner import ENOUGH_STEP, SLOTS, prefill_steps
 
 from .expert_cache import stacked
-from .expert_plan import ExpertSize
-from .experts import experts_for
-from .pools import Pools
+from .expert_plan import ON_DEMAND, ExpertSize
+from .experts import Experts, experts_for
 from .switches import Switch, find_switch, switches_in
+
+if TYPE_CHECKING:
+    from outcore.engine.session import Session
 
 __all__ = ["Pools", "experts", "experts_for", "switches_in"]
 
@@ -31,3 +40,85 @@ def experts(
     copied = sum(nbytes(p.array, to.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in switch.held)
     size = ExpertSize(switch.experts, used, held, read, switch.pieces, len(tensors), cast, copied // switch.experts)
     return switch, size
+
+
+Counts = tuple[tuple[int, int], ...]
+"""Layers, and slots of their caches."""
+
+
+class Pools:
+    """Between passes only."""
+
+    def __init__(self, session: Session, calibration: Calibration) -> None:
+        self.session, self._calibration = session, calibration
+        self._before: Counts | None = None  # slots, before they were fewer
+
+    @property
+    def spare(self) -> list[int]:
+        return [self._slot] * (_slots(self.session.plan.pools) - len(self.session.plan.pools))
+
+    @property
+    def returning(self) -> list[int]:
+        return [self._slot] * (_slots(self._whole) - _slots(self.session.plan.pools))
+
+    def move(self, slots: int) -> int:
+        """So many slots fewer, or more where that is negative, by the shares that layers had at first. Returns how many
+        it were."""
+        now, whole = self.session.plan.pools, self._whole
+        wanted = max(len(whole), min(_slots(whole), _slots(now) - slots))
+        share = wanted / max(1, _slots(whole))
+        counts = {i: max(1, int(n * share)) for i, n in whole}
+        for i, n in whole:  # those that are left over by rounding down
+            counts[i] += counts[i] < n and sum(counts.values()) < wanted
+        if (changed := tuple(counts.items())) == now:
+            return 0
+        self._change(ON_DEMAND.with_pools(self.session.size, self.session.plan, changed, self._calibration))
+        self._before = whole if changed != whole else None
+        return abs(_slots(now) - _slots(changed))
+
+    def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
+        plan, fitting = self.session.plan, None
+        steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
+        # Less may be free than was to be used: then what there is must do, as it does while a model is loaded.
+        for room in (allowed, plan.budget_bytes):
+            fitting = fitting or ON_DEMAND.best(
+                size,
+                room,
+                plan.smallest_budget_bytes,
+                rings=SLOTS,
+                steps=steps,
+                slots=None,
+                calibration=self._calibration,
+            )
+        if fitting is None:
+            # What was streamed cannot be in memory again: its arrays are gone.
+            fitting = another(self.session, size, plan.budget_bytes, prefill_step=step, resident=0)
+        self._before = None
+        self._change(replace(fitting, budget_bytes=plan.budget_bytes))
+
+    @property
+    def _whole(self) -> Counts:
+        return self._before or self.session.plan.pools
+
+    @property
+    def _slot(self) -> int:
+        """Bytes of a slot, on average."""
+        return self.session.plan.pool_bytes // max(1, _slots(self.session.plan.pools))
+
+    def _change(self, plan: Plan) -> None:
+        """Run by another plan, of which the caches may be all that differs."""
+        before, streaming = self.session.plan, self.session.streaming
+        if plan.pools and streaming is not None and streaming.experts is not None and _ring(before) == _ring(plan):
+            streaming.drain()
+            cast(Experts, streaming.experts).resize([n for _, n in plan.pools])
+        else:
+            self.session.stream(plan)
+        self.session.adopt(plan)
+
+
+def _slots(counts: Counts) -> int:
+    return sum(n for _, n in counts)
+
+
+def _ring(plan: Plan) -> tuple[object, ...]:
+    return plan.slots, plan.unit_bytes, plan.resident, plan.kept, plan.parts, plan.head_streamed

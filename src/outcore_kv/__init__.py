@@ -1,1 +1,1 @@
-"""Keys and values on disk: KV offload, which joins the core at ``outcore.engine.kv_offload``."""
+"""Keys and values on disk: KV offload, which joins the core at ``outcore.engine.extensions``."""

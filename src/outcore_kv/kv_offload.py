@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from outcore.engine.streaming import Streaming
 
 __all__ = ["check_room", "offloader", "try_folder"]
-"""What ``outcore.engine.kv_offload.KVOffload`` is."""
+"""What ``outcore.engine.extensions.KVOffload`` is."""
 
 SLOTS = 2
 

@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.engine import State
 from ..engine.session import Session
-from ..engine.transport import Solo, Transport
+from ..engine.transport import Transport
 from ..engine.undo import Undo
 from ..errors import ClosedError
 from ..machine.allocator import clear_cache
@@ -301,7 +301,7 @@ class Sampler:
     text: list[int]
     drawn: int = 0
     seen: mx.array | None = None
-    transport: Transport = field(default_factory=Solo)
+    transport: Transport = field(default_factory=Transport)
     forgives: bool = False
     failed: Exception | None = None
 

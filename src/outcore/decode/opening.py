@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.lazy_model import LazyModel
-from ..engine.kv_offload import kv_disk
+from ..engine.extensions import kv_disk
 from ..engine.model_profile import ModelProfile
 from ..engine.whole_profile import check_experts, profile_of
 from ..errors import called

@@ -14,9 +14,8 @@ from ..calibration.calibration_file import load_calibration
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.mirrors import Mirrors, find_mirrors
 from ..checkpoint.packed_store import open_model
-from ..engine.kv_offload import kv_offload
+from ..engine.extensions import kv_offload, on_demand
 from ..engine.model_profile import ModelProfile
-from ..engine.on_demand import on_demand
 from ..errors import BudgetError, UsageError, called
 from ..machine.device import on_cpu
 from ..machine.hardware import cores

@@ -58,8 +58,6 @@ class Engine:
         CheckpointError: a file was written to since the model was opened.
     """
 
-    streaming_class = Streaming
-
     def __init__(
         self,
         plan: Plan,
@@ -226,7 +224,7 @@ class Engine:
             if self.streaming is not None:
                 self.streaming.bind(bound)
             else:
-                self.streaming = self.streaming_class(
+                self.streaming = Streaming(
                     self.model,
                     bound,
                     metrics=self.metrics,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..disk.ring import Lease
+from ..errors import OutcoreError
 from ..modules.call_values import caches_in, handles
 from .undo import Moved
 
@@ -22,6 +24,9 @@ class Awaited(Protocol):
     def wait(self) -> None:
         """Return when it is there."""
 
+
+Wanted = Collection[int] | None
+"""The numbers of the passes whose results the caller needs; None: all of them."""
 
 Leaving = list[tuple[tuple[int, ...], mx.array]]
 """Ranks, and the bytes that go to them."""
@@ -90,3 +95,48 @@ class RecordedPass:
         caches = caches_in(*values)
         last = max((i for i, c in enumerate(caches) if id(c) in self.seen), default=-1)
         self.tail += handles(caches[last + 1 :])
+
+
+def in_turn(
+    passes: Sequence[RecordedPass], heads: Collection[int], reached: Callable[[Moved], None], wanted: Wanted
+) -> Iterator[list[Recorded]]:
+    """Each unit in order, as what is to be evaluated of it pass by pass.
+
+    Args:
+        heads: units that only results are made from: they are left out of passes whose results are not ``wanted``.
+        reached: called with caches that are about to be computed behind the last unit.
+
+    Raises:
+        OutcoreError: the passes call units in different orders.
+    """
+    if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
+        raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
+    alone = heads if wanted is not None else ()
+    kept = [p for n, p in enumerate(passes) if _is(n, wanted)]
+    for unwanted in (r for n, p in enumerate(passes) if not _is(n, wanted) for r in p.units if r.unit in alone):
+        unwanted.arrays = []
+    for turn, first in enumerate(passes[0].units):
+        if first.unit in alone:
+            # What resident layers behind the last streamed one wait for was noted with the head.
+            for awaited in (a for p in passes for a in p.units[turn].arriving):
+                awaited.wait()
+            _finish(passes, reached, wanted)
+        # Where nobody wants a result the head's turn comes all the same, with nothing to compute.
+        yield [p.units[turn] for p in (kept or passes[-1:] if first.unit in alone else passes)]
+    if wanted is not None:
+        _finish(passes, reached, wanted)
+
+
+def _is(number: int, wanted: Wanted) -> bool:
+    return wanted is None or number in wanted
+
+
+def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None], wanted: Wanted) -> None:
+    """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with results alone
+    all of it would be under way at once."""
+    for number, each in enumerate(passes):
+        each.settle()
+        reached(each.moved)
+        if not _is(number, wanted):
+            mx.eval(each.tail)
+        each.tail, each.moved = [], []

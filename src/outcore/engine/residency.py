@@ -18,8 +18,7 @@ from ..plan.plan import Plan
 from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps
 from ..plan.replan import replan, replanned_bytes, thin
 from ..sizes import format_size
-from .replanner import another
-from .resident_layers import ResidentLayers
+from .resident_layers import ResidentLayers, another
 
 if TYPE_CHECKING:
     from .session import Session

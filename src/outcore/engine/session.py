@@ -31,16 +31,14 @@ from ..sizes import format_size
 from .binding import ReadSettings
 from .droppable_draft import Drafter, DroppableDraft
 from .engine import Engine, State
+from .extensions import kv_offload, on_demand
 from .governor import room
-from .kv_offload import kv_offload
 from .memory_monitor import Watch
 from .model_profile import ModelProfile
-from .on_demand import on_demand
-from .replanner import come_down
 from .residency import Residency
+from .resident_layers import come_down
 from .streaming import Streaming
-from .sweeps import StreamedPasses
-from .transport import Solo, Transport
+from .transport import Transport
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,6 @@ class Session(Engine):
     transport: Transport
     reading: Folders
     exclusive: Exclusive
-    streaming: StreamedPasses | None
-
-    streaming_class = StreamedPasses
 
     def __init__(
         self,
@@ -239,10 +234,9 @@ class Session(Engine):
 
     def _connect(self) -> Transport:
         share = self.profile.share
-        return Solo() if share is None else share.install(self)
+        return Transport() if share is None else share.install(self)
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
-        assert isinstance(streaming, StreamedPasses)
         experts = None if (found := on_demand()) is None else found.experts_for(streaming, self.profile, plan)
         offload = kv_offload()
         streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))

@@ -2,7 +2,7 @@
 
 A model whose layers lie on several machines is run by one process on each of them, a rank. All ranks run the same code
 over the same tokens, each with its own layers. Whatever the engine and the decoding loops need of the other ranks they
-ask their ``Transport``. A model that is all here has ``Solo``, which asks nobody.
+ask their ``Transport``. A model that is all here has this class itself, which asks no other rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ..modules.layers import Layer
 from .seams import Stage
 
 if TYPE_CHECKING:
+    from .recorded_pass import Wanted
     from .session import Session
-    from .sweeps import StreamedPasses, Wanted
+    from .streaming import Streaming
 
 HasRoom = Callable[[], tuple[int, int]]
 """Says how many tokens an answer may have (-1: any number), and how many of its prompt are computed at a time."""
@@ -51,7 +52,7 @@ class Forecast(Protocol):
 
 
 class Sweeps(Protocol):
-    """What computes several passes layer by layer (``sweeps.StreamedPasses.sweep``)."""
+    """What computes several passes layer by layer (``Streaming.sweep``)."""
 
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
@@ -171,11 +172,7 @@ class Transport(Agreement, Stage):
         return None
 
 
-class Solo(Transport):
-    """All of the model is here: nobody has to agree, and nothing is sent."""
-
-
-def sweeps_of(streaming: StreamedPasses | None, transport: Transport) -> Sweeps | None:
+def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
     """What computes several passes layer by layer; None: they follow each other."""
     if streaming is None:
         return transport.sweeps()

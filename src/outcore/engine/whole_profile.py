@@ -17,9 +17,9 @@ from ..modules.layers import find_layers
 from ..modules.module_tree import named_modules
 from ..plan.workload import planned_context
 from . import model_profile
+from .extensions import on_demand
 from .layer_sizes import Cast
 from .model_profile import ModelProfile
-from .on_demand import on_demand
 
 
 def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
