@@ -48,7 +48,7 @@ def test_small_messages_that_nobody_receives_yet() -> None:
     with linked(2) as (zero, one):
         for message in messages:
             zero.send(1, memoryview(message))
-        assert zero._thread.data[1].leaving
+        assert zero._data[1].leaving
         for message in messages:
             into = bytearray(16_000)
             one.receive(0, memoryview(into)).wait()
@@ -65,7 +65,7 @@ def test_what_is_small_leaves_without_a_thread() -> None:
         sys.setswitchinterval(5)
         try:
             zero.send(1, memoryview(b"12345678"))
-            assert not zero._thread.data[1].leaving
+            assert not zero._data[1].leaving
         finally:
             sys.setswitchinterval(before)
 

@@ -20,10 +20,10 @@ KEY = b"k" * 32
 QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, grace=0.3)
 
 
-def ask(sock: socket.socket, *more: Any) -> Facts:
+def ask(sock: socket.socket, *more: Any) -> None:
     """``handshake.ask``, on a socket that may block."""
     sock.setblocking(False)
-    return asyncio.run(handshake.ask(sock, *more))
+    asyncio.run(handshake.ask(sock, *more))
 
 
 def answer(sock: socket.socket, *more: Any) -> Facts:

@@ -1,34 +1,31 @@
-"""One connection between two ranks that have proven who they are: frames in both directions, as its socket has room.
+"""One connection between two ranks that have proven who they are.
 
-    kind 1 | length 8 | payload
-
-Big-endian. Payloads of data go straight from and into the caller's memory; what nobody has asked for yet stays in the
-kernel's buffers, so TCP holds the sender up.
+kind 1 byte | length 8 bytes, big-endian | payload
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
-
-from .verdict import Sign
+from queue import SimpleQueue
 
 _HEADER = struct.Struct("!BQ")
 SMALL = 1 << 16
-"""Bytes of a frame that leaves in one piece, and at once where there is room for it: a thread that is to do it has to
-get hold of the interpreter first, up to 5 ms (``sys.getswitchinterval``) after a caller who goes on computing."""
+"""Largest payload in bytes that the calling thread sends itself. Another thread would first need the interpreter, up to
+5 ms (``sys.getswitchinterval``) after a caller that goes on computing."""
 PIECE = 1 << 20
-"""Bytes that are handed to the kernel at once."""
+"""Bytes per system call; each piece counts as work."""
 MOST_CONTROL = 1 << 28
-"""Payload bytes of a frame that is no data: what ranks agree on is a request at most."""
+"""Largest payload of a control frame in bytes; the largest one sent is a request."""
 
 
 class Kind(IntEnum):
-    """What a frame is: data, a sign of life, values, whose fault it is (at rank 0: seems to be), and that one is
-    done."""
+    """Kinds of frames: messages, and for control heartbeats, two kinds of values, verdicts, and a rank's end."""
 
     DATA = 1
     BEAT = 2
@@ -39,88 +36,111 @@ class Kind(IntEnum):
 
 
 class LinkConnection:
-    """One end of a connection, for data or for all else.
+    """One end of a connection, which carries either messages or control frames.
+
+    A message is received into the caller's memory. Until a receive is posted for it, it stays in the kernel's buffers,
+    so TCP holds back the sender.
 
     Args:
-        heard_at: by when it must be heard of, less the silence that is allowed.
-        take: told of this connection and each frame that is no data.
+        take: called with each control frame; None: the connection carries messages.
+        moved: called when bytes were sent or received; the flag says whether a waiting thread may go on.
+        lost: called when the connection broke.
 
     Attributes:
-        heard_at: when it last was. ``sign``: the last that was heard.
-        ended: the other rank has said that its part is done. ``gone``: nothing more comes from it.
-        watched: its thread is told when more has come.
-        leaving: bytes that the kernel has not taken yet. ``posted``: where data goes, in order.
-        asked, received: messages of data that somebody asked for so far, and that are there.
+        leaving: what the kernel has not taken of queued frames.
+        posted, received: messages for which a receive was posted so far, and those that arrived.
+        reader: the thread that receives, to be started.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         rank: int,
-        data: bool,
-        heard_at: float,
-        take: Callable[[LinkConnection, Kind, bytes], None],
+        take: Callable[[LinkConnection, Kind, bytes], None] | None,
+        moved: Callable[[LinkConnection, bool], None],
+        lost: Callable[[LinkConnection, Exception], None],
     ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.rank, self.data, self.heard_at = sock, rank, data, heard_at
-        self.sign, self.ended, self.gone, self.watched = Sign(), False, False, False
+        sock.settimeout(None)
+        self.sock, self.rank, self.control = sock, rank, take is not None
         self.leaving: deque[memoryview] = deque()
-        self.posted: deque[memoryview] = deque()
-        self.asked = self.received = 0
-        self._places = self._frames(take)
-        self._into = next(self._places)
+        self.posted = self.received = 0
+        self._take, self._moved, self._lost = take, moved, lost
+        self._buffers: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._sending = threading.Lock()
+        self.reader = threading.Thread(target=self._read, name="outcore-link-read", daemon=True)
+
+    def post(self, into: memoryview) -> int:
+        """Posts a receive for the next message. Returns the message's number, from 1."""
+        self.posted += 1
+        self._buffers.put(into)
+        return self.posted
 
     def put(self, kind: Kind, payload: memoryview) -> None:
-        """Queue a frame."""
+        """Sends a frame. A thread sends what does not leave at once."""
         header = _HEADER.pack(kind, payload.nbytes)
-        if payload.nbytes <= SMALL:
-            self.leaving.append(memoryview(header + payload))
-        else:
-            self.leaving += memoryview(header), payload
+        small = payload.nbytes <= SMALL
+        frame = [memoryview(header + payload)] if small else [memoryview(header), payload]
+        with self._sending:
+            idle = not self.leaving
+            if small and idle:
+                with suppress(OSError):  # the thread meets the error again
+                    frame[0] = frame[0][self.sock.send(frame[0], socket.MSG_DONTWAIT) :]
+            self.leaving += filter(None, frame)
+            if idle and self.leaving:
+                threading.Thread(target=self._write, name="outcore-link-write", daemon=True).start()
 
-    def write(self) -> None:
-        """Hand the kernel what it takes now of a piece.
+    def close(self) -> None:
+        """Ends the threads and closes the socket."""
+        self._buffers.put(None)
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.reader.join()
+        self.sock.close()
 
-        Raises:
-            BlockingIOError: nothing. OSError: the connection broke.
-        """
-        sent = self.sock.send(self.leaving[0][:PIECE])
-        self.leaving[0] = self.leaving[0][sent:]
-        if not self.leaving[0].nbytes:
-            self.leaving.popleft()
+    def _write(self) -> None:
+        more = True
+        try:
+            while more:
+                sent = self.sock.send(self.leaving[0][:PIECE])
+                with self._sending:
+                    self.leaving[0] = self.leaving[0][sent:]
+                    if not self.leaving[0]:
+                        self.leaving.popleft()
+                    more = bool(self.leaving)
+                self._moved(self, not more)
+        except OSError as e:
+            self._lost(self, e)
 
-    def read(self) -> None:
-        """Take what is there, until nobody waits for more, or the other rank has ended.
+    def _read(self) -> None:
+        header = bytearray(_HEADER.size)
+        try:
+            while True:
+                self._fill(memoryview(header))
+                kind, length = _HEADER.unpack(header)
+                if kind not in set(Kind) or (kind == Kind.DATA) == self.control:
+                    raise ValueError("bytes that are no frame")
+                if self.control and length > MOST_CONTROL:
+                    raise ValueError(f"a frame of {length} bytes")
+                into = memoryview(bytearray(length)) if self.control else self._buffers.get()
+                if into is None:
+                    return
+                if length != into.nbytes:
+                    raise ValueError(f"it sent {length} bytes where {into.nbytes} are due")
+                self._fill(into)
+                if self._take is None:
+                    self.received += 1
+                else:
+                    self._take(self, Kind(kind), bytes(into))
+                del into  # the caller's array is kept alive by it
+                self._moved(self, True)
+        except Exception as e:  # also what the content of a control frame raises
+            self._lost(self, e)
 
-        Raises:
-            BlockingIOError: more has to come. OSError: the connection broke. EOFError: the other side hung up.
-            ValueError, TypeError: it sent what it should not.
-        """
-        while self.posted if self.data else not self.ended:
-            got = self.sock.recv_into(self._into)
+    def _fill(self, into: memoryview) -> None:
+        while into:
+            got = self.sock.recv_into(into)
             if not got:
                 raise EOFError
-            self._into = self._into[got:]
-            while not self._into.nbytes:
-                self._into = next(self._places)
-
-    def _frames(self, take: Callable[[LinkConnection, Kind, bytes], None]) -> Iterator[memoryview]:
-        """Where the bytes go that come next."""
-        header = bytearray(_HEADER.size)
-        while True:
-            yield memoryview(header)
-            kind, length = _HEADER.unpack(header)
-            if kind not in set(Kind) or (kind == Kind.DATA) != self.data:
-                raise ValueError("bytes that are no frame")
-            if self.data:
-                if length != self.posted[0].nbytes:
-                    raise ValueError(f"it sent {length} bytes where {self.posted[0].nbytes} are due")
-                yield self.posted[0]
-                self.posted.popleft()
-                self.received += 1
-            elif length > MOST_CONTROL:
-                raise ValueError(f"a frame of {length} bytes")
-            else:
-                payload = bytearray(length)
-                yield memoryview(payload)
-                take(self, Kind(kind), bytes(payload))
+            into = into[got:]
+            self._moved(self, False)

@@ -1,16 +1,13 @@
-"""Who is at the other end of a connection: each side proves that it has the run's key, before anything is believed.
+"""Both ends of a new connection prove that they have the run's key.
 
     client → server   magic, protocol, 32 random bytes
     server → client   magic, protocol, 32 random bytes
-    client → server   facts, and an HMAC-SHA256 over both greetings and them
-    server → client   its own, with a reason where it refuses
+    client → server   its facts, and an HMAC-SHA256 over both greetings and the facts
+    server → client   why it refuses the client, or nothing, and such an HMAC
 
-The client proves itself first, so a stranger who connects learns nothing but that Outcore listens. A message has 8 kB
-at most, and the whole may take ``LinkLimits.handshake`` seconds, however slowly bytes drip. The words in front of each
-HMAC differ, so that none can be sent back.
-
-It keeps strangers out of a run. It does not hide what is sent and does not notice what somebody on the way changes
-later.
+The client proves itself first, so a stranger learns only that Outcore listens. The HMACs of client and server cover
+different words, so neither message can be sent back. The handshake keeps strangers out of a run. It neither encrypts
+the connection nor detects changes on the way.
 """
 
 from __future__ import annotations
@@ -21,35 +18,27 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 MAGIC = b"OUTCLINK"
-PROTOCOL = 3
-MOST_FACTS = 8192
-SLOW = "it took too long to say who it is"
+PROTOCOL = 4
+MOST_TEXT = 8192
 _HELLO = struct.Struct("!8sH32s")
 _LENGTH = struct.Struct("!H")
-_CLIENT, _SERVER = b"client\n", b"server\n"
 
 
 class HandshakeError(Exception):
-    """The other side is not who it should be; says why."""
+    """The other side is no rank of this run; the message says why."""
 
 
 class RefusedError(HandshakeError):
-    """The other side has proven itself and will not have us."""
+    """The other side has the key and refuses this rank."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What one side says of itself, and whom it takes the other for.
-
-    Attributes:
-        version: of Outcore. ``run``: the run's name: two at the same time do not meet.
-        rank: who says it. ``to``: whom. ``purpose``: ``control`` or ``data``.
-        reason: why the other is refused; empty: it is welcome.
-    """
+class Facts(NamedTuple):
+    """A client's run and rank, and the rank that it expects at the other end (``to``)."""
 
     version: str
     run: str
@@ -57,100 +46,90 @@ class Facts:
     rank: int
     to: int
     purpose: str
-    reason: str = ""
 
 
-async def ask(sock: socket.socket, key: bytes, mine: Facts, within_s: float) -> Facts:
-    """The client's side; the server's facts.
+async def ask(sock: socket.socket, key: bytes, facts: Facts, within_s: float) -> None:
+    """Runs the client's side.
 
     Raises:
-        HandshakeError: it is no rank of this run. RefusedError: it is, and says why it refuses.
-        OSError: the connection broke, or it took too long.
+        HandshakeError: the server lacks the key. RefusedError: it has the key, and refuses.
+        OSError: the connection broke, or the handshake took too long.
     """
-    hung_up = "it hung up at once"
-    try:
-        async with asyncio.timeout(within_s):
-            key = await _greeted(sock, key, _CLIENT)
-            hung_up = "it hung up: its key is another"
-            await _prove(sock, key, _CLIENT, mine)
-            theirs = await _proven(sock, key, _SERVER)
-    except EOFError:
-        raise HandshakeError(hung_up) from None
-    except TimeoutError:
-        raise TimeoutError(SLOW) from None
-    if theirs.reason:
-        raise RefusedError(theirs.reason)
-    if (theirs.run, theirs.size, theirs.rank, theirs.to) != (mine.run, mine.size, mine.to, mine.rank):
-        raise HandshakeError(f"it is rank {theirs.rank} of {theirs.size} of run {theirs.run}")
-    return theirs
+    async with _greeted(sock, key, within_s, server=False) as (send, receive):
+        await send(json.dumps(facts))
+        reason = await receive()
+    if reason:
+        raise RefusedError(reason)
 
 
-async def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], Facts], within_s: float) -> Facts:
-    """The server's side; the client's facts, once it was told that it is welcome.
+async def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], str], within_s: float) -> Facts:
+    """Runs the server's side. Returns the facts of a client that has the key, once it knows that it is accepted.
 
     Args:
-        judge: what to say of ourselves to a client that has the key; with a ``reason`` it is refused.
+        judge: returns why such a client is refused; empty: it is not.
 
     Raises:
-        HandshakeError: it has not the key, or was refused. OSError: the connection broke, or it took too long.
+        HandshakeError: the client lacks the key, or was refused.
+        OSError: the connection broke, or the handshake took too long.
     """
-    try:
-        async with asyncio.timeout(within_s):
-            key = await _greeted(sock, key, _SERVER)
-            theirs = await _proven(sock, key, _CLIENT)
-            mine = judge(theirs)
-            await _prove(sock, key, _SERVER, mine)
-    except EOFError:
-        raise HandshakeError("it hung up before it had said who it is") from None
-    except TimeoutError:
-        raise TimeoutError(SLOW) from None
-    if mine.reason:
-        raise HandshakeError(mine.reason)
+    async with _greeted(sock, key, within_s, server=True) as (send, receive):
+        try:
+            theirs = Facts(*json.loads(await receive()))
+        except (ValueError, TypeError) as e:
+            raise HandshakeError("what it says of itself cannot be read") from e
+        reason = judge(theirs)
+        await send(reason)
+    if reason:
+        raise HandshakeError(reason)
     return theirs
 
 
-async def _greeted(sock: socket.socket, key: bytes, role: bytes) -> bytes:
-    """A key for this connection alone, made with both sides' random bytes."""
-    mine = _HELLO.pack(MAGIC, PROTOCOL, os.urandom(32))
-    if role == _CLIENT:
-        await asyncio.get_running_loop().sock_sendall(sock, mine)
-    theirs = await _exactly(sock, _HELLO.size)
-    magic, protocol, _ = _HELLO.unpack(theirs)
-    if magic != MAGIC:
-        raise HandshakeError("it does not speak Outcore's link")
-    if protocol != PROTOCOL:
-        raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
-    if role == _SERVER:
-        await asyncio.get_running_loop().sock_sendall(sock, mine)
-    both = mine + theirs if role == _CLIENT else theirs + mine
-    return hmac.digest(key, b"outcore link\n" + both, "sha256")
+@asynccontextmanager
+async def _greeted(
+    sock: socket.socket, key: bytes, within_s: float, *, server: bool
+) -> AsyncIterator[tuple[Callable[[str], Awaitable[None]], Callable[[], Awaitable[str]]]]:
+    """Exchanges greetings. Yields how to send a text, and how to receive one, each with its HMAC."""
+    loop, own = asyncio.get_running_loop(), _HELLO.pack(MAGIC, PROTOCOL, os.urandom(32))
+    hung_up = "it hung up before it had said who it is" if server else "it hung up at once"
 
+    async def read(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (more := await loop.sock_recv(sock, count - len(data))):
+                raise HandshakeError(hung_up)
+            data += more
+        return data
 
-async def _prove(sock: socket.socket, key: bytes, role: bytes, facts: Facts) -> None:
-    text = json.dumps(asdict(facts)).encode()
-    said = _LENGTH.pack(len(text)) + text + hmac.digest(key, role + text, "sha256")
-    await asyncio.get_running_loop().sock_sendall(sock, said)
+    def mac(text: bytes, *, of_server: bool) -> bytes:
+        return hmac.digest(key, (b"server\n" if of_server else b"client\n") + text, "sha256")
 
+    async def send(text: str) -> None:
+        nonlocal hung_up
+        data, hung_up = text.encode(), "it hung up: its key is another"
+        await loop.sock_sendall(sock, _LENGTH.pack(len(data)) + data + mac(data, of_server=server))
 
-async def _proven(sock: socket.socket, key: bytes, role: bytes) -> Facts:
-    (length,) = _LENGTH.unpack(await _exactly(sock, _LENGTH.size))
-    if length > MOST_FACTS:
-        raise HandshakeError(f"it says {length} bytes of itself")
-    text = await _exactly(sock, length)
-    mac = hmac.digest(key, role + text, "sha256")
-    if not hmac.compare_digest(mac, await _exactly(sock, len(mac))):
-        raise HandshakeError("its key is another")
+    async def receive() -> str:
+        (length,) = _LENGTH.unpack(await read(_LENGTH.size))
+        if length > MOST_TEXT:
+            raise HandshakeError(f"it says {length} bytes of itself")
+        expected = mac(data := await read(length), of_server=not server)
+        if not hmac.compare_digest(expected, await read(len(expected))):
+            raise HandshakeError("its key is another")
+        return data.decode()
+
     try:
-        return Facts(**json.loads(text))
-    except (ValueError, TypeError) as e:
-        raise HandshakeError("what it says of itself cannot be read") from e
-
-
-async def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = await asyncio.get_running_loop().sock_recv(sock, count - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return data
+        async with asyncio.timeout(within_s):
+            if not server:
+                await loop.sock_sendall(sock, own)
+            magic, protocol, _ = _HELLO.unpack(other := await read(_HELLO.size))
+            if magic != MAGIC:
+                raise HandshakeError("it does not speak Outcore's link")
+            if protocol != PROTOCOL:
+                raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
+            if server:
+                await loop.sock_sendall(sock, own)
+            both = other + own if server else own + other
+            key = hmac.digest(key, b"outcore link\n" + both, "sha256")  # of this connection alone
+            yield send, receive
+    except TimeoutError:
+        raise TimeoutError("it took too long to say who it is") from None

@@ -1,46 +1,86 @@
 """A link over TCP.
 
-Every pair of ranks has a connection for data, and rank 0 one with each for signs of life and values, so that a message
-of gigabytes delays no heartbeat. All are authenticated when they are made (``handshake``); nothing is encrypted after
-that. Over a network that others use, put the link into WireGuard or an ssh tunnel.
+Each pair of ranks has a connection for messages. Rank 0 has another one with each rank for control frames (heartbeats,
+values, verdicts), so that a message of gigabytes delays no heartbeat. All are authenticated when they are made
+(``handshake``) but not encrypted: in a network that others use, put the link into WireGuard or an ssh tunnel.
 
-A run that has failed ends on all ranks: whoever waits for anything gets a ``LinkError``, and a process that has not
-ended by itself after ``LinkLimits.grace`` is ended, with status 1.
+Each rank tells rank 0 every second that it lives and which rank it waits for; rank 0 tells the others the same and
+decides which rank is at fault. A rank that finds an error reports it to rank 0 and takes rank 0's verdict, so all ranks
+report the death of one as its death, not as that of those that ended because of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 
 from outcore.errors import LinkError
+from outcore.machine import interrupts
+from outcore.text import one_line, printable
 
 from ..link_protocol import LinkLimits
-from .connection import Kind
-from .link_thread import LinkThread, Receive
-from .meeting import Identity, Meeting
-from .verdict import Blame
+from .connection import Kind, LinkConnection
+from .meeting import DATA, Identity, Meeting
+from .verdict import GONE, LEFT, Blame, Movement, Sign, broke, silent, stuck
 
-_COUNT = 8
-"""Bytes in front of a value that is gathered: how often was agreed, and on the way back its length."""
+COUNT = 8
+"""Bytes in front of a gathered value: how many agreed values the sender has taken."""
+POLL_S = 0.05
+"""Seconds between two looks for held signals while the main thread waits."""
+REPORT_S = 0.2
+"""Seconds that a verdict may come after a connection for messages broke, before the rank at its other end is blamed."""
+TELL_S = 0.5
+
+
+@dataclass
+class Peer:
+    """A rank that this one exchanges control frames with: for rank 0 each other rank, for these rank 0."""
+
+    control: LinkConnection
+    heard_at: float
+    sign: Sign = field(default_factory=Sign)
+    ended: bool = False  # it has said that its part is done
+    gone: bool = False  # nothing is sent to it any more
+    values: defaultdict[Kind, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
+
+
+@dataclass
+class Receive:
+    """A posted receive (``Arrival``) of the ``number``-th message of a connection."""
+
+    link: SocketLink
+    source: LinkConnection
+    number: int
+
+    @property
+    def ready(self) -> bool:
+        return self.source.received >= self.number or self.link.fault is not None
+
+    def wait(self) -> None:
+        self.link.wait_for(lambda: self.source.received >= self.number, self.source.rank, due=True)
 
 
 class SocketLink:
-    """One rank's side (``Link``), whose methods raise ``LinkError`` where the run has failed. Making it waits until all
-    ranks are there.
+    """One rank's link (``Link``). The constructor returns when all ranks are connected.
+
+    All methods raise ``LinkError`` once the run has failed.
 
     Args:
-        me: who this is, and where the others are.
-        listener: what others connect to; None: it is made at this rank's address.
-        leave: what ends the process once the run has failed and the grace is over; None: nothing does, as for links
-            that share a process.
-        alone: asked each second; a reason to end, such as a launcher that is gone.
+        listener: the socket that other ranks connect to; None: one is made at this rank's address.
+        leave: ends the process once the run has failed and ``LinkLimits.grace`` is over; None, for links that share a
+            process: nothing does.
+        alone: called every second; returns a reason to end, such as a launcher that is gone.
 
     Raises:
-        LinkError: somebody did not come, or has another version.
+        LinkError: a rank did not come, or has another version.
     """
 
     def __init__(
@@ -52,19 +92,32 @@ class SocketLink:
         alone: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.host = me.rank, me.size, me.names[me.rank]
-        limits = limits or LinkLimits()
-        self._agreements = 0  # values that were agreed on: of rank 0 that it told, of others that they took
-        self._closed = False
-        meeting, missed = Meeting(me, limits, listener, alone), None
+        self._me, self._limits, self._leave = me, limits or LinkLimits(), leave
+        self.fault: LinkError | None = None
+        self._told = self._closed = False  # an exception has reported the fault; ``close`` was called
+        self._closing, self._changed = threading.Event(), threading.Condition()
+        self._agreements = 0  # values that rank 0 has sent, or that another rank has taken
+        self._movement = Movement(self._limits.computing)
+        self._peers: dict[int, Peer] = {}
+        self._data: dict[int, LinkConnection] = {}
+        meeting, missed = Meeting(me, self._limits, listener, alone), None
         try:
             asyncio.run(meeting.meet())
         except LinkError as e:
             missed = e
-        self._thread = LinkThread(me, limits, meeting.there, leave, alone)
+        first = time.monotonic() + self._limits.start - self._limits.silence  # others may not have met all ranks yet
+        for (rank, purpose), sock in meeting.there.items():
+            if purpose == DATA:
+                self._data[rank] = LinkConnection(sock, rank, None, self._moved, self._lost)
+            else:
+                self._peers[rank] = Peer(LinkConnection(sock, rank, self._take, self._moved, self._lost), first)
+        for connection in (*self._data.values(), *(peer.control for peer in self._peers.values())):
+            connection.reader.start()
+        threading.Thread(target=self._beat, args=(alone,), name="outcore-link-beat", daemon=True).start()
         try:
             if missed is not None:
-                # So that rank 0, which may have met everybody, names the right one.
-                self._thread.fail(Blame(missed.rank or 0, str(missed).partition(") ")[2] or str(missed)))
+                # Rank 0 may have met all ranks; this tells it which one is missing.
+                self._blame(Blame(missed.rank or 0, str(missed).partition(") ")[2] or str(missed)))
                 raise missed
             self.gather(b"")
         except BaseException:
@@ -72,87 +125,202 @@ class SocketLink:
             raise
 
     def send(self, to: int, data: memoryview) -> None:
-        """As in ``Link``; what is small leaves at once."""
         self.check()
-        self._thread.put(self._thread.data[to], Kind.DATA, _flat(data))
+        self._data[to].put(Kind.DATA, _as_bytes(data))
 
     def receive(self, source: int, into: memoryview) -> Receive:
-        """As in ``Link``."""
         self.check()
-        return self._thread.receive(source, _flat(into))
+        connection = self._data[source]
+        return Receive(self, connection, connection.post(_as_bytes(into)))
 
     def agree(self, value: bytes) -> bytes:
-        """Rank 0's value. Rank 0 waits for nobody."""
         self.check()
         self._agreements += 1
         if self.rank:
-            return self._told(Kind.AGREE, 0)
-        self._thread.tell(Kind.AGREE, value)
+            return self._value(Kind.AGREE, 0)
+        self._tell(Kind.AGREE, value)
         return value
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Everybody's value, by rank."""
         self.check()
         if self.rank:
-            self._thread.tell(Kind.GATHER, self._agreements.to_bytes(_COUNT) + value)
-            return _parted(self._told(Kind.GATHER, 0))
-        values = [value, *(self._in_step(rank, self._told(Kind.GATHER, rank)) for rank in range(1, self.size))]
-        self._thread.tell(Kind.GATHER, b"".join(len(each).to_bytes(_COUNT) + each for each in values))
+            self._tell(Kind.GATHER, self._agreements.to_bytes(COUNT) + value)
+            return [self._value(Kind.GATHER, 0) for _ in range(self.size)]
+        values = [value]
+        for rank in range(1, self.size):
+            given = self._value(Kind.GATHER, rank)
+            if (agreements := int.from_bytes(given[:COUNT])) != self._agreements:
+                # It would take an earlier agreed value for the next one.
+                why = f"is out of step: it has taken {agreements} values of {self._agreements} that were agreed on"
+                self._blame(Blame(rank, f"{why}; each rank has to do the same, to the same end"))
+                self.check()
+            values.append(given[COUNT:])
+        for each in values:
+            self._tell(Kind.GATHER, each)
         return values
 
-    def _told(self, kind: Kind, rank: int) -> bytes:
-        values = self._thread.inbox[kind, rank]
-        self._thread.wait_for(lambda: values, rank, due=False)
-        return values.popleft()
-
-    def _in_step(self, rank: int, told: bytes) -> bytes:
-        """A rank's value. One that has left some of what was agreed on would take it for what comes next."""
-        agreements = int.from_bytes(told[:_COUNT])
-        if agreements != self._agreements:
-            why = f"is out of step: it has taken {agreements} values of {self._agreements} that were agreed on"
-            self._thread.fail(Blame(rank, f"{why}; each rank has to do the same, to the same end"))
-            self.check()
-        return told[_COUNT:]
-
     def working(self) -> AbstractContextManager[None]:
-        """As in ``Link``."""
-        return self._thread.movement.working()
+        return self._movement.working()
 
     def check(self) -> None:
-        """Look whether the run goes on."""
-        self._thread.movement.note()
-        self._thread.check()
+        self._movement.note()
+        self._raise_fault()
 
     def flush(self) -> None:
-        """Wait until what was queued is the kernel's."""
-        for rank, each in self._thread.data.items():
-            self._thread.wait_for(lambda leaving=each.leaving: not leaving, rank, due=True)  # type: ignore[misc]
+        """Waits until the kernel has taken all queued messages."""
+        for rank, each in self._data.items():
+            self.wait_for(lambda leaving=each.leaving: not leaving, rank, due=True)  # type: ignore[misc]
 
     def fail(self, reason: str) -> None:
-        """End the run on all ranks: this one cannot go on. Nothing of one whose part is over."""
+        """Ends the run on all ranks, unless this rank's part is over."""
         if not self._closed:
-            self._thread.fail(Blame(self.rank, reason))
+            self._blame(Blame(self.rank, reason))
 
     def close(self) -> None:
-        """Send what was queued, and end this rank's part. Ranks that still wait for it fail then."""
-        if not self._closed:
-            self._closed = True
-            try:
-                with suppress(LinkError):
-                    self.flush()
-            finally:
-                self._thread.close()
+        """Sends what is queued, and ends this rank's part. Ranks that still wait for this one fail."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with suppress(LinkError):
+                self.flush()
+        finally:
+            self._closing.set()
+            self._tell(Kind.BYE)
+            peers = self._peers.values()
+            with self._changed:
+                self._changed.wait_for(lambda: self.fault or all(peer.gone for peer in peers), self._limits.grace)
+            for connection in (*self._data.values(), *(peer.control for peer in peers)):
+                connection.close()
+
+    def wait_for(self, done: Callable[[], object], rank: int, due: bool) -> None:
+        """Waits for something from a rank, and says so in heartbeats. Handles held signals meanwhile.
+
+        Args:
+            due: only work of that rank can bring it.
+        """
+        if done():
+            return
+        with self._movement.waiting(rank, due):
+            while True:
+                ended = not due and self._peers[rank].ended  # before a look at what it has sent
+                with self._changed:
+                    if not done() and self.fault is None and not ended:
+                        self._changed.wait(POLL_S)
+                    if done():
+                        return
+                if ended:
+                    self._blame(Blame(rank, LEFT))
+                self._raise_fault()
+                interrupts.check()
+
+    def _raise_fault(self) -> None:
+        if self.fault is not None:
+            self._told = True
+            raise LinkError(str(self.fault), self.fault.rank)  # a new one, as a traceback grows with each raise
+
+    def _value(self, kind: Kind, rank: int) -> bytes:
+        values = self._peers[rank].values[kind]
+        self.wait_for(lambda: values, rank, due=False)
+        return values.popleft()
+
+    def _tell(self, kind: Kind, payload: bytes = b"") -> None:
+        """Sends a control frame to all peers."""
+        for peer in self._peers.values():
+            if not peer.gone:
+                peer.control.put(kind, memoryview(payload))
+
+    def _blame(self, blame: Blame) -> None:
+        """Ends the run for what seems to be a rank's fault. Rank 0 decides, or this rank if it cannot ask rank 0."""
+        if self.rank == 0 or blame.rank == 0 or all(peer.gone for peer in self._peers.values()):
+            self._decide(blame)
+        else:
+            self._tell(Kind.BLAME, json.dumps(blame).encode())
+
+    def _decide(self, blame: Blame) -> None:
+        with self._changed:
+            if self.fault is not None or self._closing.is_set():
+                return
+            if blame.what == GONE and blame.rank in self._peers and self._peers[blame.rank].ended:
+                blame = Blame(blame.rank, LEFT)
+            self.fault = LinkError(f"{self._me.who(blame.rank)}: {blame.what}", blame.rank)
+            self._changed.notify_all()
+        if self.rank == 0:
+            self._tell(Kind.BLAME, json.dumps(blame).encode())
+        if self._leave is not None:
+            threading.Thread(target=self._end, args=(self._leave,), name="outcore-link-end", daemon=True).start()
+
+    def _end(self, leave: Callable[[int], None]) -> None:
+        """Ends the process if the main thread does not: it may be in a C call that no exception interrupts."""
+        time.sleep(self._limits.grace)
+        if not self._told:
+            # The reader of standard error may have stopped, and Python's own streams may be locked for ever.
+            line = f"{printable(f'outcore: {self.fault}')}\n".encode(errors="backslashreplace")
+            telling = threading.Thread(target=os.write, args=(2, line), daemon=True)
+            telling.start()
+            telling.join(TELL_S)
+        leave(1)
+
+    def _beat(self, alone: Callable[[], str | None]) -> None:
+        try:
+            while True:
+                sign = self._movement.look()
+                self._tell(Kind.BEAT, json.dumps(sign).encode())
+                blame = self._judged(sign)
+                if blame is None and (reason := alone()) is not None:
+                    blame = Blame(self.rank, reason)
+                if blame is not None and self.fault is None:
+                    self._blame(blame)
+                if self._closing.wait(self._limits.beat):
+                    return
+        except Exception as e:  # without heartbeats this rank would seem to be silent
+            self._decide(Blame(self.rank, f"its link broke: {one_line(e)}"))
+
+    def _judged(self, sign: Sign) -> Blame | None:
+        peers = {rank: peer for rank, peer in self._peers.items() if not peer.gone}
+        heard = {rank: peer.heard_at for rank, peer in peers.items()}
+        blame = silent(self.rank, self._me.names, heard, time.monotonic(), self._limits.silence)
+        if blame is None and self.rank == 0:
+            blame = stuck({0: sign} | {rank: peer.sign for rank, peer in peers.items()}, self._limits.stall)
+        return blame
+
+    # Called by the connections' threads.
+
+    def _moved(self, connection: LinkConnection, notify: bool) -> None:
+        if not connection.control:
+            self._movement.note()
+        if notify:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _lost(self, connection: LinkConnection, error: Exception) -> None:
+        if connection.control:
+            self._peers[connection.rank].gone = True
+            if not self._peers[connection.rank].ended:
+                self._blame(Blame(connection.rank, broke(error)))
+        # A connection for messages may break once nothing more is sent. Another rank may be to blame for it.
+        while not connection.control and not self._closing.wait(REPORT_S) and self.fault is None:
+            if connection.leaving or connection.posted > connection.received:
+                self._blame(Blame(connection.rank, broke(error)))
+                break
+        self._moved(connection, True)
+
+    def _take(self, connection: LinkConnection, kind: Kind, payload: bytes) -> None:
+        peer = self._peers[connection.rank]
+        peer.heard_at = max(peer.heard_at, time.monotonic())
+        if kind == Kind.BEAT:
+            peer.sign, peer.heard_at = Sign(*json.loads(payload)), time.monotonic()
+        elif kind == Kind.BLAME:
+            rank, what = json.loads(payload)
+            if rank not in range(self.size):
+                raise ValueError(f"a verdict on rank {rank!r} of {self.size}")
+            self._decide(Blame(rank, one_line(str(what))))
+        elif kind == Kind.BYE:
+            peer.ended = peer.gone = True
+            connection.sock.shutdown(socket.SHUT_WR)  # so the peer knows
+        else:
+            peer.values[kind].append(payload)
 
 
-def _flat(data: memoryview) -> memoryview:
+def _as_bytes(data: memoryview) -> memoryview:
     return data.cast("B") if data.nbytes else memoryview(b"")
-
-
-def _parted(payload: bytes) -> list[bytes]:
-    """Values, each behind its length."""
-    values = []
-    while payload:
-        end = _COUNT + int.from_bytes(payload[:_COUNT])
-        values.append(payload[_COUNT:end])
-        payload = payload[end:]
-    return values

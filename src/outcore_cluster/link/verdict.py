@@ -1,4 +1,4 @@
-"""Who is at fault: what each rank tells of itself in its heartbeats, and what follows from that. No sockets."""
+"""Finds the rank at fault from the heartbeats of all ranks. No sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY = -1
 GONE = "its process has ended, or its connection broke"
 LEFT = "has ended, while others wait for it"
 BUSY = 0.02
-"""Processor seconds a second from which on a process counts as working. One that waits takes less than 0.005."""
+"""Processor seconds per second from which a process counts as working; a waiting one takes less than 0.005."""
 _IO = Path("/proc/self/io")
 
 
@@ -26,21 +26,23 @@ class Blame(NamedTuple):
     what: str
 
 
-def broke(error: OSError | EOFError) -> str:
-    """What an error of a connection says of the rank at its other end. A process that ends with bytes unread resets
-    its connections."""
-    if not isinstance(error, OSError) or error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
+def broke(error: Exception) -> str:
+    """What an error of a connection says about the rank at its other end."""
+    if not isinstance(error, OSError | EOFError):
+        return one_line(error)
+    # A process that ends with bytes unread resets its connections.
+    if isinstance(error, EOFError) or error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
         return GONE
     return f"its connection broke: {error.strerror or one_line(error)}"
 
 
 class Sign(NamedTuple):
-    """What a rank tells of itself.
+    """A heartbeat.
 
     Attributes:
-        still_s: seconds without a byte of the link where it waits for a rank, and without any work where it does not.
-        waits_for: that rank, or ``NOBODY``.
-        due: whether that is for bytes that only work can bring; rank 0's next value may take as long as a user thinks.
+        still_s: seconds since the last byte on the link if the rank waits for another, else since its last work.
+        waits_for: the rank that it waits for, or ``NOBODY``.
+        due: only work can bring what it waits for. Rank 0's next value may take as long as its user thinks.
     """
 
     still_s: float = 0.0
@@ -49,11 +51,11 @@ class Sign(NamedTuple):
 
 
 class Movement:
-    """What this process has done lately, and whom it waits for.
+    """What this process does, and which rank it waits for.
 
     Args:
-        computing_s: for how long a device's work that ``working`` is told of counts.
-        work: of this process so far: processor seconds without the calling thread's, and bytes read from disks.
+        computing_s: how long one evaluation on a device (``working``) counts as work.
+        work: returns the processor seconds of all other threads so far, and the bytes read from disks.
     """
 
     def __init__(
@@ -70,11 +72,11 @@ class Movement:
         self._works: float | None = None
 
     def note(self) -> None:
-        """Bytes came or went, or something else was done."""
+        """Notes that bytes were sent or received, or that something else was done."""
         self._count += 1
 
     def look(self) -> Sign:
-        """What is to be told; called by one thread, about once a heartbeat."""
+        """Returns the next heartbeat. One thread calls it, about once per beat."""
         now, done = self._clock(), self._work()
         if self._count != self._seen:
             self._noted_at = self._moved_at = now
@@ -88,7 +90,7 @@ class Movement:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """This thread has a device compute meanwhile, which takes none of this process's time."""
+        """Marks an evaluation on a device, which takes no processor time of this process."""
         self._works = self._clock()
         try:
             yield
@@ -98,7 +100,7 @@ class Movement:
 
     @contextmanager
     def waiting(self, rank: int, due: bool) -> Iterator[None]:
-        """This thread waits for a rank meanwhile."""
+        """Marks a wait for a rank."""
         self._waits = self._clock(), rank, due
         try:
             yield
@@ -109,20 +111,15 @@ class Movement:
 
 def _work() -> tuple[float, int]:
     try:
-        lines = _IO.read_text().splitlines()
-        read = int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
-    except (OSError, StopIteration, ValueError):
-        read = 0  # macOS does not say
+        read = int(_IO.read_text().partition("\nread_bytes: ")[2].split()[0])
+    except (OSError, LookupError, ValueError):
+        read = 0  # macOS has no such file
     return time.process_time() - time.thread_time(), read
 
 
 def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
-    """The rank that was heard of last, if that was too long ago; this one, where nothing comes from any of several
-    hosts: it is more probable that its own cable is out than all of theirs.
-
-    Args:
-        names: of the hosts, by rank. ``heard``: when each rank was last heard of, of those that are watched.
-    """
+    """Blames the rank that has been silent for longest, if for too long. Blames this rank if it hears none of several
+    hosts (``names``, by rank): its own network has failed more probably than all of theirs."""
     rank = min(heard, key=lambda peer: heard[peer], default=me)
     if now - heard.get(rank, now) <= silence_s:
         return None
@@ -132,11 +129,7 @@ def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float
 
 
 def stuck(signs: Mapping[int, Sign], stall_s: float) -> Blame | None:
-    """Who holds all others up: nobody has moved for so long, and somebody waits for what is due, or all of them wait.
-
-    Args:
-        signs: of all ranks that have a part in the run.
-    """
+    """Blames a rank once none has moved for ``stall_s``: an idle one whose work is due, or one of a circle."""
     if min(sign.still_s for sign in signs.values()) < stall_s:
         return None
     idle = [rank for rank, sign in signs.items() if sign.waits_for == NOBODY]
