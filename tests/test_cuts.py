@@ -37,7 +37,7 @@ def test_what_a_layer_puts_out_and_uses() -> None:
     (shape,) = call.leaves
     assert shape is not None and shape.dims[:2] == (BATCH, TOKENS) and shape.of(3, 7)[:2] == (3, 7)
     assert shape.dtype == mx.float32
-    assert call.told_by == (0, 0, 1) and call.advances[0].tokens
+    assert call.sized_by == (0, 0, 1) and call.advances[0].tokens
     assert cuts("rwkv7").calls[3].uses >= {(2, 0)}
     assert cuts("qwen3_next").calls[0].advances[0].entries == (0, 1)
 

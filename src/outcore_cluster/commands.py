@@ -1,4 +1,4 @@
-"""What this package brings to the command line, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+"""The command ``launch``, as ``outcore.cli.commands`` finds it. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from outcore.cli.commands import HUB, Command
 
 COMMANDS = {
     "launch": Command(
-        "Run a command on several machines, each with a share of the model's layers. Looks first whether they can be "
-        "reached and have the same versions; ranks compare the model when they meet. Ends with 0 if all of them did, "
-        "with 1 if one failed, and 130 after Ctrl-C; whatever happens, nothing keeps running.",
+        "Run a command on several machines, each with a share of the model's layers. Checks first that all hosts can "
+        "be reached and have the same versions; the ranks then check that they have the same model. Exits with 0 if "
+        "all ranks did, 1 if one failed, 130 after Ctrl-C. No rank keeps running afterwards.",
         "outcore_cluster.launch.launch:run",
         "outcore_cluster.launch.flags:LAUNCH",
         f"--hosts local,mini.local -- generate {HUB} --memory 16GB",

@@ -1,8 +1,8 @@
-"""Where a model can be cut between ranks: what each layer's call takes from layers before it, gives to those behind it,
-and does to its caches, so that a rank can do without the layers of others.
+"""Finds where a model can be cut between ranks: what each layer's call uses of earlier layers, passes to later ones,
+and does to its caches, so that a rank can run without the layers of others.
 
-The forward pass is built with stand-ins for weights, as in a rehearsal (``trace``). What a layer puts out is replaced
-by arrays of its shape; which of them a later layer's arguments are made from, the graph tells.
+The forward pass is built with stand-ins for weights, as for the trace (``trace``). Each layer's outputs are replaced by
+arrays of the same shape; the graph shows which of them a later layer's arguments are made from.
 """
 
 from __future__ import annotations
@@ -25,37 +25,35 @@ from outcore.modules.stand_ins import Casts, restored, stand_ins
 from .watched_pass import Advance, Leaf, SeenCall, WatchedPass
 
 BATCH, TOKENS = -1, -2
-"""In a ``Shape``: as many as there are sequences, and tokens of the pass."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of an array, of which some dimensions depend on the pass."""
+    """The shape of an array, with ``BATCH`` and ``TOKENS`` for the number of sequences and of a pass's tokens."""
 
     dims: tuple[int, ...]
     dtype: mx.Dtype
 
     def of(self, batch: int, tokens: int) -> tuple[int, ...]:
-        """The shape in a pass over so many tokens of so many sequences."""
+        """Returns the shape in a pass over ``tokens`` tokens of each of ``batch`` sequences."""
         return tuple(batch if d == BATCH else tokens if d == TOKENS else d for d in self.dims)
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer's call looks like from outside.
+    """A layer's call as other layers see it.
 
     Attributes:
-        outputs: what it returns, with shapes in place of arrays.
-        leaves: the shapes in it, in order; None: one that depends on more than the pass, so it cannot be sent.
-        told_by: the argument that tells how many sequences and tokens there are, by its place or name, and the places
-            of both in its shape.
+        outputs: what it returns, with ``...`` in place of arrays.
+        leaves: the shapes of these arrays; None for one that depends on more than the pass and cannot be sent.
+        sized_by: the argument that shows the numbers of sequences and tokens, and their places in its shape.
         advances: what it does to its caches.
-        uses: what of other layers' outputs its arguments are made from.
+        uses: outputs of other layers that its arguments are made from.
     """
 
     outputs: Any
     leaves: tuple[Shape | None, ...]
-    told_by: tuple[int | str, int, int] | None
+    sized_by: tuple[int | str, int, int] | None
     advances: tuple[Advance, ...]
     uses: frozenset[Leaf] = frozenset()
 
@@ -65,11 +63,11 @@ class Cuts:
     """Where a model can be cut.
 
     Attributes:
-        order: layers as they are called. ``calls``: of each.
-        results: the outputs of layers that logits are made from.
-        groups: layers that have to be of one rank, each layer in one group, in the order of calls.
-        users: layers that are given a cache, by the cache's number.
-        refusal: why it cannot be cut at all; None: it can.
+        order: the layers in the order of their calls.
+        results: outputs of layers that the logits are made from.
+        groups: layers that must lie on one rank; each layer is in one group, in the order of calls.
+        users: the layers that get each cache, by the cache's number.
+        refusal: why the model cannot be cut; None if it can.
     """
 
     order: tuple[int, ...] = ()
@@ -83,10 +81,10 @@ class Cuts:
 def find_cuts(
     model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], cast: Casts, *, evaluates: bool
 ) -> Cuts:
-    """Build the forward pass for a few tokens and one more, and see where the model can be cut.
+    """Builds the forward pass for a few tokens and for one, and finds where the model can be cut.
 
     Args:
-        cast: as in ``rehearse``. ``evaluates``: the model evaluates arrays inside its forward pass.
+        cast: as for the trace. ``evaluates``: the model evaluates arrays inside its forward pass.
     """
     units = [*layers, *tables]
     arrays = stand_ins(units, cast, foreign=not evaluates)
@@ -101,7 +99,7 @@ def find_cuts(
                 with passes[-1].watching():
                     logits = model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
                 passes[-1].results, passes[-1].peeks = passes[-1].made_from([logits])
-        except Exception as e:  # whatever a model's code raises
+        except Exception as e:  # a model's code may raise anything
             return Cuts(refusal=f"its forward pass cannot be built ({type(e).__name__}: {e})")
     return _cuts(passes, flat(cache), len(layers))
 
@@ -114,7 +112,7 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
     calls = {i: _layer_call(first.seen[i], second.seen[i]) for i in order}
     numbers = {id(c): n for n, c in enumerate(caches)}
     users: dict[int, set[int]] = {}
-    owners: dict[int, list[int]] = {}  # layers by objects that arrays may hide in, caches among them
+    owners: dict[int, list[int]] = {}  # layers by the objects that may hold arrays, such as caches
     for i in order:
         for key in {id(c) for c in first.seen[i].caches}:
             owners.setdefault(key, []).append(i)
@@ -123,15 +121,15 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
         for key in first.seen[i].objects:
             owners.setdefault(key, []).append(i)
     together: list[Sequence[int]] = list(owners.values())
-    # One uses of the other what cannot be sent.
+    # One uses an output of the other that cannot be sent.
     together += [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
     together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
-    together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].told_by is None]
+    together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].sized_by is None]
     groups = _joined(order, together)
     refusal = "its layers pass more to each other than arrays of the pass" if len(groups) < 2 else None
     results = first.results | second.results
     if any(calls[i].leaves[n] is None for i, n in results) or first.peeks | second.peeks:
-        refusal = "its results are made from what a layer keeps of the text"
+        refusal = "its results are made from what a layer stores in its caches"
     return Cuts(order, calls, results, groups, {n: frozenset(u) for n, u in users.items()}, refusal)
 
 
@@ -149,14 +147,14 @@ def _joined(order: Sequence[int], together: Sequence[Sequence[int]]) -> tuple[tu
 
 def _layer_call(a: SeenCall, b: SeenCall) -> LayerCall:
     leaves = tuple(_shape(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
-    told_by = None
+    sized_by = None
     for place, shape in a.given.items():
         dims = _dims(shape, b.given.get(place, ()))
         if dims is not None and BATCH in dims and TOKENS in dims:
-            told_by = (place, dims.index(BATCH), dims.index(TOKENS))
+            sized_by = (place, dims.index(BATCH), dims.index(TOKENS))
             break
     template = tree_map(lambda value: ... if isinstance(value, mx.array) else value, a.outputs)
-    return LayerCall(template, leaves, told_by, a.advances, a.uses | b.uses)
+    return LayerCall(template, leaves, sized_by, a.advances, a.uses | b.uses)
 
 
 def _shape(few: mx.array, one: mx.array) -> Shape | None:
@@ -165,7 +163,7 @@ def _shape(few: mx.array, one: mx.array) -> Shape | None:
 
 
 def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Dimensions that ``FEW`` tokens gave and then one; None where they tell of more than these."""
+    """Returns the dimensions, given those for ``FEW`` tokens and for one; None if they depend on more than the pass."""
     if len(few) != len(one):
         return None
     dims = [TOKENS if (a, b) == (FEW, 1) else a if a == b else 0 for a, b in zip(few, one, strict=True)]
@@ -177,5 +175,5 @@ def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def filled(template: Any, arrays: Iterator[mx.array]) -> Any:
-    """A layer's outputs, made of these arrays, in order: one for each ``...`` of the template."""
+    """Returns a layer's outputs, with the next array in place of each ``...`` of the template."""
     return tree_map(lambda value: next(arrays) if value is ... else value, template)

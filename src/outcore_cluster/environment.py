@@ -1,17 +1,17 @@
-"""The link of a process that was started as one rank of several, from what its environment says.
+"""Makes the link of a process that was started as one rank of several, from its environment.
 
-    MLX_RANK, MLX_HOSTFILE          as mlx.launch sets them for its ring: this rank, and a file with the addresses of
-                                    each, [["10.0.0.1:32323"], ["10.0.0.2:32324"]], of which the first is used
-    OUTCORE_LINK_KEY_FILE           a file with the run's key, which only its user may read
+    MLX_RANK, MLX_HOSTFILE          set by mlx.launch for its ring: this rank, and a file with each rank's addresses,
+                                    [["10.0.0.1:32323"], ["10.0.0.2:32324"]], of which the first is used
+    OUTCORE_LINK_KEY_FILE           a file with the run's key that only its user may read
     OUTCORE_LINK_KEY                the key itself; others on the host may see it
     OUTCORE_LINK_STALL_S            ``LinkLimits.stall``
     OUTCORE_LINK_BACKEND            a backend of mx.distributed in place of Outcore's link (``mlx_link``)
 
-Where mlx.launch sets up another backend than the ring (``NAMED_BY``), that is taken. ``outcore launch`` leaves no
-files: it sets ``OUTCORE_LINK_ADDRESSES`` (what would be in the file), ``OUTCORE_LINK_RUN`` (the run's name),
-``OUTCORE_LINK_NAMES`` (what users call the hosts), ``OUTCORE_LINK_FD`` (what to listen with),
-``OUTCORE_LINK_KEY_FD`` (a pipe with the key), ``OUTCORE_LINK_PARENT`` (the process without which this one must not go
-on; 0: none) and ``OUTCORE_LINK_START_S`` (seconds until all must be there).
+If mlx.launch has set up another backend than the ring (``NAMED_BY``), that one is used. ``outcore launch`` writes no
+files. It sets ``OUTCORE_LINK_ADDRESSES`` (the file's content), ``OUTCORE_LINK_RUN`` (the run's name),
+``OUTCORE_LINK_NAMES`` (the hosts' names), ``OUTCORE_LINK_FD`` (the listening socket), ``OUTCORE_LINK_KEY_FD`` (a pipe
+with the key), ``OUTCORE_LINK_PARENT`` (the process that this one must not outlive; 0: none) and
+``OUTCORE_LINK_START_S`` (seconds until all ranks must be connected).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
 PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
 NAMED_BY = {"jaccl": "MLX_JACCL_COORDINATOR", "nccl": "NCCL_HOST_IP", "mpi": "OMPI_COMM_WORLD_SIZE"}
-"""The variable by which the environment names a backend of mx.distributed."""
+"""The variable by which the environment selects a backend of mx.distributed."""
 ALL = (RANK, HOSTFILE, BACKEND, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
 LEAST_KEY = 16
-"""Bytes of a key: a shorter one could be guessed by whoever listens on the network."""
+"""Least bytes of a key; a shorter one could be guessed by a listener on the network."""
 MOST_BYTES = 1 << 20
 
 
@@ -56,14 +56,13 @@ def from_environment(
     limits: LinkLimits | None = None,
     leave: Callable[[int], None] | None = os._exit,
 ) -> SocketLink | MlxLink | None:
-    """This process's link, once all ranks are there; None: it is no rank of several.
+    """Returns this process's link once all ranks are connected; None if it is not one rank of several.
 
-    What the environment says is taken out of it: what a rank starts is no rank itself.
-
-    Call it before anything that takes long is imported: who comes late is waited for, but not for ever.
+    Removes the variables, so that processes that a rank starts are not ranks. Call it before slow imports: other ranks
+    wait, but not for ever.
 
     Raises:
-        UsageError: what the environment says cannot be meant, or there is no key.
+        UsageError: a variable is invalid, or there is no key.
         LinkError: a rank did not come.
     """
     backend = environment.get(BACKEND) or next((name for name, by in NAMED_BY.items() if environment.get(by)), None)

@@ -1,4 +1,4 @@
-"""What ranks that share a model are predicted to take together: each tells what it does in a sweep, and all foresee the
+"""Predicts the seconds that all ranks together take: each rank describes its part of a pass, and all compute the
 same."""
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from .rank_share import RankShare
 from .timing import RankStage, steady_s, sweep_ends
 
 BEHIND = 1 << 30
-"""In place of a layer: what lies behind all of them."""
+"""The place of work after the last layer."""
 
 OUTSIDE = "token", "prompt"
-"""Fields of a ``RankPart`` that are no part of JSON for users."""
+"""Fields of a ``RankPart`` that the JSON for users leaves out."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank has and does; bytes, seconds, GB/s. Plain values, so that they go from rank to rank as JSON.
+    """One rank's part, in bytes, seconds and GB/s. Plain values, sent to the other ranks as JSON.
 
     Attributes:
-        layers: it has, of which ``resident`` stay in memory. ``slots``: of its ring.
-        token: of a sweep for a token, in order: a layer's place in the order of calls, reading before it, computing.
-        prompt: of a prompt's sweep, by the length of its chunks: place, reading, computing a chunk, and one token.
-        calibrated: its numbers rest on measurements. ``notes``: what else there is to say of it.
+        layers, resident: its layers, and those of them that stay in memory. ``slots``: of its ring.
+        token: a token's pass, in order: each layer's place in the order of calls, seconds of reading and of computing.
+        prompt: the pass for a prompt by the length of its chunks: place, seconds of reading, of computing a chunk, and
+            of computing one token.
+        calibrated: the numbers rest on measurements.
     """
 
     host: str
@@ -52,10 +53,10 @@ class RankPart:
     def of(
         cls, share: RankShare, size: ModelSize, plan: Plan, known: Calibration, steps: Sequence[int], **more: Any
     ) -> RankPart:
-        """This rank's.
+        """Describes this rank.
 
         Args:
-            size, plan: of what it holds. ``steps``: lengths of a prompt's chunks. ``more``: ``host`` and ``notes``.
+            size, plan: of its own layers. ``steps``: lengths of a prompt's chunks. ``more``: ``host`` and ``notes``.
         """
 
         def placed(turns: list[Turn]) -> list[tuple[int, float, float]]:
@@ -82,7 +83,7 @@ class RankPart:
             calibrated=plan.calibrated,
             token=placed(token),
             prompt={
-                # Of a prompt only the last token gets logits.
+                # Only the prompt's last token gets logits.
                 str(step): [
                     (at, read, 0.0 if at == BEHIND else compute, one)
                     for (at, read, compute), (_, _, one) in zip(chunks(step), last, strict=True)
@@ -95,13 +96,12 @@ class RankPart:
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """What all ranks together take.
+    """The prediction for all ranks together.
 
     Attributes:
-        parts: of each rank.
-        token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
-            the first one, when nothing has been read yet.
-        link: as it was measured. ``step``: tokens of the prompt's chunks.
+        token_s: predicted seconds for one token of every sequence.
+        ttft_s: predicted seconds to the first token after ``prompt`` tokens, with nothing read yet.
+        step: tokens of the prompt's chunks.
     """
 
     parts: tuple[RankPart, ...]
@@ -115,16 +115,16 @@ class RanksPlan:
     def of(
         cls, parts: Sequence[RankPart], prompt: int, step: int, sent: Sequence[int], sequences: int, link: LinkTimes
     ) -> RanksPlan:
-        """What they take with chunks of ``step`` tokens.
+        """Predicts for chunks of ``step`` tokens.
 
         Args:
-            sent: bytes that each layer puts out for one token, in the order of calls, where they go to another rank.
-            sequences: that share a sweep for a token.
+            sent: bytes per token that each layer, in the order of calls, sends to other ranks.
+            sequences: that share a token's pass.
         """
         slots = [part.slots for part in parts]
 
         def stages(turns: Sequence[Sequence[Any]], tokens: Sequence[int]) -> list[RankStage]:
-            """All ranks' in order, of turns of each rank: place, reading, and computing by pass."""
+            """Merges the ranks' parts into one order: place, seconds of reading, and of computing by pass."""
             each = sorted((place, rank, n, *t) for rank, its in enumerate(turns) for n, (place, *t) in enumerate(its))
             sizes = [tuple(nbytes * n for n in tokens) for nbytes in sent]
             return [RankStage(rank, c, read, () if at == BEHIND else sizes[at]) for at, rank, _, read, c in each]
@@ -142,12 +142,10 @@ class RanksPlan:
 
     @property
     def calibrated(self) -> bool:
-        """Whether all ranks were."""
         return all(part.calibrated for part in self.parts)
 
     @property
     def line(self) -> str:
-        """In words."""
         layers = ", ".join(f"{part.layers} on {part.host}" for part in self.parts)
         in_words = f", {self.layout}" if self.layout else ""
         how = "Predicted" if self.calibrated else "Assumed, not measured (outcore launch ... -- plan does)"
@@ -158,7 +156,7 @@ class RanksPlan:
 
     @property
     def layout(self) -> str:
-        """How layers lie: ``in turn``, or ``in blocks``, each rank's one after the other; empty where one has all."""
+        """``in turn``; ``in blocks`` if each rank's layers follow each other; empty if one rank has all."""
         places = sorted({(each[0], rank) for rank, part in enumerate(self.parts) for each in part.token})
         blocks = [rank for rank, _ in itertools.groupby(rank for at, rank in places if at != BEHIND)]
         if len(blocks) < 2:
@@ -166,7 +164,6 @@ class RanksPlan:
         return "in blocks" if len(blocks) == len(set(blocks)) else "in turn"
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "predicted_token_s": self.token_s,
             "predicted_ttft_s": self.ttft_s,

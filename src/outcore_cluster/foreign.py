@@ -1,8 +1,7 @@
-"""What a rank does in place of a layer of another rank: its caches go on without holding anything, so that offsets and
-masks are right.
+"""Advances the caches of another rank's layer without holding anything in them, so that offsets and masks are right.
 
-Keys and values have no width: they have as many tokens as those of the rank whose layer it is, and no bytes. So all
-that is done to caches (trimmed, merged, filtered, extended, quantized) is done to these, too.
+Keys and values have width 0: as many tokens as on the layer's own rank, and no bytes. So every operation on caches
+(trim, merge, filter, extend, quantize) works on these, too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .watched_pass import Advance
 
 
 def empty(cache: Any) -> None:
-    """Have a cache that was filled (``Stage.fill``) hold as many tokens without their keys and values."""
+    """Drops a cache's keys and values, which ``PipelineStage.fill`` wrote, and keeps its number of tokens."""
     for name in ("keys", "values"):
         held = getattr(cache, name, None)
         if any(a.shape[-1] for a in arrays_in(held)):
@@ -28,8 +27,8 @@ def empty(cache: Any) -> None:
 
 
 def hold_alike(*caches: Any) -> None:
-    """Have caches of one layer hold nothing where one of them does: they are about to be put together, and what filled
-    the others (a draft) may have been given up since."""
+    """Empties caches of one layer if one of them is empty: they are about to be merged, and the draft that filled the
+    others may have ended since."""
     if all(isinstance(cache, CacheList) for cache in caches):
         for each in zip(*(cache.caches for cache in caches), strict=True):
             hold_alike(*each)
@@ -45,8 +44,8 @@ def hold_alike(*caches: Any) -> None:
 
 
 def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, tokens: int) -> None:
-    """Have the caches that a layer is called with go on by so many tokens of so many sequences. It may have none, as
-    where a whole text is evaluated in one call."""
+    """Advances the caches of a layer's call by ``tokens`` tokens of ``batch`` sequences. ``caches`` is empty if a whole
+    text is evaluated in one call."""
     for each in advances if caches else ():
         cache = caches[each.cache]
         if each.tokens:

@@ -1,4 +1,4 @@
-"""What a model is told that lies on several machines: what ``LoadOptions.ranks`` is, and what commands ask."""
+"""The ranks that share a model: ``LoadOptions.ranks``, and what commands call."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
 
 STEPS = 32, 64, 128, 256, 512
-"""Tokens of a prompt's chunks that are tried where they follow each other over ranks. Shorter ones cost more computing
-than they save waiting."""
+"""Chunk lengths in tokens that are tried for prompts over several ranks. Shorter ones cost more computing than they
+save waiting."""
 
 WORTH = 0.9
-"""Part of the time to the first token from which on shorter chunks than planned are worth it."""
+"""Shorter chunks than planned are used if they take less than this part of the time to the first token."""
 
 
 @dataclass(eq=False)
@@ -41,8 +41,8 @@ class RankGroup:
     """Ranks that share a model (``outcore.decode.preparation.Ranks``).
 
     Attributes:
-        link: this rank's, to all others. Whoever made it closes it.
-        host: what users call this one's; empty: it has no name.
+        link: to the other ranks; its maker closes it.
+        host: this rank's host as users call it; empty if it has no name.
     """
 
     link: Link
@@ -51,22 +51,21 @@ class RankGroup:
 
     @property
     def agreement(self) -> RankAgreement:
-        """What they agree on before there is a model."""
         return RankAgreement(self.link)
 
     @property
     def times(self) -> LinkTimes:
-        """What the link does, measured when this is asked first; all ranks ask at the same time."""
+        """The link's times, measured at first use; all ranks use this at the same time."""
         self._times = self._times or measure_link(self.link)
         return self._times
 
     # Loading
 
     def options(self, o: LoadOptions) -> LoadOptions:
-        """What is not shared out yet is left out, or refused where it was asked for.
+        """Turns off what does not work over several machines.
 
         Raises:
-            UsageError: it was asked for.
+            UsageError: the caller asked for it.
         """
         kind, _ = parse_draft(o.draft)
         if kind not in OWN and not draft_source(kind).over_ranks:
@@ -82,11 +81,10 @@ class RankGroup:
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
     ) -> SharedModel:
-        """What this rank holds of the model, and what drafts for it."""
         return shared_out(profile, self, o, folder, known, budget)
 
     def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
-        """Without drafts, which nobody asked for, where one rank has no room for them."""
+        """Drops a draft that was chosen automatically if a rank has no room for it."""
         if planning.draft is None or draft_kind(o)[0] != AUTO:
             return planning
         if self.agreement.leasts([planning.smallest <= budget])[0]:
@@ -96,7 +94,7 @@ class RankGroup:
     def several(
         self, size: ModelSize, plan: Plan, o: LoadOptions, planned: Callable[[LoadOptions], tuple[ModelSize, Plan]]
     ) -> tuple[ModelSize, Plan]:
-        """As many sequences on all ranks as the one with the least room has for them, and with the same room."""
+        """Plans for as many sequences, with the same room, as the rank with the least room has."""
         if not isinstance(o.sequences, Workload):
             return size, plan
         (most,) = self.agreement.leasts([size.sequences])
@@ -105,14 +103,14 @@ class RankGroup:
         return replace(found, shared=room, joining=joining), plan
 
     def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
-        """With what all ranks together take, and chunks of prompts of the length that is best for that."""
+        """Adds the prediction for all ranks, and sets the chunk length of prompts that is best for it."""
         profile, plan, share = prepared.profile, prepared.plan, prepared.profile.share
-        assert isinstance(share, RankShare)  # it was shared out
+        assert isinstance(share, RankShare)  # ``share_out`` made it
         size = profile.size
-        # What they all see is what rank 0 was told.
+        # Rank 0's options hold for all.
         prompt, sequences = self.agreement.numbers(lambda: [size.prompt, size.sequences])
         (longest,) = self.agreement.leasts([plan.prefill_step])
-        # A prompt in one chunk would be computed by one rank after the other.
+        # With one chunk, one rank after the other would compute the prompt.
         steps = [longest, *(n for n in STEPS if o.prefill_step_size is None and n < min(longest, prompt))]
         host, notes = self.host or f"rank {self.link.rank}", [*prepared.notes]
         mine = RankPart.of(share, size, plan, prepared.calibration, steps, host=host, notes=notes)
@@ -128,7 +126,7 @@ class RankGroup:
         )
 
     def notes(self, found: RanksPlan) -> list[str]:
-        """What is to be noted of ranks: of itself by each, and by the first, which speaks, of all others."""
+        """Returns each rank's note about its own layers, and on rank 0, which prints, the notes of all others."""
         if rank := self.link.rank:
             of = sum(part.layers for part in found.parts)
             return [f"{found.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(found.parts)}"]
@@ -143,17 +141,16 @@ class RankGroup:
     # Commands
 
     def model_folder(self, name: str, revision: str | None) -> Path:
-        """As ``resolve_model``; nobody goes on before all have the model."""
+        """As ``resolve_model``; returns once all ranks have the model."""
         folder = resolve_model(name, revision)
         self.link.gather(b"")
         return folder
 
     def serves(self, args: argparse.Namespace, names: Sequence[str]) -> bool:
-        """Whether this rank has ``outcore serve``'s server. Others compute what it says, until it ends."""
+        """Whether this rank runs the server of ``outcore serve``. On other ranks, returns when the server ends."""
         from .launch.serve import serves
 
         return serves(self, args, names)
 
     def close(self) -> None:
-        """All have ended well, whatever the status of this one is."""
         self.link.close()

@@ -1,4 +1,4 @@
-"""What other ranks send, on its way: buffers that the link writes to and that graphs are built on."""
+"""Buffers that the link receives layer outputs of other ranks into, and that graphs are built on meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .link_protocol import Arrival, Link
 
 @dataclass
 class Incoming:
-    """What a layer of another rank puts out in one pass, on its way here."""
+    """The outputs of another rank's layer in one pass."""
 
     link: Link
     source: int
@@ -25,18 +25,16 @@ class Incoming:
     number: int = 0
 
     def post(self) -> None:
-        """Begin to receive it."""
+        """Posts the receives."""
         self.arrivals = [self.link.receive(self.source, into) for into in self.into]
 
     @property
     def ready(self) -> bool:
-        """Whether it is there, and waiting takes no time."""
         return bool(self.arrivals) and all(arrival.ready for arrival in self.arrivals)
 
     def wait(self) -> None:
-        """Return when it is there."""
         if self.rounds is not None:
-            # The next may come while this is computed with; those behind it go where this lies.
+            # The next layer's may arrive while this one's are in use; later ones reuse this one's buffers.
             self.rounds.post(self.number + 2)
         began = self.metrics.clock()
         for arrival in self.arrivals:
@@ -45,8 +43,9 @@ class Incoming:
 
 
 class Rounds:
-    """What the passes of one sweep receive: of one layer after the other, of each pass after pass, as it is sent.
-    Buffers are used in turn: what was received two layers before is computed by then."""
+    """The receives of several passes that share one reading of the weights, in the order in which they are sent: layer
+    after layer, and of each layer pass after pass. Two sets of buffers take turns: the layer before the last has been
+    computed by then."""
 
     def __init__(self) -> None:
         self._rounds: list[list[Incoming]] = []
@@ -56,11 +55,10 @@ class Rounds:
         self._buffers: dict[tuple[int, int, int], mx.array] = {}
 
     def next_pass(self) -> None:
-        """Another pass begins."""
         self._pass, self._at = self._pass + 1, 0
 
     def buffer(self, nbytes: int, n: int) -> mx.array:
-        """For the ``n``-th array of the layer that is received next."""
+        """Returns memory for the ``n``-th array of the next layer."""
         key = (self._pass, self._at % 2, n)
         found = self._buffers.get(key)
         if found is None or found.nbytes != nbytes:
@@ -68,7 +66,7 @@ class Rounds:
         return found
 
     def add(self, incoming: Incoming) -> None:
-        """This pass receives another layer's outputs."""
+        """Adds the receive of another layer's outputs to this pass."""
         if self._at == len(self._rounds):
             self._rounds.append([])
         self._rounds[self._at].append(incoming)
@@ -76,7 +74,7 @@ class Rounds:
         self._at += 1
 
     def post(self, rounds: int) -> None:
-        """Begin to receive so many of them."""
+        """Posts the receives of the first ``rounds`` layers."""
         while self._posted < min(rounds, len(self._rounds)):
             for incoming in self._rounds[self._posted]:
                 incoming.post()
@@ -84,11 +82,11 @@ class Rounds:
 
 
 def new_buffer(nbytes: int) -> mx.array:
-    """Memory that is there at once, whatever a device has queued."""
+    """Returns memory that exists at once, even while a device has work queued."""
     return mx.array(np.zeros((nbytes,), dtype=np.uint8))
 
 
 def bytes_of(array: mx.array) -> memoryview:
-    """An evaluated array of uint8, in place."""
+    """Returns a view of an evaluated uint8 array's memory."""
     view: memoryview = np.array(array, copy=False).data
     return view

@@ -1,4 +1,4 @@
-"""Which rank has which layers of a model that several machines share."""
+"""Chooses which rank has which layers of a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from .timing import RankStage, steady_s
 
 @dataclass(frozen=True)
 class RankMeans:
-    """What a rank has: bytes of memory for layers, and bytes per second that its disk reads. ``ring``: bytes of that
-    memory that slots take where anything is streamed. ``compute_rate``: bytes of weights per second that its device
-    computes with."""
+    """A rank's resources.
+
+    Attributes:
+        memory: bytes for layers. ``ring``: bytes of it that slots take once a layer is streamed.
+        rate: bytes per second that its disk reads. ``compute_rate``: bytes of weights per second that it computes with.
+    """
 
     memory: int
     rate: float
@@ -22,29 +25,28 @@ class RankMeans:
 
 
 WINDOWS = (1, 2, 4)
-"""Layers that follow each other on one rank, where layers alternate."""
+"""Numbers of layers that follow each other on one rank if layers alternate."""
 
 SLOTS = 3
-"""Of each rank's ring."""
+"""Slots of each rank's ring."""
 
 HOP_S = 0.0005
-"""Seconds from one rank to another, where nobody has measured."""
+"""Assumed seconds from one rank to another if they were not measured."""
 
 
 def share_layers(
     nbytes: Sequence[int], groups: Sequence[Sequence[int]], ranks: Sequence[RankMeans], hop_s: float = HOP_S
 ) -> list[int]:
-    """The rank of each layer, in the order of calls.
+    """Returns the rank of each layer, in the order of calls.
 
-    Where all ranks together hold them, each has layers that follow each other, so that few outputs go from one to
-    another: as many as it computes while others compute theirs, as the chunks of a prompt follow each other over all,
-    or where memory does not allow that, as much as its memory's share. Else layers alternate, so that each rank reads
-    its next while others compute, and every rank's disk has done its part at the same time: after the T of
-    sum(memory + rate T) = bytes. How many follow each other then is what takes the shortest by simulation: fewer wait
-    less for disks, more have fewer hops.
+    If all ranks together can hold the layers, each gets layers that follow each other, so that few outputs are sent:
+    shares by compute rate, since ranks compute chunks of a prompt at the same time, or by memory if those do not fit.
+    Otherwise layers alternate, so that each rank reads its next layer while others compute, and all disks finish at the
+    same time T, with sum(memory + rate T) = bytes. A simulation chooses how many layers follow each other then: fewer
+    wait less for disks, more need fewer hops.
 
     Args:
-        nbytes: of each layer. ``groups``: layers that have to be of one rank; each layer is in one.
+        nbytes: of each layer. ``groups``: layers that must lie on one rank; each layer is in one group.
         hop_s: seconds from one rank to another.
     """
     total = sum(nbytes)
@@ -67,7 +69,7 @@ def share_layers(
 def shared_sweep_s(
     nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S
 ) -> float:
-    """Seconds of a sweep with layers shared out so, of each of which the same part is in memory on one rank."""
+    """Returns the seconds of a pass if each rank holds the same part of each of its layers in memory."""
     held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
     missing = [max(0.0, 1 - r.memory / h) if h else 0.0 for r, h in zip(ranks, held, strict=True)]
     stages = [
@@ -82,11 +84,11 @@ def shared_sweep_s(
 
 
 def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
-    """The share of ``total`` bytes that each rank has so that all disks have done at the same time."""
+    """Returns each rank's share of ``total`` bytes with which all disks finish at the same time."""
     rate = sum(r.rate for r in ranks)
     memory = sum(r.memory for r in ranks)
     if rate <= 0 or memory >= total:
-        # Nobody's disk has anything to do.
+        # No disk has anything to read.
         whole = memory or len(ranks)
         return [(r.memory or (0 if memory else 1)) / whole for r in ranks]
     seconds = (total - memory) / rate
@@ -94,7 +96,8 @@ def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
 
 
 def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
-    """Layers that follow each other, rank after rank: each goes to the one whose part of all bytes its middle is in."""
+    """Gives each rank layers that follow each other. A group goes to the rank whose part of all bytes holds its
+    middle."""
     owners = [0] * len(nbytes)
     total, done = sum(nbytes), 0.0
     ends = [sum(shares[: n + 1]) for n in range(len(shares))]
@@ -109,7 +112,8 @@ def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Se
 
 
 def in_turn(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
-    """Layers as evenly interleaved as shares allow: each goes to the rank that lags the most behind its share."""
+    """Interleaves layers as evenly as the shares allow: each group goes to the rank that is furthest behind its
+    share."""
     owners = [0] * len(nbytes)
     held = [0.0] * len(shares)
     done = 0

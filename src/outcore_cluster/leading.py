@@ -1,8 +1,8 @@
-"""Sequences that come and go on a model that several ranks share: the first one decides, the others follow.
+"""Runs a server's sequences on several ranks: rank 0 decides, the others follow.
 
-Before each step the first rank says which sequences join and which leave, and every rank does the same with its own
-``Scheduler``. Samplers, processors and stop strings are the first one's alone: of a sequence others know its prompt
-and how long its answer may be, and are told each token.
+Before each step rank 0 sends which sequences join and which leave, and every rank does the same with its own
+``Continuous``. Only rank 0 has samplers, processors and stop strings; the others get each sequence's prompt, its
+largest number of tokens, and each token.
 """
 
 from __future__ import annotations
@@ -23,30 +23,24 @@ from outcore.machine.allocator import clear_cache
 from .agreement import RankAgreement
 
 STEP, REST, END = "step", "rest", "end"
-"""What follows on who joins and who leaves: the next step; nothing for now; nothing more."""
+"""What follows once sequences have joined and left: a step, a pause, or the end."""
 
 
 class RankLeader:
-    """The first rank's ``Scheduler``, which the other ranks' do as.
-
-    Args:
-        agreement: with them.
-    """
+    """Rank 0's ``Continuous``, which other ranks follow."""
 
     def __init__(self, sequences: Scheduler, agreement: RankAgreement) -> None:
         self._sequences, self._agreement = sequences, agreement
-        self._joining: list[tuple[int, list[int], int]] = []  # number, tokens and most tokens of the answer
+        self._joining: list[tuple[int, list[int], int]] = []  # uid, tokens, most tokens of the answer
         self._leaving: list[int] = []
         self._over = self._resting = False
 
     @property
     def running(self) -> int:
-        """Sequences under way."""
         return self._sequences.running
 
     @property
     def ends(self) -> Collection[int]:
-        """As ``Scheduler.ends``."""
         return self._sequences.ends
 
     @ends.setter
@@ -54,30 +48,29 @@ class RankLeader:
         self._sequences.ends = tokens
 
     def add(self, request: Request) -> None:
-        """Have a sequence join as soon as there is room for it on all ranks."""
+        """Adds a sequence as soon as all ranks have room for it."""
         self._joining.append((request.uid, list(request.tokens), request.max_tokens))
         self._sequences.add(request)
 
     def remove(self, uids: Iterable[int]) -> None:
-        """Sequences have ended, or nobody wants them any more."""
         gone = list(uids)
         self._leaving += gone
         self._sequences.remove(gone)
 
     def step(self) -> StepResult:
-        """One more token of every sequence, on all ranks.
+        """Computes one more token of every sequence, on all ranks.
 
         Raises:
-            Exception: it failed, here or elsewhere, and no rank can go on.
+            Exception: a rank failed, and none can go on.
         """
         self._tell(STEP)
         step = self._sequences.step()
-        # What a sequence's own sampler raised is known here only.
+        # Only this rank has the samplers, so others do not see these errors.
         self._leaving += [uid for uid, _ in step.failed]
         return step
 
     def rest(self) -> None:
-        """Nobody asks for anything now: others give back what they need to compute only.
+        """Has other ranks free memory that only computing needs, once there are no requests.
 
         Raises:
             LinkError: the run has failed.
@@ -88,12 +81,12 @@ class RankLeader:
             self._resting = True
 
     def fail(self, reason: str) -> None:
-        """No rank can go on."""
+        """Ends the run on all ranks."""
         self._over = True
         self._agreement.link.fail(reason)
 
     def close(self) -> None:
-        """End all sequences; others follow no longer. Safe to call twice."""
+        """Ends all sequences, and other ranks' following. Safe to call twice."""
         over, self._over = self._over, True
         try:
             if not over:
@@ -108,10 +101,10 @@ class RankLeader:
 
 
 def follow(model: nn.Module, sequences: Scheduler) -> None:
-    """Do as the first rank says, until it says that it was all.
+    """Follows rank 0 until it ends.
 
     Args:
-        sequences: made with what the first rank's were made with, at the same time.
+        sequences: made with the same options, and at the same time, as rank 0's.
 
     Raises:
         LinkError: the run has failed. Exception: this rank cannot go on.

@@ -1,4 +1,4 @@
-"""What ranks say to each other: bytes, in order, and values that all of them agree on."""
+"""The link between ranks as the rest of the package sees it: messages of bytes, and values that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class LinkLimits:
-    """Seconds. With a fault, all ranks have ended ``silence + grace`` after it, and one heartbeat.
+    """Time limits in seconds. After a fault all ranks have ended within ``silence + grace`` and one heartbeat.
 
     Attributes:
-        beat: from one heartbeat to the next.
-        silence: without a byte of a rank, until it counts as gone.
-        stall: in which a rank that others wait for, and that waits for nobody, shows no sign of work, until it counts
-            as stuck. Processor time and reads count as work.
-        computing: that one evaluation on a GPU, which is no thread's processor time, counts as work.
-        start: from the first rank's begin until all are there.
-        handshake: that one connection may take to prove who it is.
-        grace: that the main thread has for ending by itself, once the run has failed.
+        beat: between two heartbeats.
+        silence: a rank that is not heard for so long counts as gone.
+        stall: a rank that others wait for, that waits for none itself and shows no work (processor time, reads) for so
+            long counts as stuck.
+        computing: how long one evaluation on a GPU, which takes no processor time, counts as work.
+        start: until all ranks are connected.
+        handshake: for one connection to prove who it is.
+        grace: for the main thread to end by itself once the run has failed.
     """
 
     beat: float = 1.0
@@ -32,14 +32,14 @@ class LinkLimits:
 
 
 class Arrival(Protocol):
-    """A receive under way."""
+    """A posted receive."""
 
     @property
     def ready(self) -> bool:
-        """Whether the bytes are there, or never will be."""
+        """Whether ``wait`` returns or raises at once."""
 
     def wait(self) -> None:
-        """Return when the bytes are there.
+        """Waits until the bytes are there.
 
         Raises:
             LinkError: the peer is gone or silent (names its rank and host), or sent another number of bytes.
@@ -47,11 +47,7 @@ class Arrival(Protocol):
 
 
 class Link(Protocol):
-    """The connections of one rank to all others. For one thread at a time.
-
-    Attributes:
-        rank: of this process. ``size``: ranks in all.
-    """
+    """One rank's connections to all others, for one thread at a time. ``size`` is the number of ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -60,33 +56,34 @@ class Link(Protocol):
     def size(self) -> int: ...
 
     def send(self, to: int, data: memoryview) -> None:
-        """Queue bytes for a rank. They must stay as they are until ``flush``, or until the link lets go of ``data``,
-        which keeps alive what it shows."""
+        """Queues a message. Its bytes must not change until ``flush``, or until the link releases ``data``, which it
+        keeps alive."""
 
     def receive(self, source: int, into: memoryview) -> Arrival:
-        """Begin to receive the next message of a rank: messages of one sender come in the order they were sent."""
+        """Posts a receive for the next message of a rank. A sender's messages arrive in the order in which it sent
+        them."""
 
     def agree(self, value: bytes) -> bytes:
-        """Rank 0's value, on all ranks; all call it, in the same order."""
+        """Returns rank 0's value on all ranks. All ranks call it in the same order."""
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Everybody's values by rank, on all ranks; all call it, in the same order."""
+        """Returns all ranks' values, by rank, on all ranks. All ranks call it in the same order."""
 
     def working(self) -> AbstractContextManager[None]:
-        """This rank's device computes meanwhile, for ``LinkLimits.computing`` seconds at most."""
+        """Marks an evaluation on this rank's device; it counts as work for up to ``LinkLimits.computing`` seconds."""
 
     def check(self) -> None:
-        """Look whether the run goes on, where this rank waits for nothing.
+        """Checks the run without waiting.
 
         Raises:
-            LinkError: it has failed.
+            LinkError: the run has failed.
         """
 
     def fail(self, reason: str) -> None:
-        """End the run on all ranks: this one cannot go on."""
+        """Ends the run on all ranks because this one cannot go on."""
 
     def flush(self) -> None:
-        """Wait until all that was queued was sent."""
+        """Waits until all queued messages were sent."""
 
     def close(self) -> None:
-        """End the connections. Safe to call twice."""
+        """Ends the connections. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""How long it takes from one rank to another, measured between rank 0 and each of the others when a run begins."""
+"""Measures how long messages take between rank 0 and each other rank when a run begins."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 from .link_protocol import Link
 
 SMALL, LARGE = (64, 12), (250_000, 3)
-"""Bytes of a message that tells of latency, and of one that tells of the rate; and how often each goes to and fro
-behind a first one, of which nothing counts: threads wake up, and windows open."""
+"""Bytes of a message that shows latency, and of one that shows the rate, and the round trips of each. One more goes
+before: threads wake up then, and TCP windows open."""
 
 MOST = 1e12
-"""Bytes a second of a link that took no time at all."""
+"""Bytes per second of a link that took no time at all."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The slowest link between two ranks: seconds from one's call to the other's, of a few bytes; bytes a second."""
+    """The slowest link of a run: seconds of a message of few bytes, and bytes per second."""
 
     latency_s: float
     rate: float = MOST
 
     def hop_s(self, nbytes: int) -> float:
-        """Seconds that so many bytes take from one rank to another."""
+        """Returns the seconds that ``nbytes`` take from one rank to another."""
         return self.latency_s + nbytes / self.rate
 
 
 def measure_link(link: Link, clock: Callable[[], float] = time.perf_counter) -> LinkTimes:
-    """Send messages to and fro between rank 0 and each other rank, one after the other; the same on all ranks.
+    """Sends messages to and fro between rank 0 and each other rank in turn. All ranks call it at the same time.
 
-    Of latency half of the middle round trip counts, of the rate the middle of large ones beyond that.
+    Latency is half of the median round trip; the rate is that of the large messages' median beyond that.
 
     Raises:
         LinkError: a rank is gone.
@@ -47,7 +47,7 @@ def measure_link(link: Link, clock: Callable[[], float] = time.perf_counter) -> 
 
 
 def _round_trip_s(link: Link, peer: int, size: int, rounds: int, clock: Callable[[], float]) -> float:
-    """Seconds of the middle one, as rank 0 sees it; others answer."""
+    """Returns the median seconds. Rank 0 begins, the other rank answers."""
     message, back, took = memoryview(bytes(size)), memoryview(bytearray(size)), list[float]()
     for _ in range(1 + rounds):
         began = clock()

@@ -1,12 +1,12 @@
-"""A link on ``mx.distributed``, for what no socket of ours replaces: JACCL (RDMA over Thunderbolt 5), NCCL and MPI, as
-``mlx.launch --backend`` sets them up; and MLX's own ring, by which this is tested.
+"""A link on ``mx.distributed``: JACCL (RDMA over Thunderbolt 5), NCCL and MPI, as ``mlx.launch --backend`` sets them
+up, and MLX's own ring, with which it is tested.
 
-Each message is two of MLX's: what it is and how long, then its bytes, so that values and data may come in any order.
-Receives are computed on one stream and sends on another, or two ranks that send each other much would wait for ever.
+Each message is two of MLX's, its kind and length and then its bytes, so that values and data may come in any order.
+Receives run on one stream and sends on another: on one stream, two ranks that send each other much would wait for ever.
 
-What it cannot do, as MLX has no way to: strangers are not refused (keep the network to yourself), a rank that is
-stopped or sits still is waited for without end, and one that is lost ends the others by an error without a name, by
-``exit(1)`` or by an abort (mlx#4276, mlx#4060). ``mlx.launch`` ends all ranks when one has ended so.
+MLX cannot refuse strangers (keep the network to yourself). It waits without end for a rank that is stopped or idle. The
+loss of a rank ends the others by an error that names none, by ``exit(1)`` or by an abort (mlx#4276, mlx#4060);
+``mlx.launch`` then ends all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 
 VALUE = 1
-"""The kind of a message that is no data."""
+"""The kind of a message that is a value; 0 is data."""
 
 
 class _Arrival:
-    """A receive, filled when it, or one behind it, is waited for."""
+    """A receive, filled when it or a later one is waited for."""
 
     def __init__(self, link: MlxLink, source: int, into: memoryview) -> None:
         self._link, self._source = link, source
@@ -37,13 +37,10 @@ class _Arrival:
 
 
 class MlxLink:
-    """One rank's side (``Link``), whose methods raise ``LinkError`` where MLX reports that another rank is gone.
-
-    Args:
-        backend: of ``mx.distributed.init``.
+    """One rank's link (``Link``). Its methods raise ``LinkError`` if MLX reports that another rank is gone.
 
     Raises:
-        UsageError: MLX cannot set that up.
+        UsageError: MLX cannot set up the backend.
     """
 
     host = ""
@@ -66,36 +63,33 @@ class MlxLink:
         self._values: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
     def send(self, to: int, data: memoryview) -> None:
-        """As in ``Link``; the bytes are copied."""
+        """As in ``Link``; copies the bytes."""
         self._put(to, 0, data)
 
     def receive(self, source: int, into: memoryview) -> _Arrival:
-        """As in ``Link``."""
         arrival = _Arrival(self, source, into.cast("B") if into.nbytes else memoryview(b""))
         self._posted[source].append(arrival)
         self._match(source)
         return arrival
 
     def agree(self, value: bytes) -> bytes:
-        """Rank 0's value."""
         if self.rank:
-            return self._told(0)
+            return self._value(0)
         for to in range(1, self.size):
             self._put(to, VALUE, value)
         return value
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Everybody's value, by rank."""
         if self.rank:
             self._put(0, VALUE, value)
-            return [self._told(0) for _ in range(self.size)]
-        values = [value, *(self._told(rank) for rank in range(1, self.size))]
+            return [self._value(0) for _ in range(self.size)]
+        values = [value, *(self._value(rank) for rank in range(1, self.size))]
         for each in values:
             self.agree(each)
         return values
 
     def take(self, source: int) -> None:
-        """Receive the next message of a rank, whatever it is."""
+        """Receives the next message of a rank, data or value."""
         kind, length = np.array(self._got(source, 2, mx.uint32))
         data = bytes(self._got(source, int(length), mx.uint8)) if length else b""
         (self._values if kind == VALUE else self._early)[source].append(data)
@@ -109,7 +103,7 @@ class MlxLink:
             arrival.into[:] = data
             arrival.ready = True
 
-    def _told(self, source: int) -> bytes:
+    def _value(self, source: int) -> bytes:
         while not self._values[source]:
             self.take(source)
         return self._values[source].popleft()
@@ -130,21 +124,19 @@ class MlxLink:
         return found
 
     def working(self) -> AbstractContextManager[None]:
-        """Nobody measures how long this rank takes."""
         return nullcontext()
 
     def check(self) -> None:
-        """What has failed is found where it is waited for."""
+        """Does nothing: waits find faults."""
 
     def flush(self) -> None:
-        """Wait until all that was queued was sent: one stream sends in order."""
         mx.eval(self._last)
 
     def fail(self, reason: str) -> None:
-        """Others find it out when this process has ended."""
+        """Other ranks notice when this process has ended."""
         self._failed = True
 
     def close(self) -> None:
-        """MLX closes it with the process."""
+        """Sends what is queued; MLX closes the connections with the process."""
         if not self._failed:
             self.flush()

@@ -1,4 +1,4 @@
-"""What one rank holds of a model that lies on several: its own layers, their caches, and all that is no layer."""
+"""One rank's part of a model: its own layers and their caches, and everything that is no layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .forecast import RanksPlan
 
 BUFFERS = 3
-"""A prompt's hidden states that are there for the link's sake: two layers' that come, and one's that goes."""
+"""Hidden states of a prompt's chunk that the link needs memory for: two that arrive, and one that is sent."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class RankShare:
     """A model's layers shared out over ranks.
 
     Attributes:
-        link: this rank's. ``owners``: the rank of each layer, by its number.
-        layers: of the whole model. ``heads``: what only logits are made with, of the first rank alone.
-        filled: the first rank's caches of others' layers hold something, too (``PipelineStage.fill``).
-        forecast: what all ranks take together, as it was predicted when the model was loaded.
+        link: of this rank. ``owners``: the rank of each layer, by its number.
+        layers: of the whole model. ``heads``: tables that only logits need, which rank 0 alone uses.
+        eager: the model evaluates arrays in its forward pass.
+        filled: rank 0's caches of other ranks' layers are filled, too (``PipelineStage.fill``).
+        forecast: the prediction for all ranks, made when the model was loaded.
     """
 
     link: Link
@@ -53,18 +54,17 @@ class RankShare:
     forecast: RanksPlan | None = None
 
     def own(self, layer: int) -> bool:
-        """Whether a layer is this rank's."""
         return self.owners[layer] == self.link.rank
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Of this rank's layers, by their numbers, in the order of calls of the whole model."""
+        """The places of this rank's layers in the order of calls of the whole model."""
         at = {layer: place for place, layer in enumerate(self.cuts.order)}
         return tuple(at[i] for i in range(len(self.layers)) if self.own(i))
 
     @property
     def sent(self) -> tuple[int, ...]:
-        """Bytes that each layer puts out for other ranks than its own, for one token, in the order of calls."""
+        """Bytes per token that each layer sends to other ranks, in the order of calls."""
         nbytes = dict.fromkeys(self.cuts.order, 0)
         for layer, n in {(layer, n) for layer, n, _ in crossings(self.cuts, self.owners)}:
             if (shape := self.cuts.calls[layer].leaves[n]) is not None:
@@ -72,14 +72,13 @@ class RankShare:
         return tuple(nbytes[layer] for layer in self.cuts.order)
 
     def install(self, state: Session) -> RankTransport:
-        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
         transport = RankTransport(self, state)
         transport.install()
         self.forget()
         return transport
 
     def forget(self) -> None:
-        """Have weights of other ranks' layers be no part of the model: none of them is read."""
+        """Replaces the weights of other ranks' layers by empty arrays, so that none of them is read."""
         gone = [layer.module for i, layer in enumerate(self.layers) if not self.own(i)]
         if self.link.rank:
             gone += [t.layer.module for t in self.heads if not t.looked_up]
@@ -89,7 +88,6 @@ class RankShare:
 
 
 def cuts_of(profile: ModelProfile) -> Cuts:
-    """Where a lazily opened model can be cut."""
     tables = [t.layer for t in profile.tables]
     return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
 
@@ -97,11 +95,10 @@ def cuts_of(profile: ModelProfile) -> Cuts:
 def share_out(
     profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
 ) -> ModelProfile:
-    """What this rank holds of a model.
+    """Returns this rank's profile of a model.
 
     Args:
-        owners: the rank of each layer, in the order of calls.
-        filled: as in ``RankShare``.
+        owners: the rank of each layer, in the order of calls. ``filled``: as in ``RankShare``.
     """
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
@@ -152,7 +149,6 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
         size,
         layers=tuple(size.layers[i] for i in own),
         non_layer=size.non_layer - left,
-        # What comes from two layers, and what goes.
         hidden=(1 + BUFFERS) * size.hidden,
         cache=states + held_bytes(growing, size.context),
         growing=growing,

@@ -1,8 +1,8 @@
-"""A model shared out over ranks: what this one holds of it, and what drafts for it.
+"""Shares a model out over ranks, with what drafts for it.
 
-The first rank guesses for all, and tells the others its guesses. A copy of the model goes on from the model's own
-caches, of which each rank has those of its own layers: so the first rank's copy of others' layers fills their caches
-there (``PipelineStage.fill``), from the inputs that those layers have. Another model has caches of its own.
+Rank 0 drafts for all and sends the others its drafts. A copy of the model as a draft model continues from the model's
+own caches, of which each rank has those of its layers. So rank 0's copy of other ranks' layers fills their caches there
+(``PipelineStage.fill``), from those layers' inputs. Another draft model has caches of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SharedModel(NamedTuple):
-    """What this rank holds of a model, and what drafts for it: other ranks than the first have nothing of that."""
+    """This rank's part of a model, and its draft; ranks other than 0 have no weights of the draft."""
 
     profile: ModelProfile
     draft: Draft | None
@@ -44,10 +44,11 @@ class SharedModel(NamedTuple):
 def shared_out(
     profile: ModelProfile, ranks: RankGroup, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
 ) -> SharedModel:
-    """What this rank holds of the model, and what drafts for it: of ``auto`` n-grams; all ranks ask at the same time.
+    """Returns this rank's part of the model, and its draft (n-grams for ``auto``). All ranks call it at the same
+    time.
 
     Raises:
-        UsageError: the model cannot be cut, or not so; or what was asked for cannot draft.
+        UsageError: the model cannot be cut, or the requested draft does not work over several machines.
     """
     cuts, link = cuts_of(profile), ranks.link
     if cuts.refusal is not None:
@@ -55,11 +56,11 @@ def shared_out(
         raise UsageError(f"a model of type {kind} cannot be shared out over several machines: {cuts.refusal}")
     check_same_model(profile.lazy, link, ranks.host)
     calibration, times = known or ASSUMED, ranks.times
-    told = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, o.resident))).encode())
-    others = [RankMeans(**json.loads(each)) for each in told[1:]]
+    gathered = link.gather(json.dumps(asdict(_means(profile, link, budget, calibration, o.resident))).encode())
+    others = [RankMeans(**json.loads(each)) for each in gathered[1:]]
 
     def owners(draft: Draft | None) -> tuple[int, ...]:
-        # The first rank's draft is in its memory.
+        # The draft takes memory of rank 0.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
         if is_filled(draft):
             left -= profile.size.cache - profile.size.cache // link.size
@@ -67,7 +68,7 @@ def shared_out(
         at = {i: n for n, i in enumerate(cuts.order)}
         groups = [[at[i] for i in group] for group in cuts.groups]
         nbytes = [profile.size.layers[i].resident for i in cuts.order]
-        # Between all layers one token's hidden state goes, at most.
+        # At most one token's hidden state goes between two layers.
         return tuple(share_layers(nbytes, groups, means, times.hop_s(max(_hidden(cuts), default=0))))
 
     if link.rank:
@@ -80,15 +81,15 @@ def shared_out(
             _, draft = with_draft(*draft_kind(o), profile, Opening(folder, o, known))
             mine = owners(draft)
             name = None if draft is None else draft.name
-            there = dict(zip(cuts.order, mine, strict=True))
-            if is_filled(draft) and (profile.evaluates or not fillable(cuts, there)):
+            by_layer = dict(zip(cuts.order, mine, strict=True))
+            if is_filled(draft) and (profile.evaluates or not fillable(cuts, by_layer)):
                 raise UsageError(
                     f"{called('draft')} {name}: a copy of this model cannot draft over several machines; ngram or "
                     "another model can"
                 )
             found = {"owners": mine, "filled": is_filled(draft), "draft": name}
         except OutcoreError as e:
-            # Who says it is named, so that a launcher does not tell it once for each rank.
+            # The message names rank 0, so that a launcher does not repeat it for each rank.
             who = f"rank 0 ({ranks.host})" if ranks.host else "rank 0"
             link.agree(json.dumps({"refused": f"{who}: {e}"}).encode())
             raise
@@ -97,24 +98,23 @@ def shared_out(
 
 
 def is_filled(draft: Draft | None) -> bool:
-    """Whether the first rank's caches of others' layers are filled for what drafts."""
+    """Whether rank 0's caches of other ranks' layers are filled for the draft."""
     return draft is not None and draft.copies_model
 
 
 def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibration, resident: int | None) -> RankMeans:
-    """What this rank has for layers."""
     size = profile.size
     outside = size.non_layer - (size.head.resident if link.rank and size.head is not None else 0)
     fixed = outside + size.cache // link.size + size.activations(min(ENOUGH_STEP, size.prompt))
     ring = SLOTS[0] * max((layer.slot for layer in size.layers), default=0)
     memory = max(0, budget - fixed)
     if resident is not None:
-        # The ring is beside them, and taken off where layers are shared out.
+        # ``share_layers`` subtracts the ring.
         memory = min(memory, ring + resident * max((layer.resident for layer in size.layers), default=0))
     return RankMeans(memory, calibration.read_gbps * 1e9, ring, calibration.weight_gbps * 1e9)
 
 
 def _hidden(cuts: Cuts) -> list[int]:
-    """Bytes that each layer puts out for one token."""
+    """Bytes per token that each layer puts out."""
     leaves = [[s for s in call.leaves if s is not None] for call in cuts.calls.values()]
     return [sum(math.prod(s.of(1, 1)) * s.dtype.size for s in shapes) for shapes in leaves]

@@ -1,8 +1,8 @@
-"""Layers that lie on several ranks: what one rank's layers put out is sent to those whose layers are made from it.
+"""Layers that lie on several ranks: each rank sends the outputs of its layers to the ranks that need them.
 
-Every rank runs the whole forward pass. A layer of another rank is not computed (``foreign``): what it puts out is an
-array in memory that the link writes to, so the graph of what follows is built ahead of its bytes, which are waited for
-before anything that depends on them is handed to the device.
+Every rank runs the whole forward pass. A layer of another rank is not computed (``foreign``): its output is an array in
+memory that the link writes to. So the graph of the following layers is built before the bytes arrive, and a wait
+precedes any evaluation that depends on them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ if TYPE_CHECKING:
 
 
 class PipelineStage:
-    """A rank's side of a model that lies on several.
+    """One rank's side of a model that lies on several.
 
     Args:
-        share: what this rank holds of it.
-        metrics: where waiting is counted.
+        metrics: counts the seconds of waiting.
 
     Attributes:
-        recorder: what streams this rank's layers; this itself where all of them are in memory.
-        rounds: of the sweep whose passes are recorded.
-        immediate: what is received has to be there when the graph goes on, in this sweep.
+        recorder: streams this rank's layers; this object itself if all of them are in memory.
+        rounds: receives of the passes that are being recorded.
+        immediate: received outputs must be there before the graph goes on, in this pass.
         before_send: called before anything that is sent is computed.
-        undo: what takes caches back where nothing is streamed; None: nobody would miss them.
+        undo: takes caches back if nothing is streamed; None: caches need not be restored.
     """
 
     def __init__(self, share: RankShare, metrics: Metrics) -> None:
@@ -72,11 +71,10 @@ class PipelineStage:
 
     @property
     def eager(self) -> bool:
-        """Whether the model evaluates arrays in its forward pass."""
         return self._share.eager
 
     def install(self) -> None:
-        """Lead the calls of others' layers through here, and the head's on all ranks but the first."""
+        """Replaces the calls of other ranks' layers, and of the head on all ranks but rank 0."""
         for i in self._share.cuts.order:
             if not self._share.own(i):
                 swap(self._share.layers[i].module, "Foreign", self._foreign(i, self._share.cuts.calls[i]))
@@ -91,11 +89,9 @@ class PipelineStage:
             self.watch(self._share.layers[i].module)
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
-        """Calls of streamed layers go through ``recorder``."""
         self.recorder, self.before_send = recorder, before_send
 
     def transaction(self, undo: Undo | None) -> None:
-        """What takes caches back where nothing is streamed."""
         self.undo = undo
 
     def begin_sweep(self, *, pooled: bool) -> None:
@@ -104,7 +100,7 @@ class PipelineStage:
 
     @contextmanager
     def passes(self) -> Iterator[Callable[[], None]]:
-        """Several passes are recorded; what this yields is called before each."""
+        """Records several passes; the yielded function is called before each."""
         rounds = self.rounds = Rounds()
         try:
             yield rounds.next_pass
@@ -112,21 +108,21 @@ class PipelineStage:
             self.rounds = None
 
     def watch(self, module: nn.Module) -> None:
-        """Have what a layer in memory puts out sent, if it is to be."""
+        """Has the outputs of a layer in memory sent, if other ranks need them."""
         if self._numbers.get(id(module)) in self._sent:
             unswap(module)
             swap(module, "Ranked", functools.partial(self._resident, id(module)))
 
     def unwatch(self, module: nn.Module) -> None:
-        """No more: it will be streamed."""
+        """Ends ``watch``, before the layer is streamed."""
         if id(module) in self._numbers:
             unswap(module)
 
-    # What comes
+    # Receiving
 
     def _foreign(self, layer: int, call: LayerCall) -> Callable[..., Any]:
-        assert call.told_by is not None
-        place, batch_at, tokens_at = call.told_by
+        assert call.sized_by is not None
+        place, batch_at, tokens_at = call.sized_by
         wanted = self._wanted[layer]
 
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -154,15 +150,14 @@ class PipelineStage:
         return foreign
 
     def fill(self, copy: nn.Module | None) -> None:
-        """Have a copy of the model fill the caches of others' layers from now on, so that it can go on from what this
-        rank has. Inputs are exact, so only what makes keys, values and states of them is not. None: caches hold nothing
-        again.
-        """
+        """Has a copy of the model fill the caches of other ranks' layers from now on, so that the copy can continue
+        from this rank's caches. The inputs are exact; only the projections that make keys, values and states are the
+        copy's. None ends it."""
         places = {} if copy is None else dict(copy.named_modules())
         self._copies = {i: places[layer.path] for i, layer in enumerate(self._share.layers) if places}
 
     def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
-        """Have a copy of a layer write to its caches. Of what it puts out nothing is computed."""
+        """Has a copy of a layer write to its caches. Its outputs are not computed."""
         caches = caches_in(args, kwargs)
         if not caches:
             return
@@ -171,8 +166,8 @@ class PipelineStage:
         self._built(handles(caches), [], caches)
 
     def _built(self, arrays: list[mx.array], leaving: Leaving, *seen: Any) -> None:
-        """The call of a layer in memory was built, which others need, or a copy's: compute it, or have it wait for its
-        turn."""
+        """Computes the call of a layer in memory whose outputs other ranks need, or of a copy's layer; if passes are
+        recorded, it is computed in its turn."""
         recorder, within = self.recorder, self.recorder.recording
         if within is None:
             self.settle()
@@ -209,13 +204,13 @@ class PipelineStage:
         return not all(incoming.ready for incoming in self._pending)
 
     def settle(self) -> None:
-        """Return when all is there that what was built so far is made from, where passes are not recorded."""
+        """Waits for everything that the graph so far is made from, unless passes are recorded."""
         pending, self._pending = self._pending, []
         for incoming in pending:
             incoming.wait()
 
     def whole(self, model: nn.Module) -> None:
-        """Nothing of the model is streamed here."""
+        """Waits at the end of each call of a model of which nothing is streamed here."""
         swap(model, "Ranked", self._whole)
 
     def _whole(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -228,13 +223,13 @@ class PipelineStage:
         return out
 
     def abandon(self) -> None:
-        """After something failed: nobody waits any more."""
+        """Gives up waiting after a failure."""
         self._pending, self.rounds = [], None
 
-    # What goes
+    # Sending
 
     def leaving(self, module: int, out: Any) -> Leaving:
-        """What of a layer's outputs goes to which ranks, to be evaluated; ``module``: the layer's id."""
+        """Returns the arrays to evaluate and the ranks that each is sent to. ``module`` is the layer's id."""
         layer = self._numbers.get(module)
         sent = self._sent.get(layer, {}) if layer is not None else {}
         if layer is None or not sent:
@@ -243,7 +238,7 @@ class PipelineStage:
         return [(tuple(ranks), _flat(leaves[n], self._share.cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
 
     def depart(self, leaving: Leaving) -> None:
-        """Send it, when it is computed."""
+        """Evaluates and sends."""
         if not leaving:
             return
         self.before_send()
@@ -254,23 +249,20 @@ class PipelineStage:
                 self.link.send(rank, bytes_of(array))
 
     def _resident(self, module: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The call of a layer in memory whose outputs others need."""
         out = original(*args, **kwargs)
         self._built(handles(out, args, kwargs), self.leaving(module, out), args, kwargs)
         return out
 
     def moved(self) -> Moved:
-        """Caches that have moved on since this was asked last, where nothing is streamed."""
         return [] if self.undo is None else self.undo.moved()
 
     def reached(self, moved: Moved) -> None:
-        """These caches are about to be computed."""
         if self.undo is not None:
             self.undo.reached(moved)
 
 
 def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:
-    """What stands for an array that nobody here needs: one element in memory."""
+    """Returns a stand-in for an array that this rank does not need: one element in memory."""
     if shape is None:
         return mx.zeros((0,))
     return mx.broadcast_to(mx.zeros((1,) * len(shape.dims), dtype=shape.dtype), shape.of(batch, tokens))
@@ -281,10 +273,10 @@ def _own(value: Any) -> Any:
 
 
 def _flat(array: mx.array, shape: Shape | None) -> mx.array:
-    """An output as bytes.
+    """Returns an output as bytes.
 
     Raises:
-        LinkError: it is none that whoever receives it expects.
+        LinkError: its shape or dtype is not the one that the receiver expects.
     """
     if shape is None or array.dtype != shape.dtype or array.ndim != len(shape.dims):
         raise LinkError(f"a layer put out {array.dtype} of shape {array.shape}, which was not foreseen: report this")
@@ -300,16 +292,16 @@ def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
-    """Whether the first rank can be sent what all layers are made from that write to caches."""
+    """Whether rank 0 can be sent the inputs of all layers that write to caches."""
     used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
     return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
 
 
 def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[tuple[int, int, int]]:
-    """Outputs that one rank needs of another: the layer, the output's number, and who needs it, in order.
+    """Returns the outputs that one rank needs from another, in order: layer, number of the output, receiving rank.
 
     Args:
-        filled: the first rank needs what layers are made from that write to caches.
+        filled: rank 0 needs the inputs of all layers that write to caches.
     """
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
     uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
@@ -317,7 +309,7 @@ def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[t
 
 
 def reusable(cuts: Cuts) -> set[int]:
-    """Layers whose outputs the next layer alone is made from, so that their memory is free when that was sent."""
+    """Returns layers whose outputs only the next layer uses, so that their memory is free once that one was sent."""
     behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
     users: dict[int, set[int | None]] = {}
     for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:

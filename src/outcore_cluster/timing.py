@@ -1,7 +1,7 @@
-"""Rings of several ranks in numbers: how long a sweep takes when layers lie on several machines.
+"""Simulates the rings of several ranks: how long a pass takes if layers lie on several machines.
 
-A unit is read when its rank's disk and one of its slots are free, and computed when it is read, its rank's device is
-free and the layer before it, wherever that is, has been computed and sent.
+A unit is read once its rank's disk and one of its slots are free. It is computed once it is read, its rank's device is
+free, and the layer before it, on any rank, was computed and sent.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from .link_times import LinkTimes
 
 BEFORE, COUNTED = 3, 2
-"""Sweeps until the rings are in step, and those whose mean counts."""
+"""Passes until the rings are in step, and passes whose mean counts."""
 
 
 @dataclass(frozen=True)
 class RankStage:
-    """What a rank's device computes at one go.
+    """Work that a rank's device does at one go.
 
     Attributes:
-        compute_s: seconds of each pass. read_s: seconds of reading before that (0: it is in memory).
-        sent: bytes of each pass that go to the rank that goes on, if it is another; none: next to nothing.
+        compute_s: seconds of each of the passes that share a reading. read_s: seconds of reading before (0: in memory).
+        sent: bytes that each of these passes sends to the next rank.
     """
 
     rank: int
@@ -31,17 +31,17 @@ class RankStage:
 
 
 def steady_s(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes) -> float:
-    """Seconds of a sweep in the steady state. Arguments as of ``sweep_ends``."""
+    """Returns the seconds of a pass in the steady state. Arguments as of ``sweep_ends``."""
     ends = sweep_ends(stages, slots, link, BEFORE + COUNTED)
     return (ends[-1] - ends[-1 - COUNTED]) / COUNTED
 
 
 def sweep_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes, sweeps: int = 1) -> list[float]:
-    """When sweeps end that follow each other, of which the first begins at 0 with empty slots.
+    """Returns when ``sweeps`` passes over the layers end. The first one begins at 0 with empty slots.
 
     Args:
-        stages: of one sweep, in order, all of as many passes, which follow each other over the ranks; the first rank
-            chooses tokens behind the last, and tells the others.
+        stages: of one pass over the layers, in order, for one or several passes that share a reading. Rank 0 chooses
+            the tokens at the end and sends them to the others.
         slots: of each rank's ring.
     """
     disk, device, sender = ([0.0] * len(slots) for _ in range(3))
@@ -71,7 +71,7 @@ def sweep_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTime
 
 
 def _turns(stages: Sequence[RankStage]) -> list[RankStage]:
-    """What is computed at one go: layers in memory with the streamed one behind them, or all that follow each other."""
+    """Joins layers in memory with the streamed one after them, or with one another."""
     turns: list[RankStage] = []
     for stage in stages:
         before = turns[-1] if turns else None

@@ -1,8 +1,6 @@
-"""A rank's ``Transport``: the layers' inputs and outputs (``stage``), what all ranks agree on (``agreement``), and the
-room that all of them have for texts.
+"""A rank's ``Transport``: layer inputs and outputs (``stage``), agreement (``agreement``), and the room for texts.
 
-Ranks compute chunks of one prompt one behind the other, of a length by which the first token was predicted soonest when
-the model was loaded (``forecast``).
+The prediction (``forecast``) sets the length of a prompt's chunks, which ranks compute one behind the other.
 """
 
 from __future__ import annotations
@@ -33,24 +31,21 @@ if TYPE_CHECKING:
     from .rank_share import RankShare
 
 ENDLESS = 2**62
-"""Tokens of an answer that has no limit."""
+"""Tokens of an answer without a limit."""
 
 
 class RankRoom(RankAgreement):
-    """What ranks agree on before texts are computed.
+    """Agreement on the room for texts.
 
     Args:
-        state: of the running model; held weakly, as it holds this.
-
-    Attributes:
-        forecast: what all ranks together are predicted to take.
+        state: the running model; held weakly, as it holds this object.
     """
 
     def __init__(self, link: Link, state: Session, forecast: RanksPlan | None = None) -> None:
         super().__init__(link)
         self.forecast = forecast
         self._state = weakref.ref(state)
-        # Sequences, and tokens of the longest, that all ranks said they have room for; and the least of their chunks.
+        # Number of sequences, and tokens of the longest, that all ranks have room for; and their shortest chunks.
         self._agreed: tuple[int, int] | None = None
         self._agreed_step: int | None = None
 
@@ -61,7 +56,6 @@ class RankRoom(RankAgreement):
         return state
 
     def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        """The least that ranks have room for; see ``Transport``."""
         refusal: PromptError | BudgetError = BudgetError("another machine has no room for it")
         tokens = step = 0
         try:
@@ -81,7 +75,6 @@ class RankRoom(RankAgreement):
         return -1 if tokens == ENDLESS else tokens, step
 
     def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
-        """Room for sequences on all ranks; see ``Transport``."""
         longest = max(lengths) + 1
         if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
             return self._agreed_step
@@ -94,46 +87,38 @@ class RankRoom(RankAgreement):
         if len(lengths) == 1 and self.forecast is not None:
             step = min(step, self.forecast.step)  # so that its chunks follow each other over ranks
         if not context:
-            # Who had room took it: it is seen to anew.
+            # A rank that had room has taken it, so the next call asks again.
             self._agreed = None
             raise refusal
         self._agreed, self._agreed_step = (len(lengths), context), step
         return step
 
     def rest(self) -> None:
-        """Room is agreed on anew."""
         self._agreed = None
 
 
 class RankTransport(RankRoom, PipelineStage, Transport):
-    """The other ranks of a model, as this one sees them (``engine.transport.Transport``).
-
-    Args:
-        share: what this rank holds of the model.
-    """
+    """The other ranks of a model (``engine.transport.Transport``)."""
 
     def __init__(self, share: RankShare, state: Session) -> None:
         RankRoom.__init__(self, share.link, state, share.forecast)
         PipelineStage.__init__(self, share, state.metrics)
 
     def leader(self, sequences: Scheduler) -> RankLeader:
-        """What other ranks' sequences follow."""
         return RankLeader(sequences, self)
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
-        """Caches of other ranks' layers hold nothing, or all of them are filled."""
         for of_layer in zip(*caches, strict=True):
             hold_alike(*of_layer)
 
     def sweeps(self) -> RankTransport | None:
-        """What computes several passes layer by layer, where nothing is streamed here."""
         return None if self.eager else self
 
     def sweep(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
-        """As ``Streaming.sweep``, of layers in memory: layer after layer, as ranks do that stream theirs,
-        so that what is sent and received comes in the same order, and every rank computes meanwhile."""
+        """Runs several passes over layers in memory, layer after layer as ranks do that stream theirs, so that all
+        ranks send and receive in the same order and compute at the same time."""
         recorded, outputs = list[RecordedPass](), list[mx.array]()
         before, self.recorder = self.recorder, self
         try:
@@ -159,7 +144,6 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         return outputs
 
     def _compute(self, passes: Sequence[Recorded]) -> None:
-        """Compute what passes recorded of layers whose outputs go to other ranks."""
         for recorded in passes:
             for each in recorded.arriving:
                 each.wait()

@@ -1,7 +1,7 @@
-"""A forward pass of which each layer's call is watched: what it is given, what it puts out, what it does to caches.
+"""A forward pass that records each layer's call: its arguments, its outputs, and what it does to its caches.
 
-What a layer puts out is replaced by arrays of its shape, so that MLX's own print of the graph tells which of them later
-arguments are made from.
+Each layer's outputs are replaced by arrays of the same shape, so that MLX's own print of the graph shows which of them
+later arguments are made from.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from outcore.modules.layers import Layer
 from outcore.modules.mlx_lm_compat import BaseCache
 
 Leaf = tuple[int, int]
-"""A layer, and the number of one of the arrays that it puts out."""
+"""A layer, and the number of one of its output arrays."""
 
 
 @dataclass(frozen=True)
 class Advance:
-    """What a layer's call does to one of the caches that it is given.
+    """What a layer's call does to one of its caches.
 
     Attributes:
-        cache: its number among those.
-        tokens: keys and values of the pass's tokens go into it.
-        entries: of an ``ArraysCache``, those that it replaces; ``counted``: and it says how many tokens passed.
+        cache: its number among the call's caches.
+        tokens: the call stores keys and values of the pass's tokens.
+        entries: of an ``ArraysCache``, the entries that it replaces. ``counted``: the call advances its token count.
     """
 
     cache: int
@@ -44,23 +44,21 @@ class Advance:
 
 @dataclass
 class SeenCall:
-    """One call of a layer: its array arguments by their places, what it returned and wrote."""
+    """One call of a layer: the shapes of its array arguments by place or name, its outputs, and what it wrote."""
 
     given: dict[int | str, tuple[int, ...]]
     caches: list[Any]
-    objects: list[int]  # ids of arguments that arrays may hide in
+    objects: list[int]  # ids of arguments that may hold arrays
     outputs: Any
     leaves: list[mx.array]
     opaque: bool
     advances: tuple[Advance, ...]
     uses: frozenset[Leaf]
-    peeks: frozenset[int]  # layers of which it uses what they wrote to their caches
-    kept: list[mx.array]  # that
+    peeks: frozenset[int]  # layers whose cache entries it uses
+    kept: list[mx.array]  # its own cache entries
 
 
 class WatchedPass:
-    """A forward pass that is built with each layer's outputs replaced."""
-
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.order: list[int] = []
         self.seen: dict[int, SeenCall] = {}
@@ -88,12 +86,13 @@ class WatchedPass:
                 unswap(layer.module)
 
     def made_from(self, arrays: Sequence[mx.array]) -> tuple[frozenset[Leaf], frozenset[int]]:
-        """Which outputs of layers these arrays are made from, and what which layers wrote to their caches."""
+        """Returns the layer outputs that these arrays are made from, and the layers whose cache entries they are made
+        from."""
         if not arrays:
             return frozenset(), frozenset()
         names = {f"OUT{i}_{n}": a for i, seen in self.seen.items() for n, a in enumerate(seen.leaves)}
         names |= {f"KEPT{i}_{n}": a for i, seen in self.seen.items() for n, a in enumerate(seen.kept)}
-        # By an operation of their own, so that an output that is passed on as it is has something behind it, too.
+        # Behind an operation of their own, as an output may be passed on unchanged.
         asked = {f"ASKED{n}": mx.stop_gradient(a) for n, a in enumerate(arrays)}
         found = [_NAMED.fullmatch(name) for name in _ancestors({**names, **asked}, list(asked))]
         outputs = frozenset((int(m[2]), int(m[3])) for m in found if m is not None and m[1] == "OUT")
@@ -113,14 +112,13 @@ class WatchedPass:
             )
             leaves: list[mx.array] = []
 
-            def other(value: Any) -> Any:
-                """An array of the same shape, which is noted."""
+            def replacement(value: Any) -> Any:
                 if not isinstance(value, mx.array):
                     return value
                 leaves.append(mx.zeros(value.shape, dtype=value.dtype))
                 return leaves[-1]
 
-            replaced = tree_map(other, out)
+            replaced = tree_map(replacement, out)
             shapes = {k: tuple(v.shape) for k, v in given.items() if isinstance(v, mx.array)}
             opaque = bool(_objects([out]))
             self.order.append(layer)
@@ -137,7 +135,7 @@ _NAMED = re.compile(r"(OUT|KEPT)(\d+)_(\d+)")
 
 
 def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
-    """The names of arrays that these are made from, up to the first that have one of ``names``."""
+    """Returns the names of the nearest named arrays that these are made from."""
     graph = io.StringIO()
     mx.export_to_dot(graph, **names)
     behind: dict[str, list[str]] = {}
@@ -154,7 +152,8 @@ def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
 
 
 def _objects(values: Any) -> list[int]:
-    """What is neither an array, a cache nor a plain value: arrays may go from layer to layer in it."""
+    """Returns the ids of arguments that may carry arrays from layer to layer: all but arrays, caches and plain
+    values."""
     found: list[int] = []
     for v in values:
         if isinstance(v, list | tuple):

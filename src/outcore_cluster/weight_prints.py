@@ -1,7 +1,6 @@
-"""What tells whether two copies of a model have the same weights, however each of them is stored.
+"""Digests by which ranks check that their copies of a model have the same weights, however these are stored.
 
-Originals or packed copies: wherever a parameter lies, some of its bytes are compared, and of packed copies the
-checksums of their files, which are over all of them.
+Some bytes of each parameter are compared, and of packed copies the checksums of whole files.
 """
 
 from __future__ import annotations
@@ -23,57 +22,57 @@ from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_smal
 
 from .link_protocol import Link
 
-OWN_CODE, CONFIG, BESIDE = "model_file", "config", "beside"
+OWN_CODE, CONFIG, SMALL_FILES = "model_file", "config", "small files"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Files beside the weights that decide what a prompt's tokens are; ``pack`` copies them."""
+"""Files next to the weights that decide a prompt's tokens; ``pack`` copies them."""
 APPLIED = "fine_tune_type", "num_layers", "lora_parameters"
-SAID = {
+DIFFERENCES = {
     OWN_CODE: "other code of the model's own",
     CONFIG: "another config.json",
-    BESIDE: "another tokenizer, or template,",
+    SMALL_FILES: "another tokenizer, or template,",
     ADAPTER_CONFIG: f"another {ADAPTER_CONFIG}",
 }
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:
-    """By name, what copies of the same weights have alike; some have names that others lack.
+    """Returns digests by name that copies of the same weights have in common; a copy may lack names that others
+    have.
 
-    Of parameters that lie on disk as they are used, by path, 16 hex digits of a block, and of an original's other
-    tensors and an adapter's by their own names; of more than ``MOST_BLOCKS`` every n-th. Of a packed copy's files, by
-    coding and name, their checksums. Of all parameters, their paths. Of an adapter, how it is applied. Of a model with
-    code of its own, a digest of that; of its configuration; of files beside the weights: tokenizer and templates.
+    They cover a block of each parameter that lies on disk as it is used (of at most ``MOST_BLOCKS``), of an original's
+    other tensors and of an adapter's; a packed copy's files; all parameters' paths; how an adapter is applied; the
+    model's own code; its configuration; its tokenizer and templates.
 
     Raises:
         OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.
     """
     folder, origins = lazy.checkpoint.folder, lazy.origins
     paths = sorted(path for path, _ in tree_flatten(lazy.model.parameters()))
-    # The same ones of each copy: all have the model's parameters.
+    # All copies have these paths, so each selects the same ones.
     tensors = {path: origins[path] for path in _some(paths) if path in origins and path not in lazy.decoders}
     found = {
         "parameters": _digest("\n".join(paths).encode()),
         CONFIG: _digest(json.dumps(lazy.config, sort_keys=True, default=str).encode()),
-        BESIDE: _digest(*_files_beside(folder)),
+        SMALL_FILES: _digest(*_small_files(folder)),
         OWN_CODE: code_print(folder, lazy.config).decode(),
     }
     if is_packed(folder):
         manifest = read_manifest(folder / MANIFEST)
         found |= {f"{manifest.coding}/{name}": record.checksum for name, record in manifest.files.items()}
     else:
-        # Tensors of an original that are changed as they are loaded.
+        # Tensors of an original that are converted when they are loaded.
         used, named = {info.name for info in origins.values()}, lazy.checkpoint.tensors
         tensors |= {f"original/{name}": named[name] for name in _some(sorted(named)) if name not in used}
     if (adapter := lazy.arguments.get("adapter_path")) is not None:
         path = Path(adapter) / ADAPTER
         tensors |= {f"adapter/{name}": info for name, info in read_header(path).items()}
         _, config = read_object(path.with_name(ADAPTER_CONFIG), CONFIG_BYTES)
-        # What mlx-lm looks at (``load_adapters``); the rest tells how it was trained, and where.
+        # What mlx-lm reads (``load_adapters``); the rest describes the training.
         found[ADAPTER_CONFIG] = json.dumps([config.get(name) for name in APPLIED], sort_keys=True)
     return found | _of_tensors(tensors)
 
 
 def _of_tensors(tensors: dict[str, TensorInfo]) -> dict[str, str]:
-    """A digest over the shape and one block of each, the same wherever in a file it lies."""
+    """Returns digests over each tensor's shape and one block, which do not depend on its place in a file."""
     by_file: dict[Path, list[tuple[str, TensorInfo]]] = defaultdict(list)
     for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
         by_file[info.file].append((name, info))
@@ -94,7 +93,7 @@ def _some(names: Sequence[str]) -> Sequence[str]:
     return names[:: max(1, -(-len(names) // MOST_BLOCKS))]
 
 
-def _files_beside(folder: Path) -> Iterator[bytes]:
+def _small_files(folder: Path) -> Iterator[bytes]:
     for path in sorted({path for pattern in SMALL for path in folder.glob(pattern)}):
         own = path.name == "config.json" or path.name.startswith("manifest") or path.name.endswith(".index.json")
         if not own and path.is_file():
@@ -102,27 +101,27 @@ def _files_beside(folder: Path) -> Iterator[bytes]:
 
 
 def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
-    """Refuse other weights of the same architecture: their layers would fit together, and say what neither would. All
-    ranks ask at once.
+    """Refuses ranks that have other weights of the same architecture: the answers would be those of neither. All ranks
+    call it at the same time.
 
     Raises:
-        UsageError: names who has another model, and what of it.
+        UsageError: names the rank that differs, and in what.
     """
-    # Of tensors that are stored in other ways there is nothing to compare but what they were made from.
+    # Copies with different codings can only be compared by the folder that they were made from.
     made_from = identity_of(lazy.checkpoint)
     mine = {"host": host, "made_from": made_from, "coding": lazy.coding, "prints": weight_prints(lazy)}
-    told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
-    who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(told)]
+    gathered = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
+    who = [f"rank {rank} ({each['host']})" if each["host"] else f"rank {rank}" for rank, each in enumerate(gathered)]
     seen: dict[str, tuple[str, int]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(gathered):
         for name, value in each["prints"].items():
             known, owner = seen.setdefault(name, (value, rank))
             if known != value:
                 whose = "adapter" if name == ADAPTER_CONFIG else "model"
-                has = SAID.get(name, "other weights")
+                has = DIFFERENCES.get(name, "other weights")
                 raise UsageError(f"{who[rank]} has {has} than {who[owner]}: copy the {whose}'s folder from there")
-        if each["made_from"] != told[0]["made_from"] and each["coding"] != told[0]["coding"]:
+        if each["made_from"] != gathered[0]["made_from"] and each["coding"] != gathered[0]["coding"]:
             raise UsageError(
-                f"{who[rank]} has a copy with --coding {each['coding']}, {who[0]} one with {told[0]['coding']}, and "
-                "not of one folder: copy the model's folder from there"
+                f"{who[rank]} has a copy with --coding {each['coding']}, {who[0]} one with {gathered[0]['coding']}, "
+                "and not of one folder: copy the model's folder from there"
             )

@@ -1,5 +1,5 @@
-"""A command as one rank of several: what starts it says so (``outcore_cluster.environment``). The first rank
-speaks, the others work."""
+"""Runs a command as one rank of several, as its environment says (``outcore_cluster.environment``). Only rank 0
+prints."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from ..environment import from_environment
 from ..link_protocol import Link
 
 COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
-"""That run on several machines."""
 
 
 def check_command(name: str, args: argparse.Namespace | None = None) -> None:
-    """Refuse what would not share a model, before anything is started anywhere.
+    """Refuses a command or flag that does not work over several machines, before any rank is started.
 
     Args:
-        args: its flags, as far as they are known.
+        args: its flags, if they are known.
 
     Raises:
-        UsageError: the command is another, or a flag asks for what is not done there.
+        UsageError: names the command or the flag.
     """
     if name not in COMMANDS:
         raise UsageError(f"{name}: not over several machines; what is: {', '.join(COMMANDS)}")
@@ -38,7 +37,7 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     refused = {
         "--kv-disk on": given.get("kv_disk") == "on",
         "--session": given.get("session") is not None,
-        # ``chat`` and ``serve`` have it on by themselves, and do without.
+        # ``chat`` and ``serve`` turn it on by default, and run without it here.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
         "--device": name == "plan" and given.get("device") is not None,
@@ -49,7 +48,7 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
 
 
 def leave_out(args: argparse.Namespace) -> None:
-    """Have off what commands have on by themselves, and is not done over several machines."""
+    """Turns off what commands turn on by default and does not work over several machines."""
     if getattr(args, "prefix_cache", None) == "on":
         args.prefix_cache = "off"
 
@@ -63,33 +62,32 @@ SAME = (
     "max_kv_size",
     "max_tokens",
 )
-"""Flags that all ranks have to be given alike: they change numbers, or when a text ends, and nobody would see it."""
+"""Flags that all ranks must have alike: otherwise numbers or ends of texts would differ unnoticed."""
 
 
 def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
-    """Refuse ranks that were told to do other things; all of them ask at the same time. ``outcore launch`` tells them
-    the same.
+    """Refuses ranks with different commands or flags. All ranks call it at the same time.
 
     Raises:
         UsageError: names what differs, on every rank.
     """
     mine = {"command": command} | {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in SAME}
-    told = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
+    gathered = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     for name in mine:
-        if len({json.dumps(each[name]) for each in told}) > 1:
+        if len({json.dumps(each[name]) for each in gathered}) > 1:
             raise UsageError(
-                f"{name}: {[each[name] for each in told]} on ranks 0 to {link.size - 1}; give all the same"
+                f"{name}: {[each[name] for each in gathered]} on ranks 0 to {link.size - 1}; give all the same"
             )
 
 
 @contextmanager
 def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
-    """Meet the other ranks, if there are any and the command runs a model; ``args.ranks`` is what ``load`` is told.
+    """Connects to the other ranks if there are any and the command runs a model. Sets ``args.ranks``, for ``load``.
 
-    Yields whether this process tells anything. What ends one rank ends all.
+    Yields whether this process prints. An exception on one rank ends all.
 
     Raises:
-        UsageError: the environment cannot be meant. LinkError: a rank did not come.
+        UsageError: the environment is invalid. LinkError: a rank did not come.
     """
     args.ranks, name, link = None, parser.prog.rpartition(" ")[2], None
     if any(group.title == "engine" for group in parser._action_groups):
@@ -98,7 +96,7 @@ def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) ->
         yield True
         return
     check_command(name, args)
-    # MLX's own modules, interrupted while they are made, fail to be.
+    # Ctrl-C during the import of MLX's modules would leave them broken.
     with uninterrupted():
         from ..group import RankGroup
 

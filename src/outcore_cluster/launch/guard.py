@@ -1,13 +1,13 @@
 """``python -m outcore_cluster.launch.guard``: starts one rank on its host, and ends it when the launcher is gone.
 
-It stands between ``outcore launch`` and the rank, its child; through ssh, where the host is another. First it writes
-one line of JSON with its port and versions; what comes behind that is the rank's own output. It is told lines of JSON,
-one object each: start (command, environment, directory, host, terminal), go (rank, addresses, ...), input, input_end,
-interrupt, terminate, beat. Its exit status is the rank's: 128 + n where signal n ended that.
+It runs between ``outcore launch`` and the rank, its child; on another host, ssh starts it. First it writes one line of
+JSON with its port and versions; the rank's own output follows. It reads lines of JSON, one object each: start (command,
+environment, directory, host, terminal), go (rank, addresses, ...), input, input_end, interrupt, terminate, beat. Its
+exit status is the rank's, or 128 + n if signal n ended the rank.
 
-The end of its input, and ``SILENCE_S`` without a line, mean that the launcher is gone or stopped: the rank and its
-children are ended then, by SIGKILL if need be. Should the guard itself be killed, the rank's link sees that its parent
-is another, and ends it.
+The end of its input, or ``SILENCE_S`` without a line, means that the launcher is gone or stopped: it then ends the rank
+and the rank's children, by SIGKILL if need be. If the guard itself is killed, the rank's link notices that its parent
+has changed, and ends the rank.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ from .. import environment as names
 
 SILENCE_S = 5.0
 TERM_S = 0.5
-"""Seconds between asking a rank to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL."""
 POLL_S = 0.1
 PACKAGES = ("outcore", "mlx", "mlx-lm")
-"""What all hosts must have the same version of."""
+"""Packages of which all hosts must have the same version."""
 
 
 class RankGuard:
-    """The guard of one rank."""
-
     def __init__(self) -> None:
         self._order: dict[str, Any] = {}
         self._listener: socket.socket | None = None
@@ -53,7 +51,7 @@ class RankGuard:
         self._input: queue.Queue[bytes | None] = queue.Queue()
 
     def run(self) -> int:
-        """Guard until the rank has ended, or the launcher is gone; the exit status."""
+        """Guards until the rank has ended or the launcher is gone. Returns the exit status."""
         held, heard_at = b"", time.monotonic()
         moved_at = heard_at
         while time.monotonic() - heard_at < SILENCE_S:
@@ -80,7 +78,7 @@ class RankGuard:
             directory = self._order["directory"]
             if directory is not None and not Path(directory).is_dir():
                 raise OSError(f"--cwd {directory}: there is no such folder on this host")
-            # Listening from now on: ranks that are faster wait instead of being refused.
+            # Faster ranks that connect before this rank runs wait instead of being refused.
             family, _, _, _, place = socket.getaddrinfo(self._order["host"], 0, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family, backlog=64)
             print(
@@ -116,7 +114,7 @@ class RankGuard:
             names.PARENT: str(os.getpid()),
         }
         environment = {**os.environ, **self._order["environment"], **variables}
-        # Only the first rank is told what a user types; it tells the others.
+        # Only rank 0 reads what the user types; it sends that to the others.
         terminal = self._order.get("terminal")
         own = [subprocess.DEVNULL if run["rank"] else subprocess.PIPE, None, None]
         try:
@@ -141,7 +139,7 @@ class RankGuard:
                 stdin.flush()
 
     def end(self) -> None:
-        """End the rank, and what it has started."""
+        """Ends the rank and its children."""
         rank = self._rank
         if rank is None:
             return
@@ -154,7 +152,7 @@ class RankGuard:
                 rank.wait(TERM_S)
         if rank.poll() is None:
             rank.kill()
-        # A session of its own is a group until its last process has ended.
+        # Its session is a process group until the last process has ended.
         if self._order.get("terminal") is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -165,7 +163,7 @@ class RankGuard:
 
 
 def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, str]:
-    """The environment of one of several ranks on a host: each has a GPU of its own, as far as there are, or its part of
+    """Returns the environment for one of several ranks on a host: a GPU of its own if there are enough, else a part of
     the memory.
 
     Args:
@@ -179,7 +177,7 @@ def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, st
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is, by a signal: it hears nothing, and only SIGKILL ends it."""
+    """Whether a signal has stopped a process, so that only SIGKILL ends it."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
@@ -187,9 +185,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def main() -> int:
-    """Guard; the launcher alone interrupts the rank."""
+    """Runs the guard. The launcher alone interrupts the rank."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):
-        # A handler, not SIG_IGN: the rank would inherit that.
+        # Not SIG_IGN, which the rank would inherit.
         signal.signal(number, lambda *_: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))

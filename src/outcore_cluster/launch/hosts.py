@@ -1,4 +1,4 @@
-"""The hosts of a run on several machines: who they are, and the addresses at which they find each other."""
+"""The hosts of a run, and the addresses at which they find each other."""
 
 from __future__ import annotations
 
@@ -19,35 +19,29 @@ LOCAL = ("local", "localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """One rank's host.
-
-    Attributes:
-        name: for ssh, and as it is called in messages.
-        address: at which the other ranks find it.
-    """
+    """One rank's host: its name for ssh and messages, and its address for the other ranks."""
 
     name: str
     address: str
 
     @property
     def local(self) -> bool:
-        """Whether it is this machine."""
         return self.name in LOCAL
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """All of them, by rank, and variables that a hostfile asks for."""
+    """All hosts, by rank, and the environment variables of a hostfile."""
 
     hosts: Sequence[Host]
     variables: dict[str, str] = field(default_factory=dict)
 
 
 def find_hosts(names: str | None, hostfile: str | None, repeat: int) -> Hosts:
-    """The hosts that were given.
+    """Returns the hosts that were given.
 
     Raises:
-        UsageError: there are none, or they cannot be meant; a name that has no address.
+        UsageError: none was given, or one is invalid or has no address.
     """
     if (names is None) == (hostfile is None):
         raise UsageError("give --hosts, such as local,mini.local, or --hostfile")
@@ -65,7 +59,7 @@ def find_hosts(names: str | None, hostfile: str | None, repeat: int) -> Hosts:
 
 
 def _from_file(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:
-    """Names and addresses as ``mlx._distributed_utils.common.Hostfile.from_file`` has them, and variables."""
+    """Reads names, addresses and variables as ``mlx._distributed_utils.common.Hostfile.from_file`` does."""
     try:
         data = json.loads(read_small(path, CONFIG_BYTES))
         hosts = data["hosts"] if isinstance(data, dict) else data
@@ -81,10 +75,10 @@ def _from_file(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]
 
 
 def variable_of(text: object, where: str = "--env") -> tuple[str, str]:
-    """``NAME=VALUE`` as a pair.
+    """Splits ``NAME=VALUE``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is something else.
     """
     name, equals, value = str(text).partition("=")
     if not equals or not name.isidentifier():
@@ -108,13 +102,13 @@ def _resolved(name: str) -> str:
 
 
 def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
-    """This machine's address as the first of the others sees it; loopback where there are no others."""
+    """Returns this machine's address as the first other host sees it; loopback if there is no other."""
     if not others:
         return "127.0.0.1"
     name, address = others[0]
     target = address or _resolved(name)
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    # Nothing is sent: the system only looks which way it would go.
+    # Sends nothing: the system only chooses the route.
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((target, 9))
@@ -124,8 +118,8 @@ def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
 
 
 def remote_command(ssh: str, name: str, directory: str, python: str) -> list[str]:
-    """What starts a guard on another host. Its input is a pipe, which ends when this machine's side does."""
-    # Whatever shell the user has there, it only starts another one.
+    """Returns the command that starts a guard on another host. Its input is a pipe that ends when this side ends."""
+    # The user's shell, whichever it is, only starts sh.
     script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.launch.guard"
     there = f"exec sh -c {shlex.quote(script)}"
     options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2"]

@@ -1,8 +1,8 @@
-"""``outcore launch``: a command on several machines at once, each a rank of it.
+"""``outcore launch``: runs a command on several machines at once, each as one rank.
 
-On every host a guard is started (``outcore_cluster.launch.guard``), here as a child and elsewhere through ssh. It tells
-its versions, and starts the rank. The run's key goes to it over its standard input and on through a pipe, so that no
-list of processes shows it.
+A guard (``outcore_cluster.launch.guard``) starts on every host, here as a child and elsewhere through ssh. It reports
+its versions and starts the rank. It gets the run's key on its standard input and passes it on through a pipe, so that
+no list of processes shows the key.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from .hosts import Host, find_hosts, remote_command, variable_of
 from .processes import Rank, RankProcesses, how
 
 READY_S = 20.0
-"""Seconds until a host's guard must have answered, from a cold disk too."""
+"""Seconds within which a host's guard must answer, also from a cold disk."""
 START_S = 7
-"""Seconds in which all ranks must have found each other; their guards run by then."""
+"""Seconds within which all ranks must be connected; their guards run by then."""
 TWICE_S = 3.0
-"""Seconds after a Ctrl-C in which another one means that all is to end."""
+"""Seconds within which a second Ctrl-C ends all ranks at once."""
 LINES_SHOWN = 5
-"""Last lines of a rank that failed."""
+"""Last lines shown of a rank that failed."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 0 if all ranks ended so.
+    """Runs the command. Returns 0 if all ranks did.
 
     Raises:
-        UsageError: hosts or the command cannot be meant.
+        UsageError: the hosts or the command are invalid.
         LinkError: a host cannot be reached, has other versions or another model, or a rank failed.
-        KeyboardInterrupt: somebody pressed Ctrl-C, and the ranks ended.
+        KeyboardInterrupt: Ctrl-C was pressed, and the ranks have ended.
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    # A path is a program of its own, of which nothing is known.
+    # A path is the user's own program, whose flags are unknown.
     args.program, args.serves = bool(words) and "/" in words[0], words[:1] == ["serve"]
     inner = None if args.program else _command(words)
     hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
     variables = hosts.variables | dict(map(variable_of, args.env))
-    # A command that has no JSON prints nothing of it.
+    # Some commands have no --json.
     answer: list[str] | None = [] if args.json and hasattr(inner, "json") else None
     asked = ["--json"] if answer is not None else []
     asked += ["--quiet"] if args.quiet and hasattr(inner, "quiet") else []
@@ -82,10 +82,10 @@ async def _run(
     ranks: RankProcesses,
     starting: contextlib.ExitStack,
 ) -> None:
-    """Start a guard on each host and a rank behind it, and wait until all have ended.
+    """Starts a guard on each host and a rank behind it. Returns when all have ended.
 
     Args:
-        order: what all guards are told of their ranks. ``starting``: what shows that it begins.
+        order: sent to all guards about their ranks. ``starting``: shows that the run is starting.
     """
     typed, head = os.isatty(0), hosts[0]
     _hear_interrupts(ranks, typed and head.local)
@@ -99,7 +99,7 @@ async def _run(
                 guard = [python, "-m", "outcore_cluster.launch.guard"]
                 if not host.local:
                     guard = remote_command(args.ssh, host.name, args.cwd or str(Path.cwd()), python)
-                # What reads from a terminal must be of its foreground.
+                # A process that reads from a terminal must be in its foreground group.
                 handed_on = [fd for fd in own or () if fd > 2]
                 rank = await ranks.start(host, guard, pass_fds=handed_on, start_new_session=own is None or not typed)
                 its = {**order, "host": host.address} | ({"terminal": own} if own is not None else {})
@@ -109,7 +109,7 @@ async def _run(
             await ranks.await_ready(READY_S)
             check_versions(ranks.ranks)
             if head.local:
-                starting.close()  # from here on it says itself what it does
+                starting.close()  # rank 0 shows its own progress
             _go(ranks)
             if args.serves:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ranks.terminate)
@@ -123,12 +123,12 @@ async def _run(
 
 
 def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
-    """This process's standard streams, to be handed on to a first rank here. With JSON, its output goes through its
-    guard, whose descriptor that is."""
+    """Returns this process's standard streams for a first rank here. With JSON, that rank's output goes through its
+    guard."""
     found = []
     for fd in (0, 2) if as_json else (0, 1, 2):
         try:
-            # Beyond the descriptors that a child's own streams take.
+            # Above the descriptors of a child's own streams.
             found.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10))
         except OSError:
             found.append(os.open(os.devnull, os.O_RDWR))  # it is closed
@@ -137,7 +137,7 @@ def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
 
 
 def _read_input(loop: asyncio.AbstractEventLoop, rank: Rank) -> None:
-    """Give lines of standard input to the rank that wants them."""
+    """Sends lines of standard input to rank 0."""
     with contextlib.suppress(RuntimeError):  # all have ended
         for line in sys.stdin:
             loop.call_soon_threadsafe(partial(rank.say, input=line))
@@ -145,7 +145,7 @@ def _read_input(loop: asyncio.AbstractEventLoop, rank: Rank) -> None:
 
 
 def _document(answer: list[str] | None) -> dict[str, Any]:
-    """What the first rank printed with ``--json``; nothing where it was ended before it told."""
+    """Returns what rank 0 printed with ``--json``; empty if it was ended before."""
     for line in reversed("".join(answer or ()).splitlines()):
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
@@ -154,7 +154,7 @@ def _document(answer: list[str] | None) -> dict[str, Any]:
 
 
 def _command(words: Sequence[str]) -> argparse.Namespace:
-    """The command that ranks run, checked here before anything is started anywhere."""
+    """Checks the command that the ranks will run, before any of them starts."""
     from outcore.cli.commands import commands, parser_of
 
     if words and words[0] not in commands():
@@ -169,10 +169,10 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_versions(ranks: Sequence[Rank]) -> None:
-    """All hosts must compute the same, with the same programs.
+    """Checks that all hosts have the same versions.
 
     Raises:
-        LinkError: names the host, and what it has.
+        LinkError: names the host and its version.
     """
     first = ranks[0].ready["versions"]
     for rank in ranks:
@@ -199,7 +199,7 @@ def _go(ranks: RankProcesses) -> None:
 
 
 def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStack, stream: str, text: str) -> None:
-    """What rank 0 says through its guard, here; the first word of it ends the sign of life."""
+    """Shows rank 0's output, which came through its guard. The first text ends the spinner."""
     starting.close()
     if answer is not None and stream == "out":
         answer.append(text)
@@ -210,8 +210,8 @@ def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStac
 
 
 def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
-    """Ctrl-C is rank 0's: it ends, and the others with it, or goes on, as ``chat`` does. A second within ``TWICE_S``
-    ends all at once; one before there are ranks, too.
+    """Passes Ctrl-C to rank 0, which ends, and the others with it, or goes on, as ``chat`` does. A second one within
+    ``TWICE_S`` ends all ranks at once, and so does one before there are ranks.
 
     Args:
         by_terminal: the terminal sends it to rank 0 itself.
@@ -223,7 +223,7 @@ def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
         now, before = time.monotonic(), ranks.interrupted_at
         ranks.interrupted_at = now
         if not ranks.begun:
-            this.cancel()  # no rank is there yet that could be told
+            this.cancel()  # no rank has started
             return
         ranks.at_once = before is not None and now - before < TWICE_S
         ranks.wake()
@@ -234,7 +234,7 @@ def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
 
 
 def _named(rank: Rank, ranks: RankProcesses) -> Rank:
-    """Whose fault a rank's end is, by what it said last: another one's, or its own."""
+    """Returns the rank that a failed rank named in its last line, else the failed rank."""
     said = next(iter(list(rank.lines)[-1:]), "")
     return next((each for each in ranks.ranks if each is not rank and f" {each.who}: " in said), rank)
 
@@ -250,23 +250,23 @@ def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
     if ranks.interrupted_at is not None:
         raise KeyboardInterrupt
     if ranks.terminated and head.ended == -signal.SIGTERM:
-        # It had not come so far as to end well by it; nor has this.
+        # Rank 0 was too early in its start to handle SIGTERM; this process ends by it, too.
         signal.raise_signal(signal.SIGTERM)
     if all(rank.ended == 2 for rank in ranks.ranks):
         return 2
     first = ranks.failed or bad[0]
     told = _named(first, ranks) is head or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
-        return head.ended  # it has told why, where this would
-    # Who has heard of it may have ended before whose fault it is.
+        return head.ended  # it has printed the reason
+    # A rank that was told of the fault may have ended before the rank at fault.
     by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
     for rank in dict.fromkeys((first, *(rank for rank in by_itself if _named(rank, ranks) is rank))):
         for line in list(rank.lines)[-LINES_SHOWN:]:
             print(f"{rank.who}: {line}", file=sys.stderr)
-    # What a first rank here says goes past this: one that ended after another had failed has heard of it.
+    # Rank 0's output on this host is not seen here; if it ended after another rank had failed, it was told so.
     unheard = [r for r in by_itself if _named(r, ranks) is not first and not (r is head and head.host.local)]
     if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in (first, *unheard)):
-        # Others are slower to see what was asked for wrongly, and were ended before they had.
+        # Slower ranks were ended before they could report the same wrong usage.
         what = next(iter(list(first.lines)[-1:]), "").partition(": ")[2]
         args.result.record |= {"error": what, "type": "UsageError", "exit_status": 2}
         return 2

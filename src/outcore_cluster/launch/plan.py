@@ -1,4 +1,4 @@
-"""``outcore plan`` on several machines: what each of them has and does, and what all take together."""
+"""``outcore plan`` on several machines: each rank's plan, and the prediction for all together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare
 
 TURNS = 2
-"""Which layers are a machine's depends on what was measured, so some may be of a kind that was not."""
+"""Which layers a machine gets depends on its measurements, so it may then have kinds that were not measured."""
 LAYOUTS = {
     "in turn": "Layers lie in turn: each machine reads its next one while another computes.",
     "in blocks": "Layers lie in blocks: each machine's follow each other, so that little goes between them.",
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure each machine where it is not known, have each make its plan, and show all of them on the first.
+    """Measures each machine that is not measured, plans on each, and shows all plans on rank 0.
 
     Raises:
         BudgetError: a budget is too small.
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Preparation:
-    """Opened and planned for; all ranks measure, or none does, so that they ask each other the same."""
+    """Prepares the model. All ranks measure, or none does, so that they call each other in the same order."""
     for _ in range(TURNS if measure else 0):
         opened = prepare(folder, **options, least=True)
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:

@@ -1,4 +1,4 @@
-"""The ranks of a run, as the launcher sees them: each behind a guard (``outcore_cluster.launch.guard``) on its host."""
+"""The ranks of a run as the launcher sees them: each behind a guard (``outcore_cluster.launch.guard``) on its host."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from .guard import SILENCE_S, is_stopped
 from .hosts import Host
 
 LINES = 20
-"""Last lines of a rank that are kept."""
+"""Last lines kept of a rank's output."""
 BEAT_S = 1.0
 PARTING_S = 1.5
-"""Seconds that the others have, once a rank has failed, to end by themselves."""
+"""Seconds that other ranks have to end by themselves once one has failed."""
 LET_GO_S = 1.0
-"""Seconds that guards have for ending their ranks."""
+"""Seconds that guards have to end their ranks."""
 FINISH_S = 30.0
-"""The same, once rank 0 is done."""
+"""Seconds that the other ranks have to end once rank 0 is done."""
 WORDS_S = 1.0
-"""Seconds that a guard's last words may come after its end."""
+"""Seconds that a guard's last output may come after its end."""
 NOT_FOUND = 127
-"""A shell's exit status, and ssh's with it, where there is no such program."""
+"""The exit status of a shell, and of ssh, if there is no such program."""
 
 
 class Rank:
-    """A guard, and what it tells.
+    """One rank and its guard.
 
     Attributes:
-        ready: what it says of its host. ``ended``: the rank's exit status; below 0 the signal that ended it.
-        moved_at: when its guard here was last seen not to be stopped.
+        ready: what the guard reports about its host. ``ended``: the rank's exit status; below 0 the signal that ended
+            it.
+        moved_at: when the guard's process here was last seen running, not stopped.
     """
 
     def __init__(self, number: int, host: Host) -> None:
@@ -52,31 +53,30 @@ class Rank:
 
     @property
     def who(self) -> str:
-        """As messages name it."""
         return f"rank {self.number} ({self.host.name})"
 
     def say(self, **what: Any) -> None:
-        """Tell the guard, as far as it listens: that it is gone is seen where it is waited for."""
+        """Sends a line to the guard, unless its input is closed."""
         assert self.guard is not None and self.guard.stdin is not None
         if not self.guard.stdin.is_closing():
             self.guard.stdin.write(json.dumps(what).encode() + b"\n")
 
     def let_go(self) -> None:
-        """End of input: the guard ends its rank."""
+        """Closes the guard's input, so that it ends its rank."""
         if self.guard is not None and self.guard.stdin is not None:
             self.guard.stdin.close()
 
 
 class RankProcesses:
-    """All of them.
+    """All ranks of a run.
 
     Args:
-        show: told of rank 0's output, where it comes through a guard: the stream's name, and text.
+        show: called with rank 0's output that comes through a guard: the stream's name, and text.
 
     Attributes:
-        interrupted_at: when Ctrl-C was pressed last; ``at_once``: and once more, so that all are ended.
-        begun: guards were told to start their ranks.
-        terminated: SIGTERM came, and rank 0 was told. ``failed``: the first that ended otherwise than with 0.
+        interrupted_at: when Ctrl-C was last pressed; ``at_once``: pressed twice, so all ranks are ended.
+        begun: the guards were told to start their ranks.
+        terminated: SIGTERM came, and rank 0 was told. ``failed``: the first rank that ended with another status than 0.
     """
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
@@ -91,7 +91,7 @@ class RankProcesses:
         self._let_go = False
 
     async def start(self, host: Host, command: Sequence[str], **options: Any) -> Rank:
-        """Start the guard of one more rank.
+        """Starts the guard of one more rank.
 
         Raises:
             LinkError: there is no such program.
@@ -105,10 +105,10 @@ class RankProcesses:
         return rank
 
     async def await_ready(self, within_s: float) -> None:
-        """Return when every guard has said what its host has.
+        """Waits until every guard has reported about its host.
 
         Raises:
-            LinkError: one does not; says which and why.
+            LinkError: names a guard that does not, and why.
         """
         end = time.monotonic() + within_s
         while (late := next((rank for rank in self.ranks if rank.ready is None), None)) is not None:
@@ -124,7 +124,7 @@ class RankProcesses:
             await self._next(end)
 
     async def run(self) -> None:
-        """Until all have ended."""
+        """Returns when all ranks have ended."""
         while any(rank.ended is None for rank in self.ranks):
             await self._next(self._end)
             now = time.monotonic()
@@ -143,13 +143,12 @@ class RankProcesses:
                 self._end = now + LET_GO_S
 
     def let_go(self) -> None:
-        """Have all guards end their ranks."""
         self._let_go = True
         for rank in self.ranks:
             rank.let_go()
 
     async def end(self) -> None:
-        """Whatever still runs is ended."""
+        """Ends whatever still runs."""
         within_s = 0.0 if self._let_go else LET_GO_S
         self.let_go()
         guards = [rank.guard for rank in self.ranks if rank.guard is not None]
@@ -162,12 +161,11 @@ class RankProcesses:
             await guard.wait()
 
     def terminate(self) -> None:
-        """SIGTERM is rank 0's, too, of a command that ends well by it."""
+        """Passes SIGTERM to rank 0, for a command that handles it."""
         self.terminated = True
         self.ranks[0].say(terminate=1)
 
     def wake(self) -> None:
-        """Look what there is to do."""
         self._changed.set()
 
     async def _follow(self, rank: Rank, guard: Process) -> None:
@@ -175,7 +173,7 @@ class RankProcesses:
             asyncio.create_task(self._read(rank, *each)) for each in (("out", guard.stdout), ("err", guard.stderr))
         ]
         status = await guard.wait()
-        await asyncio.wait(readers, timeout=WORDS_S)  # what it started may hold its streams open
+        await asyncio.wait(readers, timeout=WORDS_S)  # its children may hold its streams open
         rank.ended = 128 - status if 128 < status < 128 + signal.NSIG else status
         if rank.ended:
             self._fail(rank)
@@ -183,7 +181,7 @@ class RankProcesses:
 
     async def _read(self, rank: Rank, name: str, stream: Any) -> None:
         while name == "out" and rank.ready is None and (line := await stream.readline()):
-            if line.startswith(b'{"port"'):  # a shell there may have said something before
+            if line.startswith(b'{"port"'):  # the shell there may have printed something before
                 rank.ready = json.loads(line)
                 self.wake()
         while data := await stream.read(1 << 15):
@@ -193,7 +191,7 @@ class RankProcesses:
             rank.lines.extend(printable(line) for line in text.splitlines() if line.strip())
 
     async def _next(self, end: float | None) -> None:
-        """Wait until a rank has ended or is ready, for as long as there is time until the next beat."""
+        """Waits until a rank has ended or is ready, at most until the next beat."""
         now = time.monotonic()
         if now >= self._beat:
             self._beat = now + BEAT_S
@@ -209,7 +207,8 @@ class RankProcesses:
         self._changed.clear()
 
     def _stopped(self) -> Rank | None:
-        """One whose guard here, or ssh to it, is stopped: who is slow may yet answer, that one will not."""
+        """Returns a rank whose guard here, or ssh to it, is stopped: a slow one may still answer, a stopped one does
+        not."""
         now = time.monotonic()
         return next((rank for rank in self.ranks if now - rank.moved_at > SILENCE_S + BEAT_S), None)
 
@@ -221,7 +220,7 @@ class RankProcesses:
 
 
 def how(status: int | None) -> str:
-    """How a process ended, in words."""
+    """Says how a process ended."""
     if status is None:
         return "was lost"
     if status < 0:

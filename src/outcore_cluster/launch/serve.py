@@ -1,4 +1,4 @@
-"""``outcore serve`` on several machines: the first rank has the server, the others compute what it tells them."""
+"""``outcore serve`` on several machines: rank 0 runs the server, the others follow it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> bool:
-    """Whether this rank has the server. Another one computes what the first says, and returns when that ends.
+    """Whether this rank runs the server. On another rank, follows rank 0 and returns when it ends.
 
     Raises:
-        UsageError: there is not one model alone. One that is loaded because a client asks for it would end all ranks
-            where one of them has no room for it.
+        UsageError: several models were given. Loading one on a client's request would end all ranks if one has no room.
     """
     if len(names) != 1:
         raise UsageError("one model over several machines; give --model once")
@@ -37,7 +36,7 @@ def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> 
 
 
 def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
-    """Compute what the first rank says, until it ends. Ctrl-C is that one's to hear.
+    """Follows rank 0 until it ends. Ignores Ctrl-C, which rank 0 handles.
 
     Raises:
         LinkError: the run has failed. OutcoreError: this rank cannot go on.
@@ -53,7 +52,7 @@ def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOp
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """What starts ranks in a terminal's foreground has the terminal interrupt all of them."""
+    """Ignores Ctrl-C: a terminal sends it to all ranks that were started in its foreground."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
