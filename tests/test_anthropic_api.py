@@ -26,7 +26,7 @@ def parsed(body: dict[str, Any]) -> ParsedRequest:
 
 
 def asked(**body: Any) -> GenerationRequest:
-    return parsed(body).asks[0]
+    return parsed(body).requests[0]
 
 
 def messages(*given: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def test_an_assistants_last_message_is_continued() -> None:
 @pytest.mark.parametrize("kind, thinks", [("enabled", True), ("adaptive", True), ("disabled", False)])
 def test_thinking_is_an_option_of_the_template(kind: str, thinks: bool) -> None:
     found = parsed({"thinking": {"type": kind, "budget_tokens": 2000}})
-    assert found.asks[0].template_options == {"enable_thinking": thinks, "own": 1}
+    assert found.requests[0].template_options == {"enable_thinking": thinks, "own": 1}
 
 
 def test_effort_is_an_option_of_the_template_in_words_that_templates_know() -> None:
@@ -199,7 +199,7 @@ def test_thinking_is_a_block_of_its_own_and_signed() -> None:
 
 
 def test_thinking_that_is_not_to_be_shown() -> None:
-    answering = parsed({"thinking": {"type": "enabled", "display": "omitted"}}).answering
+    answering = parsed({"thinking": {"type": "enabled", "display": "omitted"}}).writer
     content = answering.whole(THOUGHT)["content"]
     assert [block.get("thinking") for block in content] == ["", None]
     assert content[0]["signature"]

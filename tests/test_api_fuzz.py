@@ -130,15 +130,15 @@ def answered(path: str, body: dict[str, Any]) -> bool:
         if isinstance(found, Awaitable):
             found.close()  # type: ignore[attr-defined]
         return True
-    for ask in found.asks:
+    for ask in found.requests:
         assert (ask.messages is None) != (ask.prompt is None)
         parts = (ask.model, ask.messages, ask.prompt, ask.tools, ask.schema, ask.stop, ask.template_options)
         json.dumps(parts, ensure_ascii=False, allow_nan=False).encode()  # a template can write it, a tokenizer read it
-    assert all(name.isascii() and "," not in name for name in found.answering.ignored)
-    if found.answering.streams:
-        sent(found.answering, SAID).decode()
+    assert all(name.isascii() and "," not in name for name in found.writer.ignored)
+    if found.writer.streams:
+        sent(found.writer, SAID).decode()
     else:
-        encoded(found.answering.whole(SAID))
+        encoded(found.writer.whole(SAID))
     return True
 
 
@@ -147,7 +147,7 @@ def test_the_bodies_that_are_changed_below_are_understood(path: str) -> None:
     for streams in (True, False):
         more = {} if streams else {"stream_options": None}
         assert answered(path, VALID[path] | {"stream": streams} | more)
-    assert not handled(path, VALID[path]).answering.ignored or path == "/v1/responses"
+    assert not handled(path, VALID[path]).writer.ignored or path == "/v1/responses"
 
 
 @pytest.mark.parametrize("path", VALID)
@@ -197,4 +197,4 @@ def test_orders_of_keys_say_nothing() -> None:
     path = "/v1/chat/completions"
     names = list(VALID[path])
     random.Random(1).shuffle(names)
-    assert handled(path, {name: VALID[path][name] for name in names}).asks == handled(path, VALID[path]).asks
+    assert handled(path, {name: VALID[path][name] for name in names}).requests == handled(path, VALID[path]).requests

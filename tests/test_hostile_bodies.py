@@ -33,7 +33,7 @@ def parsed(path: str, body: dict[str, Any]) -> GenerationRequest:
     """What a body comes to."""
     found = ROUTES[path].handle(HttpRequest(FakeService(), body))
     assert isinstance(found, ParsedRequest)
-    return found.asks[0]
+    return found.requests[0]
 
 
 def call(n: int) -> dict[str, Any]:

@@ -32,11 +32,11 @@ def parsed(body: dict[str, Any], endpoint: Any = CHAT) -> ParsedRequest:
 
 
 def asked(**body: Any) -> GenerationRequest:
-    return parsed({"messages": [USER]} | body).asks[0]
+    return parsed({"messages": [USER]} | body).requests[0]
 
 
 def prompted(**body: Any) -> GenerationRequest:
-    return parsed({"prompt": "Hello"} | body, GENERATE).asks[0]
+    return parsed({"prompt": "Hello"} | body, GENERATE).requests[0]
 
 
 def refusal(body: dict[str, Any], endpoint: Any = CHAT) -> RequestError:
@@ -91,7 +91,7 @@ def test_numbers_that_mean_none_or_any() -> None:
 
 def test_what_says_nothing_here_is_named() -> None:
     body = {"messages": [USER], "options": {"num_ctx": 8192, "mirostat": 1, "num_gpu": None, "top_k": 1}, "shift": True}
-    assert parsed(body).answering.ignored == ("shift", "options.num_ctx", "options.mirostat")
+    assert parsed(body).writer.ignored == ("shift", "options.num_ctx", "options.mirostat")
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,16 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "d", "pa
 
 
 def ask(defaults: Defaults | None = None, **body: Any) -> GenerationRequest:
-    (found,) = asked(API, PATH, {"messages": HI, **body}, defaults).asks
+    (found,) = asked(API, PATH, {"messages": HI, **body}, defaults).requests
     return found
 
 
 def chunks(*said: Event, body: dict[str, Any] | None = None, **more: Any) -> list[Any]:
-    return streamed(asked(API, PATH, {"messages": HI, "stream": True, **(body or {})}).answering, events(*said, **more))
+    return streamed(asked(API, PATH, {"messages": HI, "stream": True, **(body or {})}).writer, events(*said, **more))
 
 
 def whole(*said: Event, body: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    return asked(API, PATH, {"messages": HI, **(body or {})}).answering.whole(events(*said, **more))
+    return asked(API, PATH, {"messages": HI, **(body or {})}).writer.whole(events(*said, **more))
 
 
 def deltas(found: list[Any]) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def test_logprobs_have_tokens_bytes_and_the_likeliest() -> None:
 
 
 def test_an_error_in_a_stream_is_an_error_object_without_done() -> None:
-    answering = asked(API, PATH, {"messages": HI, "stream": True}).answering
+    answering = asked(API, PATH, {"messages": HI, "stream": True}).writer
     error = RequestError("the disk is gone", "internal_error", status=500)
     data = answering.sent(answering.failure(error, API.error_body(error)))
     assert (
@@ -197,8 +197,8 @@ def test_formats_are_schemas(form: Any, schema: Any) -> None:
 def test_unknown_fields_have_no_effect_and_are_named() -> None:
     body = {"messages": HI, "user": "me", "metadata": {}, "zap": 1, "verbosity": "low", "a,b\n": 2, "gone": None}
     found = asked(API, PATH, body)
-    assert found.answering.ignored == ("zap", "verbosity", "ab")
-    assert len(asked(API, PATH, {"messages": HI} | {f"x{i}": 1 for i in range(99)}).answering.ignored) == 32
+    assert found.writer.ignored == ("zap", "verbosity", "ab")
+    assert len(asked(API, PATH, {"messages": HI} | {f"x{i}": 1 for i in range(99)}).writer.ignored) == 32
 
 
 @pytest.mark.parametrize(

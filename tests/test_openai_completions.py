@@ -15,7 +15,7 @@ PATH = "/v1/completions"
 
 
 def ask(**body: Any) -> GenerationRequest:
-    (found,) = asked(API, PATH, {"prompt": "x", **body}).asks
+    (found,) = asked(API, PATH, {"prompt": "x", **body}).requests
     return found
 
 
@@ -32,9 +32,9 @@ def ask(**body: Any) -> GenerationRequest:
 )
 def test_prompts_are_texts_or_tokens_one_or_several(prompt: Any, prompts: list[Any]) -> None:
     found = asked(API, PATH, {"prompt": prompt, "n": 2, "temperature": 1})
-    assert [a.prompt for a in found.asks] == prompts
-    assert all(a.choices == 2 and a.messages is None and a.sampling.temperature == 1 for a in found.asks)
-    assert len(found.answering.whole(events())["choices"]) == 2 * len(prompts)
+    assert [a.prompt for a in found.requests] == prompts
+    assert all(a.choices == 2 and a.messages is None and a.sampling.temperature == 1 for a in found.requests)
+    assert len(found.writer.whole(events())["choices"]) == 2 * len(prompts)
 
 
 def test_logprobs_in_the_older_form_count_characters_not_bytes() -> None:
@@ -47,8 +47,8 @@ def test_logprobs_in_the_older_form_count_characters_not_bytes() -> None:
         "text_offset": [0, 2, 2, 3],
     }
     body = {"prompt": "x", "logprobs": 1}
-    assert asked(API, PATH, body).answering.whole(events(*said))["choices"][0]["logprobs"] == expected
-    first, second, _, _ = streamed(asked(API, PATH, body | {"stream": True}).answering, events(*said))
+    assert asked(API, PATH, body).writer.whole(events(*said))["choices"][0]["logprobs"] == expected
+    first, second, _, _ = streamed(asked(API, PATH, body | {"stream": True}).writer, events(*said))
     told = [part["choices"][0]["logprobs"] for part in (first, second)]
     assert {name: told[0][name] + told[1][name] for name in expected} == expected
 

@@ -24,11 +24,11 @@ def call(name: str = "look", arguments: Any = '{"x": 1}', call_id: str = "c1") -
 
 
 def chat_messages(messages: Any) -> Any:
-    return asked(OPENAI, "/v1/chat/completions", {"messages": messages}).asks[0].messages
+    return asked(OPENAI, "/v1/chat/completions", {"messages": messages}).requests[0].messages
 
 
 def continued(*messages: Any, **body: Any) -> bool:
-    return asked(OPENAI, "/v1/chat/completions", {"messages": list(messages), **body}).asks[0].continued
+    return asked(OPENAI, "/v1/chat/completions", {"messages": list(messages), **body}).requests[0].continued
 
 
 def test_a_developer_is_the_system_and_several_in_front_are_one() -> None:
@@ -134,5 +134,5 @@ def test_a_package_may_read_parts_that_are_no_text(
     with pytest.raises(RequestError, match="image is not supported here"):
         asked(api, path, body)
     monkeypatch.setitem(requests.OPAQUE, "image", lambda part, where: {"type": "image", "bytes": part["data"]})
-    (message,) = asked(api, path, body).asks[0].messages or ()
+    (message,) = asked(api, path, body).requests[0].messages or ()
     assert message["content"] == [TEXT, {"type": "image", "bytes": "abc"}]

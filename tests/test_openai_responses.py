@@ -19,12 +19,12 @@ TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"
 
 
 def ask(**body: Any) -> GenerationRequest:
-    (found,) = asked(API, PATH, {"input": "hi", **body}).asks
+    (found,) = asked(API, PATH, {"input": "hi", **body}).requests
     return found
 
 
 def answering(**body: Any) -> ResponseWriter:
-    return asked(API, PATH, {"input": "hi", **body}).answering
+    return asked(API, PATH, {"input": "hi", **body}).writer
 
 
 def failed(writer: ResponseWriter, error: RequestError) -> bytes:
@@ -180,7 +180,7 @@ def test_fields_reach_the_engine() -> None:
     assert found.template_options == {"enable_thinking": True, "reasoning_effort": "high"}
     inner = {"name": "look", "description": "d", "parameters": {"type": "object"}}
     assert found.tools == ({"type": "function", "function": inner},)
-    given = asked(API, PATH, {"input": "x"}, Defaults(Sampling(1.0), 5, {"a": 1})).asks[0]
+    given = asked(API, PATH, {"input": "x"}, Defaults(Sampling(1.0), 5, {"a": 1})).requests[0]
     assert (given.sampling.temperature, given.max_tokens, given.template_options) == (1.0, 5, {"a": 1})
 
 

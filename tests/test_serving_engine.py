@@ -130,7 +130,7 @@ def test_a_token_without_a_text_ends_its_own_answer_alone(served: Path) -> None:
     original = AnswerChoice.add
 
     def add(self: AnswerChoice, token: Token) -> Any:
-        if self.ask.max_tokens == 7 and self.tokens == 2:
+        if self.request.max_tokens == 7 and self.tokens == 2:
             raise IndexError("a token that the tokenizer does not have")
         return original(self, token)
 

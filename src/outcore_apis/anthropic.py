@@ -105,20 +105,22 @@ class MessageBody(PromptBody, requests.SamplerFields):
     stop_sequences: requests.Stops = ()
 
 
-def message(request: HttpRequest) -> ParsedRequest:
-    body = requests.read(MessageBody, request.body)
-    sampling = requests.sampling_of(body, request.defaults.sampling)
-    ask = _asked(body, request.defaults)
-    ask = replace(ask, max_tokens=body.max_tokens, sampling=sampling, stop=body.stop_sequences)
+def message(http: HttpRequest) -> ParsedRequest:
+    body = requests.read(MessageBody, http.body)
+    sampling = requests.sampling_of(body, http.defaults.sampling)
+    request = _asked(body, http.defaults)
+    request = replace(request, max_tokens=body.max_tokens, sampling=sampling, stop=body.stop_sequences)
     shows = body.thinking is None or body.thinking.display != "omitted"
-    return ParsedRequest((ask,), MessageWriter(body.stream, body.ignored(), stop=ask.stop, shows_thinking=shows))
+    return ParsedRequest(
+        (request,), MessageWriter(body.stream, body.ignored(), stop=request.stop, shows_thinking=shows)
+    )
 
 
-def count(request: HttpRequest) -> Awaitable[dict[str, Any]]:
-    ask = _asked(requests.read(PromptBody, request.body), request.defaults)
+def count(http: HttpRequest) -> Awaitable[dict[str, Any]]:
+    request = _asked(requests.read(PromptBody, http.body), http.defaults)
 
     async def counted() -> dict[str, Any]:
-        return {"input_tokens": await request.service.count(ask)}
+        return {"input_tokens": await http.service.count(request)}
 
     return counted()
 
@@ -337,13 +339,13 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def models(request: HttpRequest) -> dict[str, Any]:
-    found = [_model(card) for card in request.service.models()]
+def models(http: HttpRequest) -> dict[str, Any]:
+    found = [_model(card) for card in http.service.models()]
     return {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
 
 
-def model(request: HttpRequest) -> dict[str, Any]:
-    return _model(request.service.card(request.params["model"]))
+def model(http: HttpRequest) -> dict[str, Any]:
+    return _model(http.service.card(http.params["model"]))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

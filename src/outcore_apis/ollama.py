@@ -137,7 +137,7 @@ class OllamaBody(Named):
         """What is asked; the prompt is among the changes."""
         tokens, think = self.options.num_predict, self.think
         effort = think if isinstance(think, str) else None
-        ask = GenerationRequest(
+        request = GenerationRequest(
             model=plain_name(self.called),
             template_options=defaults.options(None if think is None else think is not False, effort),
             max_tokens=defaults.max_tokens if tokens is None else tokens if tokens > 0 else COUNT,
@@ -149,7 +149,7 @@ class OllamaBody(Named):
             **changes,
         )
         ignored = self.ignored(*(f"options.{name}" for name in self.options.ignored()))
-        return ParsedRequest((ask,), OllamaWriter(self.stream, ignored, chat=chat, model=self.called))
+        return ParsedRequest((request,), OllamaWriter(self.stream, ignored, chat=chat, model=self.called))
 
 
 class OllamaChatBody(OllamaBody):
@@ -166,35 +166,35 @@ class GenerateBody(OllamaBody):
     images: list[Any] = []
 
 
-def chat(request: HttpRequest) -> Handled:
+def chat(http: HttpRequest) -> Handled:
     """``/api/chat``; without messages the model is loaded, or unloaded."""
-    body = requests.read(OllamaChatBody, request.body)
+    body = requests.read(OllamaChatBody, http.body)
     messages = requests.conversation(_messages(body.messages))
     if not messages:
-        return _loaded(body, request, {"message": {"role": "assistant", "content": ""}})
+        return _loaded(body, http, {"message": {"role": "assistant", "content": ""}})
     last = messages[-1]
     begun = bool(last["content"] or last.get("reasoning_content")) and "tool_calls" not in last
     continued, tools = last["role"] == "assistant" and begun, tuple(tool.function.tool() for tool in body.tools)
-    return body.parsed(request.defaults, chat=True, messages=messages, continued=continued, tools=tools)
+    return body.parsed(http.defaults, chat=True, messages=messages, continued=continued, tools=tools)
 
 
-def generate(request: HttpRequest) -> Handled:
+def generate(http: HttpRequest) -> Handled:
     """``/api/generate``; without a prompt the model is loaded, or unloaded."""
-    body = requests.read(GenerateBody, request.body)
+    body = requests.read(GenerateBody, http.body)
     if body.raw and (body.system or body.images):
         raise requests.wrong("system", "a raw prompt is taken as it is; write it into the prompt")
     if not body.prompt:
-        return _loaded(body, request, {"response": ""})
+        return _loaded(body, http, {"response": ""})
     if body.raw:
-        return body.parsed(request.defaults, chat=False, prompt=body.prompt)
+        return body.parsed(http.defaults, chat=False, prompt=body.prompt)
     first = [{"role": "system", "content": body.system}] if body.system else []
     user = {"role": "user", "content": _content(body.prompt, body.images, "images")}
-    return body.parsed(request.defaults, chat=False, messages=(*first, user))
+    return body.parsed(http.defaults, chat=False, messages=(*first, user))
 
 
-async def _loaded(body: OllamaBody, request: HttpRequest, empty: dict[str, Any]) -> dict[str, Any]:
+async def _loaded(body: OllamaBody, http: HttpRequest, empty: dict[str, Any]) -> dict[str, Any]:
     """Load a model, or unload it if it is to be kept for 0 seconds."""
-    card = await request.service.load(plain_name(body.called), body.keep_alive)
+    card = await http.service.load(plain_name(body.called), body.keep_alive)
     done = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
     return {"model": body.called or card.name, "created_at": timestamp(datetime.now(UTC)), **empty, **done}
 
@@ -316,7 +316,7 @@ ROUTES = (
     Route("/api/tags", tags, summary="List the models"),
     Route("/api/show", show, "POST", "One of the models", Named),
     Route("/api/ps", running, summary="The models that are in memory"),
-    Route("/api/version", lambda request: {"version": VERSION}, summary="Of Ollama's API"),
+    Route("/api/version", lambda http: {"version": VERSION}, summary="Of Ollama's API"),
     Route("/api/pull", pull, "POST", "Succeeds for a model that is there", Named),
     refused("/api/embed", EMBEDDINGS),
     refused("/api/embeddings", EMBEDDINGS),

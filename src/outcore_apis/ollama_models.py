@@ -41,30 +41,30 @@ def plain_name(name: str) -> str:
     return name.removesuffix(":latest")
 
 
-def tags(request: HttpRequest) -> dict[str, Any]:
+def tags(http: HttpRequest) -> dict[str, Any]:
     models = [
         _listed(card) | {"modified_at": _at(card.created), "size": card.nbytes, "capabilities": _capabilities(card)}
-        for card in request.service.models()
+        for card in http.service.models()
     ]
     return {"models": models}
 
 
-def running(request: HttpRequest) -> dict[str, Any]:
+def running(http: HttpRequest) -> dict[str, Any]:
     """The models that are in memory. Weights that are streamed are none of their size."""
     models = [
         _listed(card) | {"size": card.memory_bytes, "size_vram": card.memory_bytes, "expires_at": _at(card.expires_at),
                          "context_length": _length(card, "context_length")}
-        for card in request.service.models() if card.loaded
+        for card in http.service.models() if card.loaded
     ]  # fmt: skip
     return {"models": sorted(models, key=lambda model: model["expires_at"], reverse=True)}
 
 
-def show(request: HttpRequest) -> dict[str, Any]:
-    card = request.service.card(plain_name(read(Named, request.body).called))
+def show(http: HttpRequest) -> dict[str, Any]:
+    card = http.service.card(plain_name(read(Named, http.body).called))
     info: dict[str, Any] = {"general.architecture": card.family, "general.basename": card.name.rpartition("/")[2],
                             "general.parameter_count": card.parameters}  # fmt: skip
     info |= {f"{card.family}.{name}": length for name in LENGTHS if (length := _length(card, name))}
-    temperature = f"temperature {request.defaults.sampling.temperature:g}"
+    temperature = f"temperature {http.defaults.sampling.temperature:g}"
     return {
         "modelfile": f"FROM {card.name}\nPARAMETER {temperature}\n", "parameters": temperature, "license": "",
         "template": card.template, "details": _details(card), "model_info": info, "capabilities": _capabilities(card),
@@ -72,11 +72,11 @@ def show(request: HttpRequest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pull(request: HttpRequest) -> dict[str, Any]:
+def pull(http: HttpRequest) -> dict[str, Any]:
     """A model that is there need not be fetched; this server fetches none."""
-    name = read(Named, request.body).called
+    name = read(Named, http.body).called
     # Not ``card``: where one model is served, that is meant whatever it is called.
-    served = {called for card in request.service.models() for called in (card.name, card.name.rpartition("/")[2])}
+    served = {called for card in http.service.models() for called in (card.name, card.name.rpartition("/")[2])}
     if name not in served and plain_name(name) not in served:
         why = "this server fetches no models; start it with this one: outcore serve --model NAME"
         raise RequestError(f"{shortened(name)}: {why}", "not_implemented", param="model", status=501)

@@ -62,48 +62,48 @@ class ResponseBody(OpenAIBody):
     metadata: dict[str, Any] = {}
 
 
-def respond(request: HttpRequest) -> ParsedRequest:
-    body, tools = read(ResponseBody, request.body), Tools()
+def respond(http: HttpRequest) -> ParsedRequest:
+    body, tools = read(ResponseBody, http.body), Tools()
     tools.add(body.tools)
     messages = messages_of(body.instructions, body.input)
     choice = body.tool_choice
-    ask = GenerationRequest(
+    request = GenerationRequest(
         model=body.model,
         messages=messages,
         continued=continues(messages, "input"),
         tools=tuple(tools.functions),
         tool_choice=chosen_tool(choice),
         parallel_tools=body.parallel_tool_calls,
-        template_options=body.options(request.defaults, body.reasoning.effort),
-        max_tokens=request.defaults.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
-        sampling=sampling_of(body, request.defaults.sampling),
+        template_options=body.options(http.defaults, body.reasoning.effort),
+        max_tokens=http.defaults.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
+        sampling=sampling_of(body, http.defaults.sampling),
         logprobs=(body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in body.include else None,
         schema=schema_of(body.text.format, "text.format"),
     )
     unused = [*tools.unused, *(f"include {name}" for name in body.include if name != LOGPROBS)]
     unused += ["text.verbosity"] * (body.text.verbosity is not None) + ["truncation"] * (body.truncation == "auto")
-    return ParsedRequest((ask,), ItemsWriter(body, body.ignored(*unused), _echoed(request.body, ask), tools.known))
+    return ParsedRequest((request,), ItemsWriter(body, body.ignored(*unused), _echoed(http.body, request), tools.known))
 
 
-def _echoed(body: Mapping[str, Any], ask: GenerationRequest) -> dict[str, Any]:
+def _echoed(body: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
     names = ("instructions", "max_tool_calls", "prompt_cache_key", "safety_identifier")
     return {name: body.get(name) for name in names} | {
         "background": False,
-        "frequency_penalty": ask.sampling.frequency_penalty,
-        "max_output_tokens": ask.max_tokens,
+        "frequency_penalty": request.sampling.frequency_penalty,
+        "max_output_tokens": request.max_tokens,
         "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": ask.parallel_tools,
-        "presence_penalty": ask.sampling.presence_penalty,
+        "parallel_tool_calls": request.parallel_tools,
+        "presence_penalty": request.sampling.presence_penalty,
         "previous_response_id": None,
         "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
         "service_tier": "default",
         "store": False,
-        "temperature": ask.sampling.temperature,
+        "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"}} | (body.get("text") or {}),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [_tool(tool) for tool in body.get("tools") or []],
-        "top_logprobs": ask.logprobs or 0,
-        "top_p": ask.sampling.top_p,
+        "top_logprobs": request.logprobs or 0,
+        "top_p": request.sampling.top_p,
         "truncation": "disabled",
     }
 

@@ -31,21 +31,21 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         raise RequestError("body: not a JSON object")
     read = openai.chat if line.url == CHAT else completions.completion
     parsed = read(HttpRequest(cast(Any, None), line.body))
-    (ask, *more), answering = parsed.asks, parsed.answering
+    (request, *more), writer = parsed.requests, parsed.writer
     asked = {
-        "stream": answering.streams,
-        "n": ask.choices > 1,
+        "stream": writer.streams,
+        "n": request.choices > 1,
         "prompt": more,
-        "tools": ask.tools,
-        "logprobs": ask.logprobs is not None,
-        "response_format": ask.schema is not None,
+        "tools": request.tools,
+        "logprobs": request.logprobs is not None,
+        "response_format": request.schema is not None,
     }
     for name in (name for name, value in asked.items() if value):
         raise wrong(name, "not supported; leave it out", UNSUPPORTED)
-    for name in answering.ignored:
+    for name in writer.ignored:
         raise wrong(name, "no such parameter", "unknown_parameter")
-    if ask.max_tokens == COUNT:
+    if request.max_tokens == COUNT:
         raise wrong("max_tokens", "a batch's answers need a limit")
-    if isinstance(ask.prompt, str):
-        checked_text(ask.prompt, "prompt")
-    return request_of(uid, prompter.prepare(ask), replace(ask, max_tokens=ask.max_tokens or max_tokens))
+    if isinstance(request.prompt, str):
+        checked_text(request.prompt, "prompt")
+    return request_of(uid, prompter.prepare(request), replace(request, max_tokens=request.max_tokens or max_tokens))

@@ -26,50 +26,50 @@ class AnswerGrammars:
     def __init__(self, tokenizer: TokenizerWrapper, template: TokenizerTemplate) -> None:
         self._tokenizer, self._template, self._grammars = tokenizer, template, Grammars(tokenizer)
 
-    def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
-        forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
-        if ask.messages is None:
-            return self._grammars.of_rules("schema", schema_rule(ask.schema or {}))
-        if ask.continued and (ask.messages[-1].get("content") or forced):
+    def of(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
+        forced = request.messages is not None and request.tool_choice not in ("auto", "none")
+        if request.messages is None:
+            return self._grammars.of_rules("schema", schema_rule(request.schema or {}))
+        if request.continued and (request.messages[-1].get("content") or forced):
             why = "an answer that goes on with a message can be neither JSON of a schema nor a required call"
             raise RequestError(why, "unsupported_parameter")
         own = self._tokenizer
         if own.structural_markers or own.response_initial_state not in (None, "normal"):
             why = "this model's answers have parts that no grammar is known for"
             raise RequestError(why, "unsupported_parameter")
-        before = self._before(ask, text, thinking)
+        before = self._before(request, text, thinking)
         if forced:
-            return self._grammars.of_rules("tools", self._calls(ask, tools), before)
+            return self._grammars.of_rules("tools", self._calls(request, tools), before)
         if tools and not self._template.harmony:
             before = replace(before, instead=Free(tuple(own.tool_call_start_tokens)))
-        return self._grammars.of_rules("schema", schema_rule(ask.schema or {}), before)
+        return self._grammars.of_rules("schema", schema_rule(request.schema or {}), before)
 
-    def _before(self, ask: GenerationRequest, text: str, thinking: bool) -> Before:
+    def _before(self, request: GenerationRequest, text: str, thinking: bool) -> Before:
         """Thoughts that may come before an answer, or that it begins within."""
         own = self._tokenizer
-        if self._template.harmony and not ask.continued:
+        if self._template.harmony and not request.continued:
             # Calls are among what comes before the answer, and end it.
             final = own.encode(FINAL, add_special_tokens=False)
-            return Before(Free((), tuple(final), ends=bool(ask.tools) and ask.tool_choice != "none"))
+            return Before(Free((), tuple(final), ends=bool(request.tools) and request.tool_choice != "none"))
         if not own.has_thinking:
             return Before()
         opening, closing = tuple(own.think_start_tokens), tuple(own.think_end_tokens)
         if thinking:
             return Before(Free((), closing))
-        over = ask.continued or text.rstrip().endswith(own.think_end)
+        over = request.continued or text.rstrip().endswith(own.think_end)
         return Before(thoughts=None if over or not self._template.thinking else Free(opening, closing))
 
-    def _calls(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+    def _calls(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         name = str(getattr(self._tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
         if name not in FORMS:
             why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
             raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
-        chosen = [t for t in tools if ask.tool_choice in ("required", t["function"]["name"])]
+        chosen = [t for t in tools if request.tool_choice in ("required", t["function"]["name"])]
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
         own = self._tokenizer
         arguments = self._mark("[ARGS]") if "[ARGS]" in self._template.text else ""
         start, end = self._mark(own.tool_call_start), self._mark(own.tool_call_end)
-        several = ask.parallel_tools and ask.tool_choice == "required"
+        several = request.parallel_tools and request.tool_choice == "required"
         try:
             lark = call_rules(name, start, end, arguments, chosen, several)
         except (AttributeError, KeyError, TypeError, RecursionError) as e:

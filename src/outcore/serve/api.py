@@ -127,8 +127,8 @@ class ParsedRequest:
         asks: one, or several whose choices follow each other in one answer.
     """
 
-    asks: tuple[GenerationRequest, ...]
-    answering: ResponseWriter
+    requests: tuple[GenerationRequest, ...]
+    writer: ResponseWriter
 
 
 Handled = ParsedRequest | Awaitable[Any] | dict[str, Any]

@@ -156,7 +156,7 @@ class Address:
         handled = await body.work(route.handle, request)
         del request
         if isinstance(handled, ParsedRequest):
-            work = _deliver(self._told(handled, body, began), handled.answering, send, site, api)
+            work = _deliver(self._told(handled, body, began), handled.writer, send, site, api)
         else:
 
             async def tell() -> None:
@@ -169,7 +169,7 @@ class Address:
     async def _told(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
         """The events of an answer, of which observers are told; the first of them needs the body no more."""
         first = True
-        async with aclosing(self.site.service.answer(*asked.asks)) as events:
+        async with aclosing(self.site.service.answer(*asked.requests)) as events:
             async for event in events:
                 body.release()
                 begins = first and isinstance(event, TextPart | Called)

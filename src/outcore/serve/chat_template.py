@@ -63,7 +63,7 @@ class TokenizerTemplate:
         known = tokenizer.has_thinking and (code or any(m in self.text for m in marks))
         self.thinking = known or self.harmony
 
-    def render(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of an ask's messages.
 
         Args:
@@ -72,7 +72,7 @@ class TokenizerTemplate:
         Raises:
             RequestError: there is no template, or it does not take them; says what.
         """
-        messages = ask.messages or ()
+        messages = request.messages or ()
         if not self._tokenizer.has_chat_template:
             why = "this model has no chat template: it was not made to converse; send it a prompt"
             raise RequestError(f"messages: {why}", "unsupported_parameter", param="messages")
@@ -81,13 +81,13 @@ class TokenizerTemplate:
         if tools and not self.tools:
             why = "its form of calls is not known here" if self._takes_tools else "the chat template takes none"
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
-        return self._render(messages, tools, ask.template_options, continued=ask.continued)
+        return self._render(messages, tools, request.template_options, continued=request.continued)
 
-    def begin(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
+    def begin(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of another conversation with an ask's system messages and tools; empty: the template refuses it."""
-        system = itertools.takewhile(lambda m: m.get("role") == "system", ask.messages or ())
+        system = itertools.takewhile(lambda m: m.get("role") == "system", request.messages or ())
         try:
-            return self._render([*system, OTHER], tools, ask.template_options)
+            return self._render([*system, OTHER], tools, request.template_options)
         except RequestError:
             return ""
 

@@ -31,9 +31,9 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 UIDS = itertools.count()
 
 
-def request_of(uid: int, prompt: Prompt, ask: GenerationRequest) -> Request:
+def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
     """What the scheduler is given for an ask that says ``max_tokens``; made on the thread that computes."""
-    sampling, asked = ask.sampling, vars(ask.sampling)
+    sampling, asked = request.sampling, vars(request.sampling)
     named = {field.name: asked[field.name] for field in fields(MlxLmSampler) if field.name in asked}
     sampler = own_sampler(sampling.temperature, seed=sampling.seed, **named)
     options: dict[str, Any] = {}
@@ -45,8 +45,8 @@ def request_of(uid: int, prompt: Prompt, ask: GenerationRequest) -> Request:
     if prompt.grammar is not None:
         processors.append(prompt.grammar(len(prompt.tokens)))
     return Request(
-        uid, prompt.tokens, ask.max_tokens or 1, sampler, tuple(processors),
-        stop=prompt.stop, logprobs=ask.logprobs, shared=prompt.shared,
+        uid, prompt.tokens, request.max_tokens or 1, sampler, tuple(processors),
+        stop=prompt.stop, logprobs=request.logprobs, shared=prompt.shared,
     )  # fmt: skip
 
 
@@ -68,9 +68,9 @@ class AnswerChoice:
     """
 
     def __init__(
-        self, index: int, ask: GenerationRequest, prompt: Prompt, tell: Callable[[Event | Exception], None]
+        self, index: int, request: GenerationRequest, prompt: Prompt, tell: Callable[[Event | Exception], None]
     ) -> None:
-        self.uid, self.ask, self.prompt, self.tell = next(UIDS), ask, prompt, tell
+        self.uid, self.request, self.prompt, self.tell = next(UIDS), request, prompt, tell
         self.asked_at = time.monotonic()
         self.drafted = self.accepted = self.tokens = self.reasoning_tokens = 0
         self.wanted, self.started = True, False
@@ -91,7 +91,7 @@ class AnswerChoice:
         said = self._said(self._parser.feed(self._stopper.feed(self._text.last_segment)))
         if ends or self._stopper.found is not None or self._parser.over:
             return [*said, *self.end("stop")]
-        return [*said, *self.end("length")] if self.tokens >= (self.ask.max_tokens or 1) else said
+        return [*said, *self.end("length")] if self.tokens >= (self.request.max_tokens or 1) else said
 
     def end(self, reason: Literal["stop", "length"]) -> list[Event]:
         """The choice ends here, with what was held back of its text."""

@@ -24,18 +24,18 @@ class CompletionBody(TextBody):
     best_of: int | None = None
 
 
-def completion(request: HttpRequest) -> ParsedRequest:
+def completion(http: HttpRequest) -> ParsedRequest:
     """``/v1/completions``: each prompt is asked by itself."""
-    body = read(CompletionBody, request.body)
+    body = read(CompletionBody, http.body)
     if body.best_of not in (None, 1, body.n):
         raise wrong("best_of", "not supported; leave it out", UNSUPPORTED)
     prompts = _prompts(body.prompt)
     if len(prompts) * body.n > CHOICES:
         raise wrong("n", f"{len(prompts) * body.n} answers; at most {CHOICES} over all prompts")
-    ask = body.request(request.defaults)
-    ask = replace(ask, logprobs=None if body.logprobs is False else body.logprobs)
-    writer = CompletionWriter(body, len(prompts) * body.n, logprobs=ask.logprobs is not None)
-    return ParsedRequest(tuple(replace(ask, prompt=prompt) for prompt in prompts), writer)
+    request = body.request(http.defaults)
+    request = replace(request, logprobs=None if body.logprobs is False else body.logprobs)
+    writer = CompletionWriter(body, len(prompts) * body.n, logprobs=request.logprobs is not None)
+    return ParsedRequest(tuple(replace(request, prompt=prompt) for prompt in prompts), writer)
 
 
 def _prompts(value: Any) -> list[str | tuple[int, ...]]:

@@ -242,18 +242,18 @@ class EngineThread:
     def _work(self) -> None:
         live = list(self._choices.values())
         pending, there = [choice for choice in live if not choice.started], self.loaded and self.loaded.name
-        if live and len(pending) == len(live) and there != (name := pending[0].ask.model):
+        if live and len(pending) == len(live) and there != (name := pending[0].request.model):
             try:
                 self._switch(name)
             except Exception as e:
                 log.warning("%s cannot be loaded: %s", name, one_line(e))
-                self._fail([choice for choice in pending if choice.ask.model == name], e)
+                self._fail([choice for choice in pending if choice.request.model == name], e)
                 return
         if (loaded := self.loaded) is None:
             return
-        for choice in itertools.takewhile(lambda choice: choice.ask.model == loaded.name, pending):
+        for choice in itertools.takewhile(lambda choice: choice.request.model == loaded.name, pending):
             try:
-                request = request_of(choice.uid, choice.prompt, choice.ask)
+                request = request_of(choice.uid, choice.prompt, choice.request)
             except Exception as e:
                 self._fail([choice], e)
                 continue
@@ -299,8 +299,8 @@ class EngineThread:
         # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
         self._over(over)
         for choice, end in over.items():
-            if isinstance(end, Ended) and choice.ask.keep_alive is not None:
-                loaded.keep_s = choice.ask.keep_alive
+            if isinstance(end, Ended) and choice.request.keep_alive is not None:
+                loaded.keep_s = choice.request.keep_alive
             choice.tell(end if isinstance(end, Ended) else as_request_error(end))
         concerned = Counter(id(error) for _, error in step.failed)
         for uid, error in step.failed:

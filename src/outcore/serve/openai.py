@@ -218,25 +218,25 @@ def chosen_tool(choice: Any) -> str:
     raise wrong("tool_choice", "auto, none, required, or an object naming a function, is needed")
 
 
-def chat(request: HttpRequest) -> ParsedRequest:
-    body = read(ChatBody, request.body)
+def chat(http: HttpRequest) -> ParsedRequest:
+    body = read(ChatBody, http.body)
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
         made.pop()  # apps keep a place for the answer so
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", "only where logprobs is true")
     messages = conversation(made)
-    ask = replace(
-        body.request(request.defaults),
+    request = replace(
+        body.request(http.defaults),
         messages=messages,
         continued=continues(messages),
         tools=tuple(tool.function.tool() for tool in body.tools),
         tool_choice=chosen_tool(body.tool_choice),
         parallel_tools=body.parallel_tool_calls,
-        template_options=body.options(request.defaults, body.reasoning_effort),
+        template_options=body.options(http.defaults, body.reasoning_effort),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return ParsedRequest((ask,), ChatWriter(body, body.n, logprobs=body.logprobs))
+    return ParsedRequest((request,), ChatWriter(body, body.n, logprobs=body.logprobs))
 
 
 class ChatWriter(ResponseWriter):
@@ -356,12 +356,12 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code, **error.counts}}
 
 
-def models(request: HttpRequest) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(card) for card in request.service.models()]}
+def models(http: HttpRequest) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(card) for card in http.service.models()]}
 
 
-def model(request: HttpRequest) -> dict[str, Any]:
-    return _model(request.service.card(request.params["model"]))
+def model(http: HttpRequest) -> dict[str, Any]:
+    return _model(http.service.card(http.params["model"]))
 
 
 def _model(card: ModelCard) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Grammars(Protocol):
     """Grammars over one tokenizer's tokens. A package's module of the group ``grammars`` has a class of this kind,
     ``AnswerGrammars``, which is made of a tokenizer and its chat template."""
 
-    def of(self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
+    def of(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
         """What the answer to an ask has to be that has a schema, or requires a tool.
 
         Args:
@@ -83,7 +83,7 @@ class Prompter:
         self._begin: tuple[str, Sequence[int]] = "", ()
         self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
 
-    def prepare(self, ask: GenerationRequest, most: int | None = None) -> Prompt:
+    def prepare(self, request: GenerationRequest, most: int | None = None) -> Prompt:
         """What the model is given.
 
         Args:
@@ -93,67 +93,71 @@ class Prompter:
         Raises:
             RequestError: it cannot be meant, or not with this model; names the field.
         """
-        if bias := ask.sampling.logit_bias:
+        if bias := request.sampling.logit_bias:
             check_known(list(bias), self._ids, "logit_bias")
         if most is not None:
-            _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in ask.messages or ()), most)
-            _check_characters(len(ask.prompt or "") * (1 if isinstance(ask.prompt, str) else CHARACTERS), most)
-            _check_characters(extent(ask.tools, most * CHARACTERS), most, "tools")
-        return self._chat(ask, most) if ask.messages is not None else self._text(ask)
+            _check_characters(sum(len(m.get("content") or "") + CHARACTERS for m in request.messages or ()), most)
+            _check_characters(len(request.prompt or "") * (1 if isinstance(request.prompt, str) else CHARACTERS), most)
+            _check_characters(extent(request.tools, most * CHARACTERS), most, "tools")
+        return self._chat(request, most) if request.messages is not None else self._text(request)
 
-    def _text(self, ask: GenerationRequest) -> Prompt:
-        prompt = ask.prompt
+    def _text(self, request: GenerationRequest) -> Prompt:
+        prompt = request.prompt
         if prompt is None:
             raise RequestError("messages, or a prompt, are needed")
-        if ask.tools and ask.tool_choice != "none":
+        if request.tools and request.tool_choice != "none":
             raise RequestError("tools: they go with messages, not with a prompt", param="tools")
         tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         check_known(tokens, self._ids)
-        return Prompt(tuple(tokens), self.tokenizer, ask.stop, grammar=self._grammar(ask))
+        return Prompt(tuple(tokens), self.tokenizer, request.stop, grammar=self._grammar(request))
 
-    def _chat(self, ask: GenerationRequest, most: int | None) -> Prompt:
-        tools = _tools(ask)
-        text = self._template.render(ask, tools)
+    def _chat(self, request: GenerationRequest, most: int | None) -> Prompt:
+        tools = _tools(request)
+        text = self._template.render(request, tools)
         _check_characters(len(text), most)
         tokens = encode_rendered(self.tokenizer, text)
         check_known(tokens, self._ids, "messages")
-        thinking = self._thinks(ask, text)
+        thinking = self._thinks(request, text)
         parser = functools.partial(
-            TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=ask.continued,
-            parallel=ask.parallel_tools,
+            TextParser, markers=self._markers[bool(tools)], tools=tools, thinking=thinking, continued=request.continued,
+            parallel=request.parallel_tools,
         )  # fmt: skip
-        grammar, shared = self._grammar(ask, tools, text, thinking), self._shared(ask, tools, tokens)
-        return Prompt(tuple(tokens), self.tokenizer, ask.stop, parser, grammar, shared)
+        grammar, shared = self._grammar(request, tools, text, thinking), self._shared(request, tools, tokens)
+        return Prompt(tuple(tokens), self.tokenizer, request.stop, parser, grammar, shared)
 
-    def _shared(self, ask: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
+    def _shared(self, request: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
         """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
         if len(tokens) <= GRID:
             return 0
-        begin = self._template.begin(ask, tools)
+        begin = self._template.begin(request, tools)
         if begin != self._begin[0]:
             # Most conversations of a server begin in the same way.
             self._begin = begin, self.tokenizer.encode(begin, add_special_tokens=False)
         return same_tokens(tokens, self._begin[1])
 
-    def _thinks(self, ask: GenerationRequest, text: str) -> bool:
+    def _thinks(self, request: GenerationRequest, text: str) -> bool:
         """Whether the answer begins within what is thought."""
         begin, end = self.tokenizer.think_start, self.tokenizer.think_end
-        if begin is None or ask.messages is None:
+        if begin is None or request.messages is None:
             return False
-        if not ask.continued:
+        if not request.continued:
             return text.rstrip().endswith(begin)
-        last = ask.messages[-1]
+        last = request.messages[-1]
         said = last.get("content") or ""
         return said.rfind(begin) > said.rfind(end) if said else bool(last.get("reasoning_content"))
 
     def _grammar(
-        self, ask: GenerationRequest, tools: Sequence[Mapping[str, Any]] = (), text: str = "", thinking: bool = False
+        self,
+        request: GenerationRequest,
+        tools: Sequence[Mapping[str, Any]] = (),
+        text: str = "",
+        thinking: bool = False,
     ) -> Grammar | None:
-        forced = ask.messages is not None and ask.tool_choice not in ("auto", "none")
-        if not forced and ask.schema is None:
+        forced = request.messages is not None and request.tool_choice not in ("auto", "none")
+        if not forced and request.schema is None:
             return None
         try:
-            return self._grammars.of(ask, tools, text, thinking)
+            return self._grammars.of(request, tools, text, thinking)
         except RequestError as e:
             e.param = e.param or ("tool_choice" if forced else "schema")
             raise
@@ -196,22 +200,22 @@ def _check_characters(characters: int, most: int | None, what: str = "the prompt
         raise too_long(f"{what}: {characters} characters or more, at least {tokens} tokens", tokens, most)
 
 
-def _tools(ask: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
+def _tools(request: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
     """The tools that may be called, each with parameters, as the parsers of calls want them.
 
     Raises:
         RequestError: one has no name of its own, or there is none to choose.
     """
     names: dict[str, None] = {}
-    for n, name in enumerate(tool["function"]["name"] for tool in ask.tools):
+    for n, name in enumerate(tool["function"]["name"] for tool in request.tools):
         if not NAME.fullmatch(name) or name in names:
             why = "a name of letters, digits and _ - . : / is needed, that no other tool has"
             raise RequestError(f"tools[{n}]: {why}", param=f"tools[{n}]")
         names[name] = None
-    if ask.tool_choice not in {"auto", "none", *names, *(["required"] if names else [])}:
-        raise RequestError(f"tool_choice: there is no tool {shortened(ask.tool_choice)}", param="tool_choice")
+    if request.tool_choice not in {"auto", "none", *names, *(["required"] if names else [])}:
+        raise RequestError(f"tool_choice: there is no tool {shortened(request.tool_choice)}", param="tool_choice")
     nothing = {"type": "object", "properties": {}}
     return tuple(
         {**tool, "function": {**tool["function"], "parameters": tool["function"].get("parameters") or nothing}}
-        for tool in (ask.tools if ask.tool_choice != "none" else ())
+        for tool in (request.tools if request.tool_choice != "none" else ())
     )

@@ -86,7 +86,7 @@ class ModelService:
             most=own.most, prefill_step=own.load.prefill_step_size, draft_tokens=own.draft_tokens,
         )  # fmt: skip
 
-    async def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def answer(self, *requests: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of an answer, as they come; closing it ends the answer and frees its places.
 
         Args:
@@ -96,7 +96,7 @@ class ModelService:
             RequestError: the request cannot be answered; its ``status`` says how HTTP tells that: 400, 404 (no such
                 model), 429 (too many wait; ``retry_after``), 500, 503 (no memory, or shutting down).
         """
-        model = self.shelf.named(asks[0].model)
+        model = self.shelf.named(requests[0].model)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def tell(event: Event | Exception) -> None:
@@ -104,13 +104,13 @@ class ModelService:
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
         choices: list[AnswerChoice] = []
-        for ask in asks:
-            prompt = await self._read(model, ask, self._room(model))
-            most, sampling = self._limit(model, prompt, ask.max_tokens), ask.sampling
-            for n in range(ask.choices):
+        for request in requests:
+            prompt = await self._read(model, request, self._room(model))
+            most, sampling = self._limit(model, prompt, request.max_tokens), request.sampling
+            for n in range(request.choices):
                 # Those of one seed are not to be the same.
                 own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + n)
-                own_ask = replace(ask, model=model.name, max_tokens=most, sampling=own)
+                own_ask = replace(request, model=model.name, max_tokens=most, sampling=own)
                 choices.append(AnswerChoice(len(choices), own_ask, prompt, tell))
         self.engine.submit(choices)
         begun, ended, first_at = list[Begun](), list[Ended](), 0.0
@@ -127,9 +127,9 @@ class ModelService:
                 elif isinstance(event, Ended):
                     ended.append(event)
                 yield event
-            prompts = begun[: len(asks)]
+            prompts = begun[: len(requests)]
             yield Finished(
-                sum(len(choice.prompt.tokens) for choice in choices[:: asks[0].choices]),
+                sum(len(choice.prompt.tokens) for choice in choices[:: requests[0].choices]),
                 sum(end.tokens for end in ended),
                 sum(each.cached_tokens for each in prompts),
                 sum(end.reasoning_tokens for end in ended),
@@ -143,10 +143,10 @@ class ModelService:
         finally:
             self.engine.cancel(choices)
 
-    async def count(self, ask: GenerationRequest) -> int:
-        model = self.shelf.named(ask.model)
+    async def count(self, request: GenerationRequest) -> int:
+        model = self.shelf.named(request.model)
         room = self._room(model)
-        return len((await self._read(model, ask, None if room is None else max(room, COUNTED))).tokens)
+        return len((await self._read(model, request, None if room is None else max(room, COUNTED))).tokens)
 
     def models(self) -> Sequence[ModelCard]:
         return [self._card(model) for model in self.shelf.models.values()]
@@ -201,14 +201,14 @@ class ModelService:
         given = self.options.most_context or longest_context(model.config)
         return min((n for n in (given, position_limit(model.config)) if n is not None), default=None)
 
-    async def _read(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
+    async def _read(self, model: Offered, request: GenerationRequest, most: int | None) -> Prompt:
         # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
         waiting = self._arrived + self.engine.waiting
-        if waiting + self.engine.running + ask.choices > self.options.most + self.options.most_waiting:
+        if waiting + self.engine.running + request.choices > self.options.most + self.options.most_waiting:
             raise too_many(waiting)
-        self._arrived += ask.choices
+        self._arrived += request.choices
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reader, self._prepare, model, ask, most)
+            return await asyncio.get_running_loop().run_in_executor(self._reader, self._prepare, model, request, most)
         except RequestError:
             raise
         except OutcoreError as e:
@@ -218,9 +218,9 @@ class ModelService:
                 raise
             raise shutting_down() from e
         finally:
-            self._arrived -= ask.choices
+            self._arrived -= request.choices
 
-    def _prepare(self, model: Offered, ask: GenerationRequest, most: int | None) -> Prompt:
+    def _prepare(self, model: Offered, request: GenerationRequest, most: int | None) -> Prompt:
         """On the prompts' thread."""
         if model.name not in self._prompters:
             options: dict[str, Any] = {"trust_remote_code": True} if self.options.load.trust_remote_code else {}
@@ -231,7 +231,7 @@ class ModelService:
                 set_chat_template(tokenizer, model.template)
             vocabulary = model.config.get("vocab_size") or (model.config.get("text_config") or {}).get("vocab_size")
             self._prompters[model.name] = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None)
-        return self._prompters[model.name].prepare(ask, most)
+        return self._prompters[model.name].prepare(request, most)
 
     def _limit(self, model: Offered, prompt: Prompt, asked: int | None) -> int:
         positions, tokens = self._room(model), len(prompt.tokens)

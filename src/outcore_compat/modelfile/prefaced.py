@@ -25,23 +25,23 @@ class Prefaced:
     messages: tuple[Mapping[str, Any], ...] = ()
     stop: tuple[str, ...] = ()
 
-    def asked(self, ask: GenerationRequest) -> GenerationRequest:
+    def asked(self, request: GenerationRequest) -> GenerationRequest:
         """The ask with all that is said before it."""
-        messages = ask.messages
+        messages = request.messages
         if messages is not None:
             own = bool(messages) and messages[0].get("role") == "system"
             system = [{"role": "system", "content": self.system}] if self.system is not None and not own else []
             # What a client says to the model stays the first word.
             messages = (*messages[:own], *system, *self.messages, *messages[own:])
-        return replace(ask, messages=messages, stop=ask.stop or self.stop)
+        return replace(request, messages=messages, stop=request.stop or self.stop)
 
-    def answer(self, *asks: GenerationRequest) -> AsyncGenerator[Event, None]:
+    def answer(self, *requests: GenerationRequest) -> AsyncGenerator[Event, None]:
         """As ``ModelService`` has it."""
-        return self.service.answer(*map(self.asked, asks))
+        return self.service.answer(*map(self.asked, requests))
 
-    async def count(self, ask: GenerationRequest) -> int:
+    async def count(self, request: GenerationRequest) -> int:
         """As ``ModelService`` has it."""
-        return await self.service.count(self.asked(ask))
+        return await self.service.count(self.asked(request))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.service, name)
