@@ -67,7 +67,7 @@ def _in_one_sweep(model: Any, chunks: list[list[int]], steps: list[int]) -> list
     """The chunks share one sweep, then a sweep for each step."""
     cache = make_prompt_cache(model)
     passes = [functools.partial(model, mx.array([ids]), cache=cache) for ids in chunks]
-    out = model.outcore.streaming.sweep(passes)
+    out = model.outcore.streaming.run_passes(passes)
     mx.eval(out, [c.state for c in cache])
     for s in steps:
         out.append(model(mx.array([[s]]), cache=cache))

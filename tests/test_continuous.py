@@ -359,7 +359,7 @@ def test_a_sweep_that_fails_takes_those_under_way_alone(tmp_path: Path) -> None:
             if next(fails, False):
                 raise OSError("the disk")
 
-        session.streaming.before_sweep.insert(0, broken)
+        session.streaming.before_pass.insert(0, broken)
         two = [Request(0, PROMPTS[0], 9), Request(1, PROMPTS[1], 9)]
         done = write(engine, {0: two, 4: [Request(2, PROMPTS[0], 9)]})
         assert {uid: str(e) for uid, e in done.failed.items()} == {0: "the disk", 1: "the disk"}

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from outcore_experts.prefetch import ExpertPrefetch
 
 import outcore
 import zoo
@@ -30,13 +31,12 @@ from outcore.errors import ReadError, UsageError
 from outcore.machine.device_memory import move
 from outcore.modules.layers import is_stacked
 from outcore.sizes import BLOCK
-from outcore_experts import expert_windows, look_ahead
+from outcore_experts import expert_prefetch, expert_windows
 from outcore_experts import experts as on_demand
 from outcore_experts.device_stretches import CudaDriver, DeviceMemory
-from outcore_experts.expert_cache import ExpertReads, PooledSwitch
-from outcore_experts.expert_plan import hit_rate, pooled_sweep
+from outcore_experts.expert_cache import CachedSwitch, ExpertReads
+from outcore_experts.expert_plan import hit_rate, reads_experts
 from outcore_experts.expert_policy import ExpertPolicy
-from outcore_experts.look_ahead import LookAhead
 
 EXPERTS, USED = 16, 4
 
@@ -199,7 +199,7 @@ def test_counters_are_the_policys_simulation(folder: Path) -> None:
                     used, read = used + len(group.experts), read + len(group.loads)
                     policy.placed(group.loads)
         model = held(folder, slots)
-        model.outcore.streaming.experts.look_ahead = None
+        model.outcore.streaming.experts.prefetch = None
         logits(model, [1] * 60)
         assert (model.outcore.metrics.experts.used, model.outcore.metrics.experts.read) == (used, read)
         model.outcore.close()
@@ -275,17 +275,17 @@ def test_pools_that_shrink_and_grow_in_the_middle_of_an_answer(folder: Path) -> 
     model.outcore.close()
 
 
-class Eager(LookAhead):
+class Eager(ExpertPrefetch):
     """Foresees whatever it can, as if the disk had nothing else to do."""
 
-    def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
+    def routed(self, switch: CachedSwitch, wanted: set[int]) -> None:
         super().routed(switch, wanted)
         self._credit, self._on, self._stall, self._idle = 4.0, True, 1.0, 0.0
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_what_is_foreseen_changes_no_bit(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_demand, "LookAhead", Eager)
+    monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     folder = zoo.save_checkpoint(model_type, tmp_path / "model")
     theirs, _ = mlx_lm.utils.load_model(folder)
     model = held(folder, 3)
@@ -297,9 +297,9 @@ def test_what_is_foreseen_changes_no_bit(model_type: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("late", [False, True])
 def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a slow disk brings them after they are asked for, or to be given up."""
+    """Also where a slow disk brings them after they are predicted for, or to be given up."""
     theirs, _ = mlx_lm.utils.load_model(folder)
-    monkeypatch.setattr(on_demand, "LookAhead", Eager)
+    monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     model = held(folder, 6, io="cached")
     if late:
         model.outcore.streaming.ring.reader.move = lambda target, source: (time.sleep(0.002), move(target, source))
@@ -308,7 +308,7 @@ def test_experts_are_foreseen(folder: Path, late: bool, monkeypatch: pytest.Monk
     m = model.outcore.metrics
     assert m.experts.foreseen > 0 and m.experts.wasted < m.experts.foreseen
     before = m.experts.read
-    model.outcore.streaming.experts.look_ahead = None
+    model.outcore.streaming.experts.prefetch = None
     m.reset()
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     assert before and not m.experts.foreseen
@@ -320,9 +320,9 @@ def test_foreseeing_goes_on_where_it_makes_sweeps_shorter(folder: Path, useful: 
     now = 0.0
     reads = ExpertReads(Metrics(), "cpu")
     reads.expert_s = 0.001
-    look, found = LookAhead([], reads, Metrics(clock=lambda: now)), []
+    look, found = ExpertPrefetch([], reads, Metrics(clock=lambda: now)), []
     switch: Any = object()
-    for sweep in range(look_ahead.CYCLE + look_ahead.TRIED):
+    for sweep in range(expert_prefetch.CYCLE + expert_prefetch.TRIED):
         look.begin()
         for _ in range(10):
             look.routed(switch, set())
@@ -330,30 +330,30 @@ def test_foreseeing_goes_on_where_it_makes_sweeps_shorter(folder: Path, useful: 
             look.read()
             now += 0.001
         found.append(look._on)
-        assert sweep >= look_ahead.RUN or look._on
-    tried = found[: look_ahead.TRIED]
+        assert sweep >= expert_prefetch.RUN or look._on
+    tried = found[: expert_prefetch.TRIED]
     assert tried.count(True) == tried.count(False)
-    assert set(found[look_ahead.TRIED : look_ahead.CYCLE]) == {useful}
-    assert found[look_ahead.CYCLE :] == tried
+    assert set(found[expert_prefetch.TRIED : expert_prefetch.CYCLE]) == {useful}
+    assert found[expert_prefetch.CYCLE :] == tried
 
 
 def test_a_foreseen_read_that_fails_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, _ = mlx_lm.utils.load_model(folder)
-    monkeypatch.setattr(on_demand, "LookAhead", Eager)
+    monkeypatch.setattr(on_demand, "ExpertPrefetch", Eager)
     model = held(folder, 6)
-    whole, failed = ExpertReads.foresee, []
+    whole, failed = ExpertReads.prefetch, []
 
-    def foresee(self: ExpertReads, switch: PooledSwitch, loads: Any) -> None:
+    def prefetch(self: ExpertReads, switch: CachedSwitch, loads: Any) -> None:
         whole(self, switch, loads)
         for expert, slot in loads:
             read = switch.arriving[expert]
             read.wait_quietly()
             if slot % 2:
-                switch.pool.move(switch.pool.place(0, slot), memoryview(bytearray(len(switch.pool.place(0, slot)))))
+                switch.cache.move(switch.cache.place(0, slot), memoryview(bytearray(len(switch.cache.place(0, slot)))))
                 read.error = ReadError("the disk fails")
                 failed.append(expert)
 
-    monkeypatch.setattr(ExpertReads, "foresee", foresee)
+    monkeypatch.setattr(ExpertReads, "prefetch", prefetch)
     assert np.array_equal(logits(model, PASSES), logits(theirs, PASSES))
     assert failed
     model.outcore.close()
@@ -367,10 +367,10 @@ def test_a_pool_of_all_experts_waits_for_no_router(folder: Path, monkeypatch: py
     m = model.outcore.metrics
     m.reset()
 
-    def waits(self: on_demand.Numbers) -> npt.NDArray[np.int64]:
-        raise AssertionError("somebody asked which experts are used")
+    def waits(self: on_demand.ExpertIndices) -> npt.NDArray[np.int64]:
+        raise AssertionError("somebody predicted which experts are used")
 
-    monkeypatch.setattr(on_demand.Numbers, "by_token", waits)
+    monkeypatch.setattr(on_demand.ExpertIndices, "by_token", waits)
     assert np.array_equal(logits(model, PASSES), expected)
     assert m.bytes_read == 0 and m.stall_s == 0
     monkeypatch.undo()
@@ -388,7 +388,7 @@ def test_a_pool_of_all_experts_waits_for_no_router(folder: Path, monkeypatch: py
 def test_numbers_come_in_order_in_arrays_of_any_size(shape: tuple[int, ...], scalars: mx.Dtype | None) -> None:
     rng = np.random.default_rng(0)
     expected = rng.integers(0, 256, shape)
-    numbers = on_demand.Numbers(mx.array(expected.astype(np.uint32)), scalars=scalars)
+    numbers = on_demand.ExpertIndices(mx.array(expected.astype(np.uint32)), scalars=scalars)
     assert np.array_equal(numbers.by_token(), expected.reshape(-1, shape[-1]))
     if scalars is not None and expected.size <= on_demand.MOST_SCALARS:
         assert all(a.nbytes <= on_demand.SCALAR for a in numbers.arrays)
@@ -552,7 +552,7 @@ def test_pools_come_back_from_any_size(folder: Path, slots: int) -> None:
 def test_a_sweep_takes_time(folder: Path) -> None:
     model = held(folder, 5)
     logits(model, [20, 1, 1, 1])
-    assert 0 < model.outcore.streaming.sweep_s < 30
+    assert 0 < model.outcore.streaming.pass_s < 30
     model.outcore.close()
 
 
@@ -675,11 +675,11 @@ def test_counting_many_tokens_at_once_is_counting_them_one_by_one() -> None:
 
 def test_long_passes_go_over_all_experts() -> None:
     shapes = [(128, 8, 40)] * 3
-    assert pooled_sweep(1, shapes) and pooled_sweep(16, shapes)
-    assert not pooled_sweep(64, shapes), "nearly all of them are used"
-    assert not pooled_sweep(8, [(128, 8, 8)]), "in many groups"
-    assert not pooled_sweep(2048, shapes)
-    assert pooled_sweep(1, [(128, 8, 2)]), "one token is computed in groups, whatever it takes"
+    assert reads_experts(1, shapes) and reads_experts(16, shapes)
+    assert not reads_experts(64, shapes), "nearly all of them are used"
+    assert not reads_experts(8, [(128, 8, 8)]), "in many groups"
+    assert not reads_experts(2048, shapes)
+    assert reads_experts(1, [(128, 8, 2)]), "one token is computed in groups, whatever it takes"
     assert [hit_rate(s) for s in (0.0, 1.0)] == [0.0, 1.0]
     assert all(hit_rate(a / 50) <= hit_rate((a + 1) / 50) for a in range(50))
 
@@ -693,7 +693,7 @@ def test_on_metal_all_experts_pass_by_where_a_pool_would_take_another_kernel(
     model = held(folder, 12)
     experts = model.outcore.streaming.experts
     assert experts.begin(2)
-    monkeypatch.setattr(on_demand, "pooled_sweep", lambda *_: True)
+    monkeypatch.setattr(on_demand, "reads_experts", lambda *_: True)
     monkeypatch.setattr(on_demand, "on_metal", lambda: True)
     assert experts.begin(2) and experts.begin(15) and experts.begin(16)
     monkeypatch.setattr(on_demand, "same_kernel", lambda numbers, *_: numbers < 60)

@@ -35,7 +35,7 @@ from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, Usag
 from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
-from outcore_kv.away import Away
+from outcore_kv.offloaded_cache import Offloaded
 from outcore_kv.scratch import Scratch
 
 TOKENS = 300
@@ -98,12 +98,12 @@ def equal(a: Answer, b: Answer) -> bool:
 
 
 def on_disk(cache: list[Any]) -> int:
-    return sum(isinstance(c, Away) for c in flat(cache))
+    return sum(isinstance(c, Offloaded) for c in flat(cache))
 
 
 def kv_reads(model: Any, monkeypatch: pytest.MonkeyPatch, seen: Callable[[int], object]) -> None:
     """``seen`` is called with the bytes of each read of keys and values from now on, before it; it may raise."""
-    reader = model.outcore.streaming.beside._reader
+    reader = model.outcore.streaming.kv._reader
     files = {fd for file in reader._files.values() for fd in (file.cached, file.direct)}
     real = reader._calls.preadv
 
@@ -424,7 +424,7 @@ def test_what_was_closed_is_gone(full: Path) -> None:
     with opened(full) as model:
         cache = make_prompt_cache(model)
         answer(model, cache, ids(TOKENS))
-        beside = model.outcore.streaming.beside
+        beside = model.outcore.streaming.kv
     with pytest.raises(ClosedError):
         _ = cache[0].state
     beside.close()
@@ -432,7 +432,7 @@ def test_what_was_closed_is_gone(full: Path) -> None:
 
 def test_disk_is_given_back_when_a_text_is_dropped(full: Path, tmp_path: Path) -> None:
     with opened(full, kv_dir=tmp_path) as model:
-        scratch = model.outcore.streaming.beside._scratch
+        scratch = model.outcore.streaming.kv._scratch
 
         def held() -> int:
             return os.fstat(scratch._fd).st_blocks * 512

@@ -198,12 +198,12 @@ def test_what_was_not_handed_out_is_taken_back(folders: Any) -> None:
             assert session.streaming is not None
             # Held until the step is over: the last unit of a sweep has been handed over by then.
             raising = functools.partial(signal.raise_signal, signal.SIGALRM)
-            session.streaming.before_sweep.append(raising)
+            session.streaming.before_pass.append(raising)
             try:
                 with pytest.raises(ZeroDivisionError):
                     next(responses)
             finally:
-                session.streaming.before_sweep.remove(raising)
+                session.streaming.before_pass.remove(raising)
                 signal.signal(signal.SIGALRM, came)
             held_now = session.in_cache
             assert held_now == (0 if n == 0 else len(PROMPT) + n - 1)
@@ -456,10 +456,10 @@ def test_what_fails_behind_the_last_token_is_raised_behind_it_and_the_model_is_f
                 raise ZeroDivisionError
 
         assert session.streaming is not None
-        session.streaming.before_sweep.append(failing)
+        session.streaming.before_pass.append(failing)
         text = ours(model, PROMPT, 3, cache)
         assert [next(text).token for _ in range(3)] == whole[:3]
-        session.streaming.before_sweep.remove(failing)
+        session.streaming.before_pass.remove(failing)
         assert in_another_thread(lambda: tokens(ours(model, PROMPT, 6, make_prompt_cache(model)))) == whole
         with pytest.raises(ZeroDivisionError):
             next(text)

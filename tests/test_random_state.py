@@ -256,10 +256,10 @@ def test_a_text_that_breaks_off_leaves_the_random_state_where_mlx_lm_has_it_behi
                 def failing() -> None:
                     raise ZeroDivisionError
 
-                session.streaming.before_sweep.append(failing)
+                session.streaming.before_pass.append(failing)
                 with pytest.raises(ZeroDivisionError):
                     next(text)
-                session.streaming.before_sweep.remove(failing)
+                session.streaming.before_pass.remove(failing)
             elif how == "thrown in":
                 with pytest.raises(KeyboardInterrupt):
                     text.throw(KeyboardInterrupt)

@@ -316,7 +316,7 @@ def test_a_chunk_that_was_asked_for_is_kept(
         if session.streaming is None:
             assert seen == [0, 100, 179, 180], "in mlx-lm's own loop"
         else:
-            assert session.streaming.sweep_tokens == 100
+            assert session.streaming.pass_tokens == 100
 
 
 def test_a_chunk_that_was_asked_for_and_does_not_fit_is_refused(quick_model: Path) -> None:

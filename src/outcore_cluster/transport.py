@@ -111,10 +111,10 @@ class RankTransport(RankRoom, PipelineStage, Transport):
         for of_layer in zip(*caches, strict=True):
             hold_alike(*of_layer)
 
-    def sweeps(self) -> RankTransport | None:
+    def passes_together(self) -> RankTransport | None:
         return None if self.eager else self
 
-    def sweep(
+    def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
         """Runs several passes over layers in memory, layer after layer as ranks do that stream theirs, so that all

@@ -1,9 +1,9 @@
-"""Stretches of memory that stay on a CUDA device, with bytes moved there and back by CUDA's driver.
+"""Memory ranges that stay on a CUDA device, with copies to and from them by CUDA's driver.
 
-What MLX makes on a CUDA device becomes managed memory when the host looks at it. Advised to stay on the device, it is
-read there at the device's own rate, also after the driver copied something into it (H100: 2,100 GB/s; memory
-that stays on the host is read over the bus at 50). The host must not touch it: each page would travel to it, and back.
-So bytes go by ``cuMemcpyAsync``, on a stream of the calling thread's own: 10 GB/s for an expert of a megabyte.
+An MLX array on a CUDA device becomes managed memory when the host looks at it. Advised to stay on the device, it is
+read there at the device's own rate, also after the driver copied something into it (H100: 2,100 GB/s; memory that stays
+on the host is read over the bus at 50). The host must not touch it: each page would travel to it, and back. So bytes go
+by ``cuMemcpyAsync``, on a stream of the calling thread's own: 10 GB/s for an expert of a megabyte.
 
 Source: CUDA's driver API, "Memory Management" and "Unified Addressing".
 """
@@ -17,14 +17,14 @@ from typing import Any
 from outcore.machine.device_memory import PREFERRED_LOCATION, address_of
 
 NON_BLOCKING = 1
-"""``CU_STREAM_NON_BLOCKING``: it waits for no other stream, and none for it."""
+"""``CU_STREAM_NON_BLOCKING``: this stream and other streams do not wait for each other."""
 
 
 class CudaDriver:
-    """What is asked of CUDA, of device 0, which is MLX's. Each call returns its status, 0 for success.
+    """Calls to CUDA's driver for device 0, which is MLX's. Each returns a status, 0 for success.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no driver.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class CudaDriver:
         _check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0))
 
     def current(self) -> int:
-        """Make the device's own context the calling thread's."""
+        """Makes the device's primary context the calling thread's."""
         return int(self._cuda.cuCtxSetCurrent(self._context))
 
     def keep(self, address: int, nbytes: int) -> int:
-        """Move memory to the device, where it stays."""
+        """Moves memory to the device, where it stays."""
         at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
         # Advice: where it is refused memory stays right, and is slower.
         self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
@@ -45,22 +45,20 @@ class CudaDriver:
         return int(self._cuda.cuCtxSynchronize())
 
     def stream(self) -> tuple[int, Any]:
-        """A new stream."""
         stream = ctypes.c_void_p()
         return int(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))), stream
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
-        """Copy, and wait for it."""
+        """Copies, and waits for the copy."""
         to, of, n = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
         return int(self._cuda.cuMemcpyAsync(to, of, n, stream) or self._cuda.cuStreamSynchronize(stream))
 
     def destroy(self, stream: Any) -> int:
-        """End a stream."""
         return int(self._cuda.cuStreamDestroy_v2(stream))
 
 
 class DeviceMemory:
-    """Stretches of memory that stay on the device. Safe to use from several threads."""
+    """Memory ranges that stay on the device. Thread-safe."""
 
     def __init__(self, driver: CudaDriver | None = None) -> None:
         self._driver = driver or CudaDriver()
@@ -69,7 +67,7 @@ class DeviceMemory:
         self._lock = threading.Lock()
 
     def keep(self, address: int, nbytes: int) -> None:
-        """This memory stays on the device until it is ``forgotten``.
+        """Keeps this memory on the device until ``forget``.
 
         Raises:
             OSError: the driver refuses.
@@ -80,12 +78,12 @@ class DeviceMemory:
             self._kept = self._kept | {address: address + nbytes}
 
     def forget(self, address: int) -> None:
-        """It is about to be freed."""
+        """Must be called before the memory is freed."""
         with self._lock:
             self._kept = {a: end for a, end in self._kept.items() if a != address}
 
     def move(self, target: memoryview, source: memoryview) -> None:
-        """Copy all of ``source`` to ``target``, each of which may be on the device.
+        """Copies ``source`` to ``target``; each may be on the device.
 
         Raises:
             OSError: the driver refuses.
@@ -103,7 +101,7 @@ class DeviceMemory:
         _check(self._driver.copy(to, of, len(source), self._mine.stream))
 
     def close(self) -> None:
-        """End the streams. No copy is under way."""
+        """Destroys the streams. No copy may be running."""
         self._mine = threading.local()
         while self._streams:
             self._driver.destroy(self._streams.pop())

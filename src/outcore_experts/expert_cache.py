@@ -1,9 +1,8 @@
-"""A layer's switch that computes with a cache of some of its experts, and the reads that bring them there.
+"""The expert cache of one layer, and the reads that fill it.
 
-The cache is one array for each tensor, with a slot for an expert. In a file an expert is a stretch of each tensor,
-which are stacked by expert; kernels want each tensor as one array, too. So an expert is read in as many stretches as
-there are tensors, each to its slot of its array, and which expert lies in which slot makes no difference to what is
-computed.
+The cache has one array per tensor, with a slot for each cached expert, as kernels want each tensor as one array. In a
+file, too, tensors are stacked by expert. So an expert is read in as many pieces as there are tensors, each into its
+slot of its array, and the slot that an expert lies in makes no difference to the results.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .expert_policy import ExpertPolicy, Load
 from .switches import Switch
 
 STAGED = 8
-"""Experts that are read at a time where they are cast on their way into the cache."""
+"""Experts that are read at a time if they are cast on their way into the cache."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Stacked:
     """A tensor that is stacked by expert.
 
     Attributes:
-        info: where it lies on disk, all of it.
-        dtype: what it is held in; None: as on disk.
+        info: location of the whole tensor on disk.
+        dtype: in memory; None: as on disk.
     """
 
     info: TensorInfo
@@ -52,31 +51,31 @@ class Stacked:
 
     @property
     def read_bytes(self) -> int:
-        """Of one expert on disk."""
+        """Bytes of one expert on disk."""
         return self.info.nbytes // self.info.shape[0]
 
     @property
     def held_bytes(self) -> int:
-        """Of one expert in memory."""
+        """Bytes of one expert in memory."""
         if self.dtype is None:
             return self.read_bytes
         return self.read_bytes // DTYPES[self.info.dtype].size * self.dtype.size
 
 
 def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
-    """A switch's tensors, as they lie on disk."""
+    """Returns a switch's tensors with their locations on disk."""
     return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
 @dataclass(frozen=True)
 class SwitchUnit:
-    """A layer's switch and where its experts lie.
+    """A layer's switch and the location of its experts.
 
     Attributes:
-        name: of its layer, for messages.
-        parameters: whose values are taken from a cache, in the order of ``tensors``.
+        name: of the layer, for messages.
+        parameters: those that the cache replaces, in the order of ``tensors``.
         used: experts that a token uses.
-        block: the module that routes, and calls the switch; None: it cannot be called by itself.
+        block: the module that contains the router and calls the switch; None: it cannot be called by itself.
     """
 
     name: str
@@ -88,18 +87,18 @@ class SwitchUnit:
 
     @property
     def cast(self) -> bool:
-        """Whether experts are held in another dtype than on disk."""
+        """Whether experts have another dtype in memory than on disk."""
         return any(t.dtype is not None for t in self.tensors)
 
 
-class Pool:
+class ExpertCache:
     """Slots for experts of one layer.
 
     Args:
-        placed: what keeps its memory on the device, apart from the host's; None: both compute with the same memory.
+        placed: keeps the cache's memory on the device; None: host and device use the same memory.
 
     Attributes:
-        arrays: (slots, *shape of an expert) of each tensor; they keep showing what is written to the slots.
+        arrays: (slots, *shape of an expert) for each tensor; they show what is written to the slots.
     """
 
     def __init__(self, tensors: Sequence[Stacked], slots: int, device: str, placed: DeviceMemory | None = None) -> None:
@@ -121,7 +120,7 @@ class Pool:
         mx.eval(self.arrays)
 
     def extents(self, expert: int, slot: int) -> list[Extent]:
-        """What reading an expert into a slot takes, where nothing is cast."""
+        """Returns the reads that bring an expert into a slot, if nothing is cast."""
         found = []
         for t, start in zip(self.tensors, self._starts, strict=True):
             n = t.read_bytes
@@ -132,13 +131,13 @@ class Pool:
         return found
 
     def place(self, tensor: int, slot: int) -> memoryview:
-        """Where an expert's part of a tensor lies: for ``move`` alone, as it may be on a device."""
+        """Returns an expert's part of a tensor, for ``move`` only, as it may be on the device."""
         n = self.tensors[tensor].held_bytes
         at = self._starts[tensor] + slot * n
         return self.memory.payload[at : at + n]
 
     def move(self, target: memoryview, source: memoryview) -> None:
-        """Copy to, or out of, a ``place``.
+        """Copies to or from a ``place``.
 
         Raises:
             ReadError: the device refuses.
@@ -149,24 +148,25 @@ class Pool:
             raise ReadError(f"an expert could not be copied: {e}") from e
 
     def close(self) -> None:
-        """Nobody computes with it any more."""
+        """Frees the device memory. Nothing may use the cache any more."""
         if self._placed is not None:
             self._placed.forget(address_of(self.memory.payload))
 
 
-class PooledSwitch:
-    """One switch, its cache, and the table of which expert lies where.
+class CachedSwitch:
+    """A switch with its cache and the table of which slot holds which expert.
 
     Args:
-        table: memory for the table; ``inside``: for the expert in each slot, uint32 (experts,) both.
-        placed: as in ``Pool``.
+        table: uint32 (experts,), memory for ``table``.
+        inside: uint32 (experts,), memory for the expert in each slot.
+        placed: as in ``ExpertCache``.
 
     Attributes:
-        table: the slot of each expert; of one that is not in the cache, any.
-        last: what was computed with the cache last, and may still be under way.
-        filling: reads that copy experts out of the cache, and may still be under way.
-        arriving: experts that were foreseen, and have slots, and may not be there yet.
-        stays: all experts are in memory, and the cache's arrays are the switch's weights.
+        table: the slot of each expert; meaningless for an expert that is not cached.
+        last: the latest results computed from the cache, which may not be evaluated yet.
+        filling: reads that copy experts out of the cache and may be running.
+        arriving: prefetched experts, which have slots but may not have arrived.
+        stays: all experts are cached, and the cache's arrays are the switch's weights.
     """
 
     def __init__(
@@ -183,37 +183,37 @@ class PooledSwitch:
         self.filling: list[Read] = []
         self.arriving: dict[int, Read] = {}
         self.policy = ExpertPolicy(unit.switch.experts, slots)
-        self.pool = Pool(unit.tensors, slots, device, placed)
+        self.cache = ExpertCache(unit.tensors, slots, device, placed)
         self.table, self._inside, self.stays = table, inside, False
-        self._absent = absent(self.pool.arrays)
+        self._absent = absent(self.cache.arrays)
         # What is in memory as a whole, by expert, while something else is in its place.
         self._own: list[mx.array] | None = None
         mx.eval(table, inside)
         self._slots, self._experts = np.array(table, copy=False), np.array(inside, copy=False)
 
     def use(self, tokens: npt.NDArray[np.int64]) -> set[int]:
-        """Tokens, in order, use these experts, (tokens, experts of one). Returns each once."""
+        """Counts the experts of these tokens, in order; (tokens, experts per token). Returns the set of them."""
         self.policy.used(tokens)
         return set(tokens.ravel().tolist())
 
     def free(self) -> None:
-        """Wait until nothing copies out of the cache."""
+        """Waits until nothing copies out of the cache."""
         for read in self.filling:
             read.ended()
         self.filling = []
 
     def settle(self) -> None:
-        """Wait until nothing computes with the cache, or copies out of it, or into it."""
+        """Waits until nothing computes with the cache, or copies out of it or into it."""
         mx.eval(self.last)
         self.last = []
         self.free()
         self.arrived(self.arriving)
 
     def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
-        """Wait for those of these that were foreseen; what did not come is not there.
+        """Waits for the prefetched ones among these experts; those whose reads failed leave the cache.
 
         Args:
-            cancel: nobody wants them: reads that have not begun do not.
+            cancel: cancel the reads that have not begun.
         """
         mine = [(e, self.arriving[e]) for e in list(experts) if e in self.arriving]
         for _, read in mine:
@@ -226,13 +226,13 @@ class PooledSwitch:
                 self.policy.vacate([int(self.policy.slot_of[e])])
 
     def place(self, loads: Sequence[Load]) -> None:
-        """These experts are in these slots now."""
+        """Notes that these experts are in these slots now."""
         self.policy.placed(loads)
         self._slots[:] = np.maximum(self.policy.slot_of, 0)
         self._experts[: self.policy.slots] = np.maximum(self.policy.expert_in, 0)
 
     def withdraw(self) -> None:
-        """Nothing is in place of the switch's weights."""
+        """Takes the cache's arrays out of the switch."""
         self.stays = False
         put(self.unit.parameters, self._absent)
         if self._own is not None:
@@ -240,49 +240,52 @@ class PooledSwitch:
             self._own = None
 
     def stay(self) -> None:
-        """All of its experts are in memory: calls are the layer's own, until ``withdrawn``."""
-        put(self.unit.parameters, self.pool.arrays)
+        """Makes the cache, which holds all experts, the switch's weights until ``withdraw``."""
+        put(self.unit.parameters, self.cache.arrays)
         self.stays = True
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The cache's arrays are the switch's weights; what stays in memory by expert is looked up for the slots when
-        the graph is computed, as the table is: which experts they hold then is not known yet."""
+        """Makes the cache's arrays the switch's weights in a context.
+
+        Parameters that stay in memory by expert are gathered when the graph is computed, as the table is: which experts
+        the slots hold by then is not known yet.
+        """
         self._own = [p.array for p in self.unit.switch.held]
         experts = self._inside[: self.policy.slots]
         try:
-            put(self.unit.parameters, self.pool.arrays)
+            put(self.unit.parameters, self.cache.arrays)
             put(self.unit.switch.held, [own[experts] for own in self._own])
             yield
         finally:
             self.withdraw()
 
     def resize(self, slots: int) -> None:
-        """Another cache, with the most valuable experts of this one."""
+        """Makes another cache, with the most valuable experts of this one."""
         if slots == self.policy.slots:
             return
         self.settle()
         if self.stays:
             self.withdraw()
         policy, moves = self.policy.resized(slots)
-        pool = Pool(self.unit.tensors, slots, self._device, self._placed)
+        pool = ExpertCache(self.unit.tensors, slots, self._device, self._placed)
         for expert, slot in moves:
             for n in range(len(self.unit.tensors)):
-                pool.move(pool.place(n, slot), self.pool.place(n, int(self.policy.slot_of[expert])))
-        self.pool.close()
-        self.policy, self.pool = policy, pool
+                pool.move(pool.place(n, slot), self.cache.place(n, int(self.policy.slot_of[expert])))
+        self.cache.close()
+        self.policy, self.cache = policy, pool
         self.place(moves)
 
 
 class ExpertReads:
-    """Reads for the caches of a model.
+    """Reads experts into the caches of a model.
 
     Args:
         device: of the slot that experts are cast in.
 
     Attributes:
-        reader: whose threads read; None: not known yet.
-        expert_s: seconds that an expert took, of those that were waited for lately; None: none was.
+        reader: None until a ring is bound.
+        expert_s: average seconds per expert of the latest reads that were waited for; None: there was none.
     """
 
     def __init__(self, metrics: Metrics, device: str) -> None:
@@ -291,11 +294,11 @@ class ExpertReads:
         self._metrics, self._device = metrics, device
         self._staging: Slot | None = None
 
-    def bring(self, switch: PooledSwitch, loads: Sequence[Load], wanted: Iterable[int] = ()) -> None:
-        """These experts are in their slots when this returns, and those that are ``wanted`` and were foreseen are, too.
+    def bring(self, switch: CachedSwitch, loads: Sequence[Load], wanted: Iterable[int] = ()) -> None:
+        """Reads these experts into their slots and waits for them, and for the prefetched ones among ``wanted``.
 
         Raises:
-            ReadError: one cannot be read (named).
+            ReadError: an expert cannot be read (named).
         """
         began = self._metrics.clock()
         if loads:
@@ -317,8 +320,8 @@ class ExpertReads:
         if loads or foreseen:
             self._metrics.stall_s += self._metrics.clock() - began
 
-    def foresee(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
-        """Begin to read these experts, which may never be asked for, and return at once."""
+    def prefetch(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
+        """Starts reading experts that may be needed, and returns at once."""
         mx.eval(switch.last)
         switch.last = []
         self._empty(switch, loads)
@@ -326,17 +329,17 @@ class ExpertReads:
             switch.arriving[load[0]] = self._begin(switch, load)
         switch.place(loads)
 
-    def _empty(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
-        """Nothing is in the slots of these loads, and nothing writes to them, or reads them."""
+    def _empty(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
+        """Empties the slots of these loads and waits for everything that uses them."""
         switch.free()
         switch.arrived({int(switch.policy.expert_in[slot]) for _, slot in loads}, cancel=True)
         # Until all of it is there nothing is: what breaks off must not be taken for an expert.
         switch.policy.vacate([slot for _, slot in loads])
 
-    def _begin(self, switch: PooledSwitch, load: Load) -> Read:
-        return self._submit(switch, load[0], switch.pool.extents(*load), switch.pool.memory.payload)
+    def _begin(self, switch: CachedSwitch, load: Load) -> Read:
+        return self._submit(switch, load[0], switch.cache.extents(*load), switch.cache.memory.payload)
 
-    def _submit(self, switch: PooledSwitch, expert: int, extents: Sequence[Extent], target: memoryview) -> Read:
+    def _submit(self, switch: CachedSwitch, expert: int, extents: Sequence[Extent], target: memoryview) -> Read:
         assert self.reader is not None
         return self.reader.submit(f"{switch.unit.name}, expert {expert}", extents, target)
 
@@ -353,8 +356,8 @@ class ExpertReads:
         for read in reads:
             read.wait()
 
-    def _stage(self, switch: PooledSwitch, loads: Sequence[Load]) -> None:
-        """Read by way of a slot, where experts are held in another dtype than on disk."""
+    def _stage(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
+        """Reads experts through a slot in which they are cast."""
         tensors, starts, end = switch.unit.tensors, list[int](), 0
         for t in tensors:
             starts.append(end)
@@ -375,4 +378,4 @@ class ExpertReads:
             raw = slot.array[begin : begin + len(loads) * t.read_bytes].view(DTYPES[t.info.dtype])
             cast = np.array((raw if t.dtype is None else raw.astype(t.dtype)).view(mx.uint8), copy=False).data
             for n, (_, place) in enumerate(loads):
-                switch.pool.move(switch.pool.place(i, place), cast[n * t.held_bytes : (n + 1) * t.held_bytes])
+                switch.cache.move(switch.cache.place(i, place), cast[n * t.held_bytes : (n + 1) * t.held_bytes])

@@ -1,5 +1,5 @@
-"""Routed experts in numbers: what they weigh, how often they will be in memory, and plans that keep all else there and
-of the experts as many as there is room for: the rest is read one by one."""
+"""Plans expert caches: everything else is resident, as many experts as fit are cached, and the rest is read
+one by one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from outcore.sizes import BLOCK, slot_bytes
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """The experts of one layer. Bytes are of one of them.
+    """The experts of one layer. Bytes are per expert.
 
     Attributes:
-        count: how many there are; ``used``: by a token.
-        resident: in memory; ``read``: on disk.
-        pieces: of the layer, those that are its experts'.
-        tensors: that it is made of.
-        cast: they are held in another dtype than on disk.
-        copied: of what is in memory by expert in any case (an adapter's): a call copies it for each slot.
+        count: number of experts.
+        used: experts that a token uses.
+        resident: bytes in memory.
+        read: bytes on disk.
+        pieces: of the layer, those that hold experts.
+        tensors: per expert.
+        cast: experts have another dtype in memory than on disk.
+        copied: bytes that stay in memory anyway (an adapter's), which a call copies for each slot.
     """
 
     count: int
@@ -41,22 +43,20 @@ class ExpertSize:
     copied: int = 0
 
     def missing(self, slots: int, tokens: int = 1) -> float:
-        """As the function, of this layer."""
         return missing(self.count, self.used, slots, tokens)
 
     @property
     def on_demand(self) -> OnDemand:
-        """What makes plans with expert caches."""
         return ON_DEMAND
 
 
 HITS = ((0.0, 0.0), (0.0625, 0.18), (0.1, 0.25), (0.25, 0.53), (0.5, 0.78), (0.75, 0.93), (1.0, 1.0))
-"""Share of a layer's experts that have slots, and of uses that find theirs there: means of 2,500 tokens of code and of
-prose (py-qwen35moe-30m, ``ExpertPolicy``)."""
+"""Share of a layer's experts that have slots, and hit rate: means over 2,500 tokens of code and of prose
+(py-qwen35moe-30m, ``ExpertPolicy``)."""
 
 
 def hit_rate(share: float) -> float:
-    """Uses that find their expert in memory, as a share of all, where so large a share of them has slots."""
+    """Returns the expected hit rate if this share of the experts has slots."""
     for (a, low), (b, high) in itertools.pairwise(HITS):
         if share <= b:
             return low + (high - low) * (share - a) / (b - a)
@@ -64,28 +64,28 @@ def hit_rate(share: float) -> float:
 
 
 def distinct(count: int, used: int, tokens: int) -> float:
-    """Experts that so many tokens use between them, if each chose by chance: they use fewer, as a rule."""
+    """Returns how many experts so many tokens use if each chooses at random; real tokens use fewer."""
     return count * (1 - (1 - min(1.0, used / count)) ** tokens)
 
 
 MOST_GROUPS = 3
-"""Times that experts may be computed with for one call, a pool full at a time, rather than let all of them pass by."""
+"""Groups of cached experts that a call may be computed in; beyond that, all experts are streamed through the ring."""
 
 WORTH = 0.8
-"""Reading what is missing is worth its waits where that is less than this share of what would pass by."""
+"""Reading single experts pays, despite the waits, below this share of the bytes that the ring would stream."""
 
 
 def missing(count: int, used: int, slots: int, tokens: int) -> float:
-    """Experts that a call for so many tokens has to read, on average, with so many slots for those of its layer."""
+    """Returns how many experts a call for so many tokens reads on average if the layer's cache has so many slots."""
     wanted = distinct(count, used, tokens)
     return max(wanted * (1 - hit_rate(slots / count)), wanted - slots)
 
 
-def pooled_sweep(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether a sweep over so many tokens reads what it uses; else all experts pass by, each read once.
+def reads_experts(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether a pass over so many tokens reads single experts; otherwise all experts are streamed, each once.
 
     Args:
-        shapes: of each layer, experts, those that a token uses, and slots.
+        shapes: (experts, experts that a token uses, slots) of each layer.
     """
     if tokens == 1:
         return True
@@ -96,8 +96,8 @@ def pooled_sweep(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
 
 
 FORESEEN = 0.55
-"""Of the experts that are missing, those that the layer before asks for, where there is time to read them (56 to 65 %
-of code and prose with py-qwen35moe-30m, a quarter and a half of the experts in memory)."""
+"""Share of missing experts that the layer before predicts, if there is time to read them (56 to 65 % for code and prose
+with py-qwen35moe-30m, a quarter and a half of the experts in memory)."""
 
 
 class OnDemand:
@@ -114,13 +114,13 @@ class OnDemand:
         slots: int | None,
         calibration: Calibration,
     ) -> Plan | None:
-        """The fastest plan with pools of experts; None where the model has none, or the budget no room.
+        """Returns the fastest plan with expert caches; None if the model has no experts or the budget no room.
 
         Args:
-            least: the smallest budget in bytes that works, with or without pools.
-            rings: numbers of slots to look at for what is streamed when all experts pass by.
-            steps: chunks of a prompt to look at, largest first.
-            slots: of each layer's pool; None: as many as fit.
+            least: the smallest budget in bytes that works, with or without expert caches.
+            rings: numbers of ring slots to try, for passes that stream all experts.
+            steps: lengths of prompt chunks to try, longest first.
+            slots: of each layer's cache; None: as many as fit.
         """
         best: Plan | None = None
         for bare in _bare(size, rings, steps):
@@ -135,28 +135,28 @@ class OnDemand:
         return best
 
     def smallest(self, size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
-        """The smallest budget in bytes with pools of so many slots; None: there is none."""
+        """Returns the smallest budget in bytes for caches of so many slots; None: there is none."""
         pools = _pools(size, [(i, min(slots, e.count)) for i, e in _experts(size).items()])
         return min((bare.peak_bytes + pools for bare in _bare(size, rings, [step])), default=None)
 
     def with_pools(
         self, size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration
     ) -> Plan:
-        """The plan with other pools: of each layer the slots."""
+        """Returns the plan with other caches, given as (layer, slots)."""
         experts = _experts(size)
         read = sum(experts[i].missing(n, size.sequences) * experts[i].read for i, n in counts)
         plan = replace(plan, pools=tuple(counts), pool_bytes=_pools(size, counts), bytes_per_token=int(read))
         return predict(size, replace(plan, experts=sum(experts[i].count for i, _ in counts)), calibration)
 
     def reads(self, plan: Plan, size: ModelSize, tokens: int) -> bool:
-        """Whether a forward pass over so many tokens takes experts from the caches."""
+        """Whether a pass over so many tokens takes experts from the caches."""
         experts = _experts(size)
         shapes = [(experts[i].count, experts[i].used, n) for i, n in plan.pools if i in experts]
-        return bool(shapes) and pooled_sweep(tokens, shapes)
+        return bool(shapes) and reads_experts(tokens, shapes)
 
     def turns(self, size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-        """What a token of every sequence is made of where experts are read one by one: computing, a wait for
-        each router, and what is missing then and was not read while the layer before was computed."""
+        """Returns the steps of a token: computing, a wait for each router, and reading the experts that are missing
+        then and were not prefetched while the layer before was computed."""
         passes = [(size.sequences, 1)]
         head = size.head if plan.head_streamed else None
         outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
@@ -186,7 +186,7 @@ ON_DEMAND = OnDemand()
 
 
 def active_bytes(layer: LayerSize) -> int:
-    """Bytes of a layer's weights that one token is computed with."""
+    """Returns the bytes of a layer's weights that one token uses."""
     experts = layer.experts
     if experts is None:
         return layer.resident
@@ -194,7 +194,7 @@ def active_bytes(layer: LayerSize) -> int:
 
 
 def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterator[Plan]:
-    """Plans with all but experts in memory, without pools yet."""
+    """Yields plans with everything but experts in memory, without caches yet."""
     pooled = _experts(size)
     stay = frozenset(i for i in range(len(size.layers)) if i not in pooled)
     kept = tuple(
@@ -208,7 +208,7 @@ def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterat
 
 
 def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, int]] | None:
-    """Slots for each layer's pool in so many bytes, the same share of each layer's experts; None: not one for each."""
+    """Returns (layer, slots) with the same share of experts for each layer; None if a layer would have no slot."""
     experts = _experts(size)
     if slots is not None:
         counts = [(i, min(slots, e.count)) for i, e in experts.items()]
@@ -223,7 +223,7 @@ def _counts(size: ModelSize, room: int, slots: int | None) -> list[tuple[int, in
 
 
 def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
-    """Bytes of pools of so many slots, each of whose tensors begins at a block, and of what one layer's call copies."""
+    """Returns the bytes of these caches, whose tensors begin at blocks, and of the largest copy that a call makes."""
     experts, pools, copied = _experts(size), 0, 0
     for layer, slots in counts:
         each = experts[layer]
@@ -233,5 +233,4 @@ def _pools(size: ModelSize, counts: Sequence[tuple[int, int]]) -> int:
 
 
 def _experts(size: ModelSize) -> dict[int, ExpertSize]:
-    """By layer."""
     return {i: cast(ExpertSize, layer.experts) for i, layer in enumerate(size.layers) if layer.experts is not None}

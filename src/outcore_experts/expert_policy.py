@@ -1,8 +1,7 @@
-"""Which experts of a layer stay in memory: those that tokens have used most of late. Numbers alone, of one layer.
+"""Chooses the experts of a layer that stay in memory: those that recent tokens have used most. Numbers only.
 
-A routed expert is worth its place by how often it will be used. Frequencies are counted at three paces, with half-lives
-of a few, some and many tokens: what a sentence uses, what a page does, and what the text is about. Recency alone, as
-LRU has it, forgets an expert that every tenth token uses.
+Uses are counted with three half-lives, of a few, some and many tokens: what a sentence uses, what a page does, and what
+the text is about. LRU, by contrast, forgets an expert that every tenth token uses.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ HALF_LIVES = (4, 32, 256)
 """Tokens after which a use counts half."""
 
 PACES = (1.0, 2.0, 2.0)
-"""How much each of them counts. Over 2,500 tokens of code and of prose (py-qwen35moe-30m, a quarter and a half of the
-experts in memory) hits differ by .01 between any weights of 1 to 4."""
+"""Weights of the half-lives. Over 2,500 tokens of code and of prose (py-qwen35moe-30m, a quarter and a half of the
+experts in memory) hit rates differ by .01 between any weights of 1 to 4."""
 
 Load = tuple[int, int]
-"""An expert that is missing, and the slot that it is to be read into."""
+"""A missing expert, and the slot to read it into."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Experts that are in memory at once, of those that a call uses.
+    """Experts of a call that are in memory at the same time.
 
     Attributes:
         experts: to compute with now.
-        loads: of these, those to be read first.
+        loads: those to be read first.
     """
 
     experts: tuple[int, ...]
@@ -38,15 +37,15 @@ class Group:
 
 
 class ExpertPolicy:
-    """One layer's.
+    """The policy of one layer.
 
     Args:
-        experts: of the layer.
-        slots: places for them, 1 to ``experts``.
+        experts: number of experts of the layer.
+        slots: 1 to ``experts``.
 
     Attributes:
         expert_in: the expert in each slot, -1 for none; int64 (slots,).
-        slot_of: the slot of each expert, -1 for one that is not in memory; int64 (experts,).
+        slot_of: the slot of each expert, -1 if it is not in memory; int64 (experts,).
     """
 
     def __init__(self, experts: int, slots: int) -> None:
@@ -59,7 +58,6 @@ class ExpertPolicy:
 
     @property
     def slots(self) -> int:
-        """Places for experts."""
         return len(self.expert_in)
 
     @property
@@ -69,17 +67,17 @@ class ExpertPolicy:
 
     @property
     def inside(self) -> npt.NDArray[np.int64]:
-        """The experts that are in memory."""
+        """The experts in memory."""
         return self.expert_in[self.expert_in >= 0]
 
     @property
     def scores(self) -> npt.NDArray[np.float64]:
-        """What each expert's place is worth; (experts,)."""
+        """The value of each expert's place; (experts,)."""
         scores: npt.NDArray[np.float64] = (self._weights * self._counts).sum(0)
         return scores
 
     def used(self, tokens: npt.NDArray[np.int64]) -> None:
-        """Tokens, in order, used these experts; (tokens, experts of one), of one token each once."""
+        """Counts the experts of these tokens, in order; (tokens, experts per token), without repeats within a token."""
         if len(tokens) == 1:
             self._counts *= self._decay
             self._counts[:, tokens[0]] += 1
@@ -91,10 +89,10 @@ class ExpertPolicy:
             counts += np.bincount(tokens.ravel(), weights, minlength=len(counts))
 
     def groups(self, wanted: Collection[int]) -> Iterator[Group]:
-        """How a call that uses these experts is computed: in one go where there are slots enough, else in several.
+        """Yields the groups in which a call that uses these experts is computed: one if there are slots enough.
 
-        Before the next group is asked for, the loads of the one before are ``placed``, and it is computed. What is left
-        in memory afterwards is worth most of what was there and what came.
+        The caller reads a group's loads, reports them by ``placed`` and computes the group before it asks for the next.
+        The most valuable experts of old and new remain in memory.
         """
         numbers = np.fromiter(wanted, np.int64, len(wanted))
         inside = self.slot_of[numbers] >= 0
@@ -123,12 +121,12 @@ class ExpertPolicy:
             yield Group(tuple(now), tuple(zip(now, spare, strict=False)))
 
     def best(self, candidates: Collection[int]) -> list[int]:
-        """Of these and those in memory, as many as there are slots for, the most valuable first."""
+        """Returns the most valuable of these experts and those in memory, as many as there are slots, best first."""
         scores = self.scores
         return sorted({*self.inside.tolist(), *candidates}, key=lambda e: (-scores[e], e))[: self.slots]
 
     def coming(self, candidates: Collection[int]) -> list[Load]:
-        """Of these, those that are worth more than what is in memory, and slots for them."""
+        """Returns loads for those of these experts that are worth more than what is in memory."""
         best = self.best(candidates)
         new = [e for e in best if self.slot_of[e] < 0]
         if self.slots == len(self.slot_of):
@@ -137,20 +135,20 @@ class ExpertPolicy:
         return list(zip(new, (s for s in range(self.slots) if int(self.expert_in[s]) not in stay), strict=False))
 
     def vacate(self, slots: Sequence[int]) -> None:
-        """Nothing is in these slots any more: they are about to be written to."""
+        """Empties these slots before they are written to."""
         for slot in slots:
             if (expert := self.expert_in[slot]) >= 0:
                 self.slot_of[expert] = -1
             self.expert_in[slot] = -1
 
     def placed(self, loads: Sequence[Load]) -> None:
-        """These experts are in these slots now."""
+        """Notes that these experts are in these slots now."""
         self.vacate([slot for _, slot in loads])
         for expert, slot in loads:
             self.expert_in[slot], self.slot_of[expert] = expert, slot
 
     def resized(self, slots: int) -> tuple[ExpertPolicy, list[Load]]:
-        """The same counts with another number of slots, empty; and which experts should move to which of them."""
+        """Returns an empty policy with other slots and the same counts, and the experts to move to it."""
         other = ExpertPolicy(len(self.slot_of), slots)
         other._counts = self._counts
         stay = self.best(())[:slots]
@@ -158,11 +156,10 @@ class ExpertPolicy:
         return other, [(expert, expert if own else slot) for slot, expert in enumerate(stay)]
 
     def spare(self, wanted: Collection[int], most: int) -> list[int]:
-        """At most so many slots that hold none of these experts, the least valuable first."""
+        """Returns at most so many slots that hold none of these experts, the least valuable first."""
         return self._spare(wanted, self.scores)[:most]
 
     def _spare(self, wanted: Collection[int], scores: npt.NDArray[np.float64]) -> list[int]:
-        """Slots that hold none of these experts, the least valuable first; of equals by number."""
         worth = np.where(self.expert_in < 0, -1.0, scores[self.expert_in])
         taken = self.slot_of[np.fromiter(wanted, np.int64, len(wanted))]
         worth[taken[taken >= 0]] = np.inf

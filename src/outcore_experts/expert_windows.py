@@ -1,7 +1,7 @@
-"""All experts of a layer in slots of the ring, for a pass that uses most of them; beside pools of some of them.
+"""Streams all experts of a layer through the ring, for passes that use most of them, next to the expert caches.
 
-What a pool holds need not be read: it is copied into the ring's slot. And what a long pass has used most is copied the
-other way when the layer is computed, so that the tokens after a prompt find their experts in memory.
+Experts that are cached are copied into the ring's slot instead of being read. When the layer is computed, the experts
+that a long pass used most are copied into the cache, so that the tokens after a prompt find them there.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outcore.disk.ring import Lease, Partly, Ring
 from outcore.engine.streamed_layers import StreamedUnit
 from outcore.sizes import BLOCK
 
-from .expert_cache import PooledSwitch
+from .expert_cache import CachedSwitch
 from .expert_policy import Load
 
 LEAST = 4 * BLOCK
-"""Bytes of an expert's part of a tensor from which leaving it out is worth another read."""
+"""Bytes of an expert's part of a tensor from which skipping it is worth a separate read."""
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """A tensor of a switch inside of a ring's unit: its number among the switch's, and where it lies in a slot."""
+    """A switch's tensor in a unit of the ring: its number, its place in a slot, and its extent."""
 
     tensor: int
     at: int
@@ -37,16 +37,16 @@ class _Stack:
 
 @dataclass
 class _Window:
-    """A switch as it passes by.
+    """A switch whose experts are streamed.
 
     Attributes:
         units: of the ring, that hold its experts.
-        routed: numbers of experts that this sweep's calls were given.
-        loads: experts that come to stay; None: not decided yet.
-        left: units that have not been computed yet in this sweep.
+        routed: expert indices of this pass's calls.
+        loads: experts to copy into the cache; None: not decided yet.
+        left: units that are not computed yet in this pass.
     """
 
-    switch: PooledSwitch
+    switch: CachedSwitch
     units: tuple[int, ...]
     routed: list[mx.array] = field(default_factory=list)
     loads: list[Load] | None = None
@@ -54,13 +54,9 @@ class _Window:
 
 
 class Windows:
-    """All switches of a model whose experts are in pools as they are on disk.
+    """All switches of a model whose experts are cached as they are on disk."""
 
-    Args:
-        units: of the ring.
-    """
-
-    def __init__(self, switches: Sequence[PooledSwitch], units: Sequence[StreamedUnit], ring: Ring) -> None:
+    def __init__(self, switches: Sequence[CachedSwitch], units: Sequence[StreamedUnit], ring: Ring) -> None:
         self._ring = ring
         self._stacks: dict[int, list[_Stack]] = {}
         self._windows: dict[int, _Window] = {}  # by switch's module
@@ -81,23 +77,22 @@ class Windows:
         ring.partly = self._partly
 
     def close(self) -> None:
-        """Let go of the pools."""
         self._ring.partly = None
         self._windows, self._of_unit, self._filling = {}, {}, {}
 
     def begin(self) -> None:
-        """A sweep begins."""
+        """Begins a pass."""
         for window in self._windows.values():
             window.routed, window.loads, window.left = [], None, set(window.units)
 
-    def route(self, switch: PooledSwitch, indices: mx.array) -> None:
-        """A call of this sweep uses these experts."""
+    def route(self, switch: CachedSwitch, indices: mx.array) -> None:
+        """Notes that a call of this pass uses these experts."""
         window = self._windows.get(id(switch.unit.switch.module))
         if window is not None:
             window.routed.append(indices)
 
     def _partly(self, unit: int) -> Partly | None:
-        """What of a unit is to be read, and what is in its pool."""
+        """Returns what to read of a unit, and what to copy from the cache."""
         window = self._of_unit.get(unit)
         if window is None or not len(window.switch.policy.inside):
             return None
@@ -119,18 +114,18 @@ class Windows:
                         extents.append(_part(extent, begin, start))
                     begin = start + (end - first) * n
                     for expert in range(first, end):
-                        source = switch.pool.place(stack.tensor, int(inside[expert]))
+                        source = switch.cache.place(stack.tensor, int(inside[expert]))
                         copies.append(SlotCopy(source, stack.at + expert * n))
             if begin < extent.offset + extent.nbytes:
                 extents.append(_part(extent, begin, extent.offset + extent.nbytes))
         return Partly(extents, copies, functools.partial(self._begun, switch, unit))
 
-    def _begun(self, switch: PooledSwitch, unit: int, read: Read) -> None:
+    def _begun(self, switch: CachedSwitch, unit: int, read: Read) -> None:
         self._filling[unit] = read
         switch.filling = [r for r in switch.filling if not r.ready] + [read]
 
     def done(self, lease: Lease) -> None:
-        """A unit is computed: what the sweep has used most of it is copied into the pool."""
+        """Copies the experts that the pass used most from a computed unit into the cache."""
         window = self._of_unit.get(lease.unit)
         if window is None or not window.routed:
             return
@@ -145,22 +140,22 @@ class Windows:
             n = switch.unit.tensors[stack.tensor].read_bytes
             for expert, place in window.loads:
                 at = stack.at + expert * n
-                switch.pool.move(switch.pool.place(stack.tensor, place), slot.payload[at : at + n])
+                switch.cache.move(switch.cache.place(stack.tensor, place), slot.payload[at : at + n])
         window.left.discard(lease.unit)
         if not window.left:
             switch.place(window.loads)
             window.routed = []
 
 
-def _wanted(switch: PooledSwitch, routed: Sequence[mx.array]) -> list[Load]:
-    """Experts that these calls used and that shall stay, and their slots."""
+def _wanted(switch: CachedSwitch, routed: Sequence[mx.array]) -> list[Load]:
+    """Returns the experts of these calls that shall be cached, with their slots."""
     used = np.concatenate([np.array(i).astype(np.int64).reshape(-1, i.shape[-1]) for i in routed])
     switch.policy.used(used)
     return switch.policy.coming(np.unique(used).tolist())
 
 
 def _stacks(u: StreamedUnit, places: dict[tuple[int, str], int]) -> list[_Stack]:
-    """Which of a unit's fields are tensors of a switch; none if others are among them."""
+    """Returns a unit's fields as tensors of a switch; none if any is not."""
     found = []
     for p, f in zip(u.layer.parameters, u.unit.fields, strict=True):
         tensor = places.get((id(p.module), p.key))
@@ -175,11 +170,11 @@ def _extent_of(unit: Unit, at: int, nbytes: int) -> Extent:
 
 
 def _part(extent: Extent, begin: int, end: int) -> Extent:
-    """Bytes ``begin`` to ``end`` of the file, out of an extent."""
+    """Returns bytes ``begin`` to ``end`` of the file, out of an extent."""
     return Extent(extent.file, begin, end - begin, extent.at + begin - extent.offset, extent.in_place)
 
 
 def _runs(slot_of: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches of experts that are in a pool."""
+    """Returns ranges of consecutive experts that are cached."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (slot_of >= 0).astype(np.int8), [0]))))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

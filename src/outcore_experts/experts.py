@@ -1,10 +1,10 @@
-"""Routed experts on demand: those that tokens use are in a pool, and what is missing is read when a router asks for it.
+"""Reads routed experts on demand: used ones are cached, and missing ones are read once a router has chosen them.
 
-A layer's switch is called with numbers of slots in place of numbers of experts, and with the pool's arrays in place of
-its weights; which expert lies where is in a table that the graph looks up and the host writes. So a layer's graph is
-built, and the next layer's after it, before anybody knows which experts it will use: the host waits for one layer's
-router only when it has reached the next switch, reads what is missing all at once, and writes the table. Nothing that
-depends on the table is handed to the device before that.
+A layer's switch is called with slot numbers in place of expert indices, and with the cache's arrays in place of its
+weights. A table that the graph looks up and the host writes says which slot holds which expert. So the graphs of a
+layer and of the next one are built before the router's choice is known: at the next switch the host waits for the
+router, reads all missing experts at once and writes the table. Nothing that depends on the table is handed to the
+device before that.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from outcore.plan.plan import Plan
 from outcore.sizes import round_up
 
 from .device_stretches import DeviceMemory
-from .expert_cache import ExpertReads, PooledSwitch, SwitchUnit, stacked
-from .expert_plan import pooled_sweep
+from .expert_cache import CachedSwitch, ExpertReads, SwitchUnit, stacked
+from .expert_plan import reads_experts
+from .expert_prefetch import ExpertPrefetch, Routed
 from .expert_windows import Windows
-from .look_ahead import LookAhead, Routed
 from .switches import block_of
 
 if TYPE_CHECKING:
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """All switches of a model.
+    """The expert caches of a model.
 
     Args:
-        slots: of each switch's pool.
-        advance: called before anything is handed to the device, as long as a pass's graph is not finished.
-        eager: each router is waited for at its own switch, since the model evaluates inside its forward pass.
+        slots: of each switch's cache.
+        advance: called before anything is handed to the device while a pass's graph is unfinished.
+        eager: wait for each router at its own switch, as the model evaluates inside its forward pass.
 
     Attributes:
-        pooled: whether calls go to the pools; else the whole of a layer's experts is in place when it is called.
-        look_ahead: what reads experts before they are asked for; None: nothing does.
+        pooled: calls use the caches; otherwise all experts of a layer are in the ring's slot when it is called.
+        prefetch: prefetches experts; None: nothing is prefetched.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Experts:
         self._placed = DeviceMemory() if on_cuda() else None
         tables = _tables([u.switch.experts for u in units for _ in range(2)], device)
         self._switches = [
-            PooledSwitch(u, n, table, inside, device, self._placed)
+            CachedSwitch(u, n, table, inside, device, self._placed)
             for u, n, table, inside in zip(units, slots, tables[::2], tables[1::2], strict=True)
         ]
         self._reads = ExpertReads(metrics, device)
-        self.look_ahead = None if eager else LookAhead(self._switches, self._reads, metrics)
+        self.prefetch = None if eager else ExpertPrefetch(self._switches, self._reads, metrics)
         for each in self._switches:
             swap(each.unit.switch.module, "Pooled", self._call(each))
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
-        """What is missing is read by this ring's reader; where all experts pass by, they do so through its slots."""
+        """Reads missing experts by this ring's reader, and streams all experts through its slots in long passes."""
         self._reads.reader = ring.reader
         if self._placed is not None:
             ring.reader.move = self._placed.move
@@ -92,20 +92,20 @@ class Experts:
 
     @property
     def slots(self) -> list[int]:
-        """Of each switch's pool."""
+        """Slots of each switch's cache."""
         return [each.policy.slots for each in self._switches]
 
     # Sweeps
 
     def begin(self, tokens: int | None) -> bool:
-        """A sweep over so many tokens begins (None: many); returns whether it goes to the pools."""
+        """Begins a pass over so many tokens (None: many). Returns whether it uses the caches."""
         self._pending = None
         shapes = [(s.unit.switch.experts, s.unit.used, s.policy.slots) for s in self._switches]
-        self.pooled = tokens is not None and pooled_sweep(tokens, shapes)
+        self.pooled = tokens is not None and reads_experts(tokens, shapes)
         if self.pooled and tokens and on_metal():
             self.pooled = all(same_kernel(tokens * used, experts, slots) for experts, used, slots in shapes)
-        if self.look_ahead is not None:
-            self.look_ahead.begin()
+        if self.prefetch is not None:
+            self.prefetch.begin()
         for each in self._switches:
             if not self.pooled:
                 # Who copies out of pools, and into them, knows nothing of what is on its way.
@@ -117,8 +117,8 @@ class Experts:
         return self.pooled
 
     def end(self) -> None:
-        """A sweep's graph is built. Nothing that computes with the pools is left for whoever gets its result: that may
-        be another thread, later, and the pools others' by then."""
+        """Ends a pass and evaluates everything that uses the caches: by the time a caller, perhaps another thread,
+        evaluates the result, the caches may have changed."""
         self.settle()
         under_way = [s for s in self._switches if s.last]
         if under_way:
@@ -127,7 +127,6 @@ class Experts:
             switch.last = []
 
     def abandon(self) -> None:
-        """A sweep broke off."""
         self._pending = None
         for switch in self._switches:
             # Wait for what the device has of it; of what it has not, parts may be missing. Nobody wants either.
@@ -142,15 +141,15 @@ class Experts:
         if self._windows is not None and not self.pooled:
             self._windows.done(lease)
 
-    def _call(self, switch: PooledSwitch) -> Call:
+    def _call(self, switch: CachedSwitch) -> Call:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            asking = self.look_ahead is not None and self.look_ahead.asking
-            if self.pooled and not asking:
+            predicting = self.prefetch is not None and self.prefetch.predicting
+            if self.pooled and not predicting:
                 self.settle()
                 if switch.stays:
                     return original(*args, **kwargs)
             x, indices, rest = _taken(args, kwargs)
-            if asking:
+            if predicting:
                 raise Routed(indices)
             if not self.pooled:
                 if self._windows is not None:
@@ -162,12 +161,12 @@ class Experts:
             if self._eager or min(indices.size, switch.unit.switch.experts) > switch.policy.slots:
                 return self._at_once(switch, original, x, indices, rest)
             self._advance()
-            asked = None if self.look_ahead is None else self.look_ahead.ask(switch, x)
+            predicted = None if self.prefetch is None else self.prefetch.predict(switch, x)
             scalars = None
             if self._placed is not None:
                 scalars = mx.uint8 if switch.unit.switch.experts <= 256 else mx.uint16
-            numbers = Numbers(indices, scalars=scalars)
-            foreseen = None if asked is None else Numbers(asked, scalars=scalars)
+            numbers = ExpertIndices(indices, scalars=scalars)
+            foreseen = None if predicted is None else ExpertIndices(predicted, scalars=scalars)
             mx.async_eval(numbers.arrays, [] if foreseen is None else foreseen.arrays)
             with switch.in_place():
                 out = original(x, switch.table[indices], **rest)
@@ -178,7 +177,7 @@ class Experts:
         return call
 
     def settle(self) -> None:
-        """The experts of the last switch that was called are in its pool when this returns.
+        """Brings the experts of the last called switch into its cache.
 
         Raises:
             ReadError: an expert cannot be read (named).
@@ -190,27 +189,27 @@ class Experts:
         tokens = pending.numbers.by_token()
         check()
         wanted = switch.use(tokens)
-        if self.look_ahead is not None:
-            self.look_ahead.routed(switch, wanted)
+        if self.prefetch is not None:
+            self.prefetch.routed(switch, wanted)
         for group in switch.policy.groups(wanted):
             self._reads.bring(switch, group.loads, group.experts)
             self.metrics.experts.used += len(group.experts)
             self.metrics.experts.read += len(group.loads)
-        if self.look_ahead is not None:
-            self.look_ahead.read()
+        if self.prefetch is not None:
+            self.prefetch.read()
             if pending.foreseen is not None:
-                self.look_ahead.foresee(switch, set(pending.foreseen.by_token().ravel().tolist()))
+                self.prefetch.prefetch(switch, set(pending.foreseen.by_token().ravel().tolist()))
 
     def _at_once(
-        self, switch: PooledSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
+        self, switch: CachedSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
     ) -> mx.array:
-        """A call whose experts are known before its graph is built; in groups, if there are more than slots.
+        """Computes a call whose experts are known before its graph is built; in groups if they exceed the slots.
 
-        Each group is computed for all tokens, as the whole would be, so that kernels are the same; what used experts of
-        another group is thrown away.
+        Each group is computed for all tokens, so that the kernels are those of the whole call; results for experts of
+        other groups are discarded.
         """
         self._advance()
-        tokens = Numbers(indices).by_token()
+        tokens = ExpertIndices(indices).by_token()
         check()
         numbers = tokens.reshape(indices.shape)
         out: mx.array | None = None
@@ -231,15 +230,15 @@ class Experts:
     # Memory
 
     def resize(self, slots: Sequence[int]) -> None:
-        """Between sweeps: pools of other sizes. The most valuable experts stay; one layer's pool at a time is there
+        """Changes the caches' sizes between passes. The most valuable experts stay; one layer's cache at a time exists
         twice."""
         self._pending = None
         for switch, count in zip(self._switches, slots, strict=True):
             switch.resize(count)
         clear_cache()
 
-    def _fill(self, switch: PooledSwitch) -> None:
-        """A pool that has room for all experts holds all of them, so that nobody waits for a router."""
+    def _fill(self, switch: CachedSwitch) -> None:
+        """Reads all experts if the cache has room for them, so that no call waits for a router."""
         if self.pooled == switch.stays:
             return
         if not self.pooled:
@@ -258,10 +257,10 @@ class Experts:
             unswap(switch.unit.switch.module)
             switch.settle()
             switch.withdraw()
-            switch.pool.close()
+            switch.cache.close()
         if self._placed is not None:
             self._placed.close()
-        self._switches, self._pending, self._windows, self.look_ahead = [], None, None, None
+        self._switches, self._pending, self._windows, self.prefetch = [], None, None, None
 
 
 def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Experts | None:
@@ -286,13 +285,13 @@ def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Expe
 
 
 SORTED = 64
-"""Numbers of experts from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py)."""
+"""Expert indices from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py)."""
 
 
 def same_kernel(numbers: int, experts: int, slots: int) -> bool:
-    """Whether Metal takes the same kernel with a pool as with all experts, which decides over the last bits.
+    """Whether Metal uses the same kernel with a cache as with all experts; kernels differ in the last bits.
 
-    From 4 numbers an expert on, of those in the array that it is given, sorted ones go to another
+    With at least 4 indices per expert of the array that is passed, sorted ones go to another kernel
     (``GatherQMM::eval_gpu``, mlx/backend/metal/quantized.cpp, MLX 0.32.4). Not measured: nothing has run on Metal.
     """
     return numbers < SORTED or (numbers // experts >= 4) == (numbers // slots >= 4)
@@ -300,11 +299,11 @@ def same_kernel(numbers: int, experts: int, slots: int) -> bool:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A call whose experts are not known yet, and what the next layer's router says of its own; None: not asked."""
+    """A call whose experts are not known yet, and the prediction of the next layer's; None: there is none."""
 
-    switch: PooledSwitch
-    numbers: Numbers
-    foreseen: Numbers | None
+    switch: CachedSwitch
+    numbers: ExpertIndices
+    foreseen: ExpertIndices | None
 
 
 SCALAR = 8
@@ -315,14 +314,14 @@ mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory 
 MOST_SCALARS = 32
 
 
-class Numbers:
-    """Numbers of experts, (..., experts of a token), on their way to the host.
+class ExpertIndices:
+    """Expert indices, (..., experts per token), on their way to the host.
 
     Args:
-        scalars: a dtype that holds them, where small arrays are better; None: it makes no difference.
+        scalars: an integer dtype that holds them, if small arrays are faster to read; None: they are not.
 
     Attributes:
-        arrays: what is to be computed.
+        arrays: to be computed.
     """
 
     def __init__(self, indices: mx.array, *, scalars: mx.Dtype | None = None) -> None:
@@ -334,14 +333,13 @@ class Numbers:
             self.arrays = [flat[n : n + each].astype(scalars) for n in range(0, indices.size, each)]
 
     def by_token(self) -> npt.NDArray[np.int64]:
-        """Of each token, in order; (tokens, experts of one). Waits for them."""
+        """Waits for the indices and returns them in the order of tokens; (tokens, experts per token)."""
         found = [np.array(a).astype(np.int64).ravel() for a in self.arrays]
         return np.concatenate(found).reshape(-1, self._width)
 
 
 def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
-    """Where the host writes, for a switch each, in which slot an expert lies, or which expert lies in a slot; uint32
-    (experts,) each."""
+    """Returns a uint32 table (n,) in host-writable memory for each ``n``."""
     starts = [0, *itertools.accumulate(round_up(4 * n, GPU_ALIGN) for n in experts)]
     memory = Slot(starts[-1], device)
     whole = memory.array
@@ -354,7 +352,7 @@ def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
 
 
 def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[mx.array, mx.array, dict[str, Any]]:
-    """The hidden states and the numbers of experts that a switch is called with, and what else."""
+    """Returns a switch call's hidden states, expert indices and other arguments."""
     rest = dict(kwargs)
     values = list(args)
     for name in ("x", "indices")[len(values) :]:

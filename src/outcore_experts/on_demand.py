@@ -1,4 +1,4 @@
-"""What the engine asks of experts on demand (``outcore.engine.extensions.OnDemand``)."""
+"""The module that ``outcore.engine.extensions.OnDemand`` describes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def experts(
 
 
 Counts = tuple[tuple[int, int], ...]
-"""Layers, and slots of their caches."""
+"""Layers, and the slots of their caches."""
 
 
 class Pools:
-    """Between passes only."""
+    """Resizes the expert caches of a running model between passes: smaller when memory is short or a text grows, and
+    back."""
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
         self.session, self._calibration = session, calibration
@@ -62,8 +63,8 @@ class Pools:
         return [self._slot] * (_slots(self._whole) - _slots(self.session.plan.pools))
 
     def move(self, slots: int) -> int:
-        """So many slots fewer, or more where that is negative, by the shares that layers had at first. Returns how many
-        it were."""
+        """Removes ``slots`` slots, or adds them if negative, in the proportions that layers had at first. Returns the
+        number."""
         now, whole = self.session.plan.pools, self._whole
         wanted = max(len(whole), min(_slots(whole), _slots(now) - slots))
         share = wanted / max(1, _slots(whole))
@@ -102,11 +103,11 @@ class Pools:
 
     @property
     def _slot(self) -> int:
-        """Bytes of a slot, on average."""
+        """Average bytes of a slot."""
         return self.session.plan.pool_bytes // max(1, _slots(self.session.plan.pools))
 
     def _change(self, plan: Plan) -> None:
-        """Run by another plan, of which the caches may be all that differs."""
+        """Adopts another plan, reusing the ring if only the caches differ."""
         before, streaming = self.session.plan, self.session.streaming
         if plan.pools and streaming is not None and streaming.experts is not None and _ring(before) == _ring(plan):
             streaming.drain()

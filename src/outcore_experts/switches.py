@@ -1,4 +1,4 @@
-"""Routed experts of a model's layers: mlx-lm's switches (``mlx_lm.models.switch_layers``), found by class."""
+"""Finds the routed experts of a model's layers: mlx-lm's switches (``mlx_lm.models.switch_layers``), by class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outcore.modules.module_tree import modules, named_modules
 
 @dataclass(frozen=True)
 class Switch:
-    """A module that is called with hidden states and, for each token, the numbers of its experts.
+    """A module that is called with hidden states and each token's expert indices.
 
     Attributes:
-        experts: how many it has to choose from.
-        pieces: of its layer, those that hold its weights.
-        streamed: indices into the layer's parameters; of each the first dimension is that of the experts.
-        held: further parameters of which it is, and which stay in memory: a scale for each expert, an adapter's arrays.
-            Their paths are from the layer.
+        experts: number of experts.
+        pieces: of the layer, those that hold the switch's weights.
+        streamed: indices of the layer's parameters that are stacked by expert.
+        held: further parameters by expert, which stay in memory: a scale for each expert, an adapter's arrays. Paths
+            start at the layer.
     """
 
     module: nn.Module
@@ -33,14 +33,16 @@ class Switch:
 
 
 def switches_in(layer: Layer) -> list[nn.Module]:
-    """The switches of a layer, by class."""
     found = {id(m): m for m in modules(layer.module) if isinstance(m, SwitchGLU | SwitchMLP)}
     return list(found.values())
 
 
 def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
-    """The switch of a layer; None if it has none, several, or one of which experts cannot be taken apart: whose weights
-    share a piece with others, or are not stacked by expert, or are all in memory (an adapter's)."""
+    """Returns a layer's switch.
+
+    None if the layer has none or several, or if experts cannot be separated: their weights share a piece with others,
+    are not stacked by expert, or are all in memory (an adapter's).
+    """
     found = switches_in(layer)
     if len(found) != 1:
         return None
@@ -67,7 +69,8 @@ def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
 
 
 def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
-    """The module inside of a layer that routes and calls its switch; None if that is the layer itself."""
+    """Returns the module inside a layer that contains the router and calls its switch; None if that is the layer
+    itself."""
     for module in modules(layer.module):
         if module is not layer.module and any(m is switch.module for m in module.children().values()):
             return module
@@ -75,7 +78,7 @@ def block_of(layer: Layer, switch: Switch) -> nn.Module | None:
 
 
 def _by_expert(module: nn.Module) -> bool:
-    """Whether a module has a matrix for each expert, so that a vector as long as there are of them is one by expert,
-    and not by chance as wide as that."""
+    """Whether a module has a matrix per expert, so that a vector of that length is one number per expert, not a
+    coincidence."""
     weight = module.get("weight")
     return isinstance(weight, mx.array) and weight.ndim == 3

@@ -1,10 +1,11 @@
-"""Keys and values on disk: each streamed layer's are read into a slot before its turn, and put away after it.
+"""KV offload: reads each streamed layer's keys and values into a slot before the layer is computed, and stores them
+after.
 
-The slots are two of a ring of their own, whose turns go with those of the weights. In its turn a layer's cache is
-mlx-lm's own, with arrays that show a slot; as MLX copies what others refer to when it writes the new tokens, nothing is
-ever written to a slot. When the layer is computed, whole blocks go to the file and the rest stays in memory.
+Two slots form a ring of their own, in step with the ring of weights. While its layer is computed, a cache is mlx-lm's
+own, with arrays that show a slot; as MLX copies an array that others refer to when it writes new tokens, it never
+writes to a slot. Afterwards whole blocks go to the file and the rest stays in memory.
 
-Layers that stay in memory keep their keys and values there, too: a byte of them costs what a byte of weights does.
+Resident layers keep their keys and values in memory as well: a byte of them costs what a byte of weights does.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.sizes import format_size
 
-from .away import PLAIN, Away
-from .kept_tokens import KeptTokens
+from .cache_store import CacheStore
+from .offloaded_cache import PLAIN, Offloaded
 from .scratch import Scratch, try_folder
 
 if TYPE_CHECKING:
@@ -42,20 +43,20 @@ if TYPE_CHECKING:
     from outcore.engine.streaming import Streaming
 
 __all__ = ["check_room", "offloader", "try_folder"]
-"""What ``outcore.engine.extensions.KVOffload`` is."""
+"""The face that ``outcore.engine.extensions.KVOffload`` describes."""
 
 SLOTS = 2
 
 KV_FOLDER = "kv"
-"""Of the cache folder."""
+"""In the cache folder."""
 
 LONGEST = 1 << 20
-"""Tokens that a file of keys and values has room for from the start at most. It is sparse."""
+"""Most tokens that the file has room for from the start. It is sparse."""
 
 
 @dataclass(frozen=True)
 class KvLayer:
-    """A layer whose caches are kept on disk: its module's id and name, and which of a model's caches it uses."""
+    """A layer whose caches are offloaded: its module's id, its name, and the indices of its caches."""
 
     module: int
     name: str
@@ -67,32 +68,32 @@ class _OwnCaches:
     """A layer whose caches are mlx-lm's own for now.
 
     Attributes:
-        slot: that their arrays show; None: they are larger, and were read into memory of their own. ``lease``: None
-            until it is taken.
-        caches: each with the tokens that were kept of it when it came. ``needed``: those in the slot, however their
-            caches were replaced since.
-        there: the slot's bytes are.
+        slot: that their arrays show; None: they exceed it and were read into memory of their own.
+        caches: each with the tokens that were stored of it before.
+        needed: stores whose tokens are in the slot, even if their caches were replaced since.
+        lease: None until it is taken.
+        there: the slot's bytes have arrived.
     """
 
     slot: int | None
-    caches: list[tuple[Any, KeptTokens, int]] = field(default_factory=list)
-    needed: list[tuple[KeptTokens, int]] = field(default_factory=list)
+    caches: list[tuple[Any, CacheStore, int]] = field(default_factory=list)
+    needed: list[tuple[CacheStore, int]] = field(default_factory=list)
     lease: Lease | None = None
     there: bool = False
 
 
-_Was = tuple[KeptTokens, object, int, int]
-"""What was read ahead: of whom, from which region, for arrays of how much room, and how many tokens."""
+_Was = tuple[CacheStore, object, int, int]
+"""A prefetch: the store, its region and changes, the room of its arrays, and its tokens."""
 
 
 class KvDisk:
-    """What goes with the turns of a model's layers.
+    """Offloads the caches of a model.
 
     Args:
-        layers: in the order of a sweep.
+        layers: in the order of a pass.
         slot_bytes: of the largest layer's keys and values, at first.
-        tokens: room for so many in the file for each cache, at first.
-        drain: waits for what is under way, so that slots are given back.
+        tokens: room in the file for each cache, at first.
+        drain: waits for running work, so that slots are released.
     """
 
     def __init__(
@@ -128,7 +129,6 @@ class KvDisk:
         return ring
 
     def resize(self, slot_bytes: int) -> None:
-        """Between sweeps: slots of another size."""
         if slot_bytes != self.slot_bytes:
             self._ring.close(reader=False)
             self._ring = self._make_ring(slot_bytes)
@@ -140,21 +140,21 @@ class KvDisk:
             self._ring.reorder(order)
 
     def adopt(self, caches: Sequence[Any]) -> None:
-        """Before a sweep: these caches, of a whole model, are kept here from now on.
+        """Offloads these caches of a whole model from now on.
 
         Raises:
-            StoreError: what they hold could not be written.
+            StoreError: their contents could not be written.
         """
         each = flat(caches)
         for layer in self._layers:
             for n in layer.caches:
                 cache = each[n] if n < len(each) else None
                 kept = keeper_of(cache)
-                if isinstance(kept, KeptTokens) and kept.scratch is not self._scratch:
+                if isinstance(kept, CacheStore) and kept.scratch is not self._scratch:
                     # Another model's, of the same weights perhaps.
                     in_memory([cache])
                 if type(cache) in PLAIN and keeper_of(cache) is None and _alone(cache):
-                    KeptTokens(self._scratch, self._tokens).put_away(cache, 0)
+                    CacheStore(self._scratch, self._tokens).put_away(cache, 0)
 
     # A sweep
 
@@ -167,10 +167,10 @@ class KvDisk:
         self._ring.begin_sweep()
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
-        """A layer is about to be called with these caches.
+        """Gives a layer's caches their arrays before its call.
 
         Args:
-            building: only its graph is built for now, perhaps one of several passes.
+            building: only the layer's graph is built for now, perhaps one of several passes.
         """
         unit = self._index.get(module)
         if unit is None:
@@ -186,7 +186,7 @@ class KvDisk:
         turn = self._open[unit] = _OwnCaches(slot)
         if not building:
             turn.lease = self._ring.take(unit)
-        turn.caches = [(c, self._keeper(c), c.offset if isinstance(c, Away) else 0) for c in mine]
+        turn.caches = [(c, self._keeper(c), c.offset if isinstance(c, Offloaded) else 0) for c in mine]
         here = [(c, kept) for c, kept, base in turn.caches if base]
         turn.needed = [(kept, base) for _, kept, base in turn.caches if base]
         if not self._fit([kept for _, kept in here]):
@@ -200,22 +200,21 @@ class KvDisk:
                 kept.come(cache, self._ring.slots[slot].array[at:end])
             at = end
         for cache in mine:
-            if isinstance(cache, Away):
+            if isinstance(cache, Offloaded):
                 self._keeper(cache).come(cache, self._nothing)
 
-    def _keeper(self, cache: Any) -> KeptTokens:
+    def _keeper(self, cache: Any) -> CacheStore:
         kept = keeper_of(cache)
-        if not isinstance(kept, KeptTokens):
-            kept = cache.__dict__[KEEPER] = KeptTokens(self._scratch, self._tokens)
+        if not isinstance(kept, CacheStore):
+            kept = cache.__dict__[KEEPER] = CacheStore(self._scratch, self._tokens)
         return kept
 
-    def _fit(self, kept: Sequence[KeptTokens]) -> bool:
-        """Whether a slot has room for these caches' arrays. Texts may be longer than they were made for, where nobody
-        asked for room."""
+    def _fit(self, kept: Sequence[CacheStore]) -> bool:
+        """Whether a slot has room for these caches. Without a reservation, texts may outgrow the slots."""
         return sum(k.nbytes for k in kept) <= self.slot_bytes
 
     def arrive(self, module: int) -> None:
-        """Wait for what a layer needs to be there.
+        """Waits for a layer's keys and values.
 
         Raises:
             ReadError: the disk failed.
@@ -242,17 +241,17 @@ class KvDisk:
         turn.there = True
 
     def computed(self, module: int) -> None:
-        """A layer was computed: its keys and values are put away.
+        """Stores the keys and values of a computed layer.
 
         Raises:
-            StoreError: they could not be written; they are in memory, as they are.
+            StoreError: they could not be written; they stay in memory.
         """
         unit = self._index.get(module)
         turn = None if unit is None else self._open.get(unit)
         if unit is None or turn is None:
             return
         for cache, kept, base in turn.caches:
-            if not isinstance(cache, Away):
+            if not isinstance(cache, Offloaded):
                 if _alone(cache):
                     kept.put_away(cache, base)
                 else:
@@ -262,12 +261,12 @@ class KvDisk:
             self._ring.release(turn.lease)
 
     def abandon(self) -> None:
-        """A sweep broke off. Who goes back has taken a mark of each cache."""
+        """Called when a pass failed; the undo restores the caches from its marks."""
         self._open.clear()
         self._ring.abandon()
 
     def close(self) -> None:
-        """Free the slots, and give up the file: caches that are on it are lost. Safe to call twice."""
+        """Frees the slots and closes the file: caches on it are lost. Safe to call twice."""
         self._open.clear()
         self._ring.close()
         self._scratch.close()
@@ -275,13 +274,13 @@ class KvDisk:
     # Reads
 
     def _reads(self, unit: int) -> Partly:
-        """What is read for a layer: what was written of the caches that it served last."""
+        """Returns the reads for a layer: the stored tokens of the caches that it used last."""
         turn = self._open.get(unit)
         if turn is not None and not turn.there:
             # Its graph was built before its turn has come.
             needed = turn.needed
         else:
-            caches = [c for ref in self._last[unit] if isinstance(c := ref(), Away) and c.offset]
+            caches = [c for ref in self._last[unit] if isinstance(c := ref(), Offloaded) and c.offset]
             needed = [(self._keeper(c), c.offset) for c in caches]
         extents, at, was = [], 0, list[_Was]()
         for kept, tokens in needed if self._fit([kept for kept, _ in needed]) else ():
@@ -295,7 +294,7 @@ class KvDisk:
         return Partly(extents, (), begun)
 
     def _is_there(self, turn: _OwnCaches) -> bool:
-        """Whether what was read ahead is what is needed now."""
+        """Whether the prefetch matches what is needed now."""
         assert turn.lease is not None
         needed = [(k, (k.held.region, k.held.changes), k.held.room, k.on_disk(base)) for k, base in turn.needed]
         was = self._read.get(turn.lease.read, [])
@@ -303,21 +302,21 @@ class KvDisk:
             a[:3] == b[:3] and a[3] >= b[3] for a, b in zip(was, needed, strict=True)
         )
 
-    def _replaced(self, old: tuple[Any, KeptTokens, int], now: Any) -> tuple[Any, KeptTokens, int]:
+    def _replaced(self, old: tuple[Any, CacheStore, int], now: Any) -> tuple[Any, CacheStore, int]:
         if old[0] is now:
             return old
-        kept = KeptTokens(self._scratch, self._tokens)
+        kept = CacheStore(self._scratch, self._tokens)
         now.__dict__[KEEPER] = kept
         return now, kept, 0
 
 
 def _kept(caches: Sequence[Any]) -> list[Any]:
-    return [c for c in caches if (isinstance(c, Away) or type(c) in PLAIN) and _alone(c)]
+    return [c for c in caches if (isinstance(c, Offloaded) or type(c) in PLAIN) and _alone(c)]
 
 
 def _alone(cache: Any) -> bool:
-    """Whether a cache is one sequence's."""
-    if isinstance(cache, Away) or cache.keys is None:
+    """Whether a cache holds a single sequence."""
+    if isinstance(cache, Offloaded) or cache.keys is None:
         return True
     keys = cache.keys[0] if isinstance(cache.keys, list | tuple) else cache.keys
     return bool(keys.shape[0] == 1)
@@ -328,7 +327,11 @@ def check_room(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) 
 
 
 def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> Scratch:
-    """A file with room for the keys and values of a plan's context; ``kv_dir``: where; None: the cache folder."""
+    """Returns a file with room for the keys and values of a plan's context.
+
+    Args:
+        kv_dir: its folder; None: the cache folder.
+    """
     scratch = Scratch(make_cache() / KV_FOLDER if kv_dir is None else Path(kv_dir), io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):
@@ -342,7 +345,7 @@ def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) ->
 
 
 def offloader(streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
-    kv = streaming.beside
+    kv = streaming.kv
     if kv is not None and plan.kv_slot:
         kv.resize(plan.kv_slot)
     if kv is not None or not plan.kv_slot:

@@ -1,7 +1,7 @@
-"""A file without a name that bytes are kept in for as long as the process lives: whatever ends it, nothing is left.
+"""An unnamed file for keys and values, which disappears with the process however that ends.
 
-It is sparse: only what was written takes room. A region is a stretch of it, given back when nobody refers to it. By one
-thread at a time; regions may go in any.
+It is sparse: only what was written takes room. Its regions are freed once unreferenced. Not thread-safe, except that
+any thread may drop a region.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PUNCH_HOLE = 3
 """``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h."""
 
 MARGIN = 100_000_000
-"""Bytes that stay free on the disk for others."""
+"""Bytes of the disk that stay free for others."""
 
 
 class Region:
-    """``nbytes`` bytes of the file from ``offset`` on, until the last one who refers to it has gone."""
+    """``nbytes`` bytes of the file from ``offset`` on; freed with the last reference."""
 
     __slots__ = ("__weakref__", "nbytes", "offset")
 
@@ -39,10 +39,10 @@ class Region:
 
 
 def try_folder(folder: Path) -> None:
-    """Whether keys and values can be kept in a folder, found out by doing it; nothing is left there.
+    """Checks that a folder can hold keys and values, by trying it. Leaves nothing behind.
 
     Raises:
-        StoreError: they cannot; says why.
+        StoreError: it cannot; says why.
     """
     scratch = Scratch(folder)
     scratch.close()
@@ -52,15 +52,14 @@ def try_folder(folder: Path) -> None:
 
 
 class Scratch:
-    """A file in ``folder`` whose name is gone before anything is written. The folder is made if it is not there, and
-    the one that it is to be in is.
+    """A file in ``folder`` that is unlinked before anything is written. Creates the folder in an existing parent.
 
     Args:
         io: as in ``FileReader``.
 
     Attributes:
         file: to read from.
-        made: the folder was not there.
+        made: the folder was created.
 
     Raises:
         StoreError: no file can be made there.
@@ -104,15 +103,14 @@ class Scratch:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be written."""
         stats = os.fstatvfs(self._fd)
         return max(0, stats.f_bavail * stats.f_frsize - MARGIN)
 
     def take(self, nbytes: int) -> Region:
-        """A stretch of the file.
+        """Returns a new region.
 
         Raises:
-            StoreError: the file system takes none so large.
+            StoreError: the file system refuses that size.
         """
         self.tidy()
         nbytes = round_up(nbytes, BLOCK)
@@ -130,7 +128,7 @@ class Scratch:
         return region
 
     def tidy(self) -> None:
-        """Give back what nobody refers to any more."""
+        """Frees regions that are not referenced any more."""
         while self._gone and not self._closed:
             offset, nbytes = self._held.pop(self._gone.popleft())
             self._free.setdefault(nbytes, []).append(offset)
@@ -142,7 +140,7 @@ class Scratch:
                     call(self._fd, PUNCH_HOLE, offset, nbytes)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data``.
+        """Writes all of ``data``.
 
         Raises:
             StoreError: the disk is full, or failed.
@@ -157,7 +155,7 @@ class Scratch:
         self._calls.forget(self._fd, offset, len(data))
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target``, in the calling thread.
+        """Fills ``target`` in the calling thread.
 
         Raises:
             StoreError: the disk failed.
@@ -170,7 +168,7 @@ class Scratch:
             raise StoreError(f"{self.folder}: keys and values could not be read: {why}") from e
 
     def close(self) -> None:
-        """Give the file up, when nobody reads from it any more; safe to call twice."""
+        """Closes the file once nothing reads from it; safe to call twice."""
         if not self._closed:
             self._closed = True
             os.close(self._fd)

@@ -334,8 +334,8 @@ def while_others_are_late(link: Link, folder: Path, late: int) -> list[float]:
         if link.rank == late:
             session.transport.before_send = lambda: time.sleep(LATE_S)
         for _ in outcore.stream_generate(model, TokensOnly(), PROMPT, 8):
-            if session.streaming.sweep_s is not None and session.streaming.sweep_tokens == 1:
-                found.append(session.streaming.sweep_s)
+            if session.streaming.pass_s is not None and session.streaming.pass_tokens == 1:
+                found.append(session.streaming.pass_s)
     return found
 
 
@@ -413,7 +413,7 @@ def slots_held(link: Link, folder: Path) -> tuple[int, int]:
             cache = make_prompt_cache(model)
             for at, chunks in enumerate(([[1]], [[2, 3], [4, 5]])):
                 mx.eval(
-                    engine.sweep([functools.partial(model, mx.array([c]), cache=cache) for c in chunks])
+                    engine.run_passes([functools.partial(model, mx.array([c]), cache=cache) for c in chunks])
                     if at
                     else model(mx.array(chunks), cache=cache)
                 )

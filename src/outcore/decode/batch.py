@@ -250,7 +250,7 @@ def make_room(model: nn.Module, workload: Workload) -> None:
     if size.sequences > 1:
         workload = replace(workload, most=size.sequences, least=size.sequences)
     # Where keys and values are on disk, a layer's turn has one text's.
-    alone = streaming is not None and (streaming.evaluates or streaming.beside is not None)
+    alone = streaming is not None and (streaming.evaluates or streaming.kv is not None)
     if alone or not mergeable(model):
         workload = replace(workload, most=1, least=1)
     larger = replace(size.at_context(max(size.context, workload.context)), prompt=max(size.prompt, workload.prompt))

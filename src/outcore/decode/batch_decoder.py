@@ -23,7 +23,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, TokenBuffer,
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..engine.session import Session
-from ..engine.transport import sweeps_of
+from ..engine.transport import pass_runner
 from ..machine.allocator import clear_cache, note_held
 from ..modules.side_by_side import own_memory
 from .one_text import to_token
@@ -95,7 +95,7 @@ class BatchDecoder:
 
     def _prompt(self, ids: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = self._model(ids[None], cache=cache)
-        if sweeps_of(self._session.streaming, self._transport) is None:
+        if pass_runner(self._session.streaming, self._transport) is None:
             mx.eval([c.state for c in cache])
         return logits
 
@@ -111,7 +111,7 @@ class BatchDecoder:
             for mine, theirs in zip(self._caches, merged, strict=False):
                 mine.extend(theirs)
             self._caches = self._caches or merged
-            if sweeps_of(self._session.streaming, self._transport) is None:
+            if pass_runner(self._session.streaming, self._transport) is None:
                 # Layer by layer here, too: before and after are there at once.
                 for c in self._caches:
                     mx.eval(c.state)

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.session import Session
-from ..engine.transport import sweeps_of
+from ..engine.transport import pass_runner
 from ..machine.allocator import limits
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
@@ -96,9 +96,9 @@ def run_passes(
         prompts: the first so many are of prompts, which are computed together as far as there is memory for their
             graphs; ``context``: tokens that the longest of them has, with all before it.
     """
-    sweeps, rows = sweeps_of(session.streaming, session.transport), list[mx.array]()
+    runner, rows = pass_runner(session.streaming, session.transport), list[mx.array]()
     # Such a model's graph cannot be built ahead of its weights, or it has none to read.
-    each_alone = sweeps is None or (len(passes) == 1 and not prompts)
+    each_alone = runner is None or (len(passes) == 1 and not prompts)
     counts = [1] * len(passes) if each_alone else [0]
     if prompts and not each_alone:
         lengths = [each.tokens for each in passes[:prompts]]
@@ -107,12 +107,12 @@ def run_passes(
     at = 0
     for count in counts:
         share, mine = passes[at : at + count], [n - at for n in wanted if at <= n < at + count]
-        if sweeps is None or each_alone:
+        if runner is None or each_alone:
             made = [share[0].run()]
             if not mine:
                 made.clear()  # what nobody wants would hold what it is made from, caches above all
         else:
-            made = sweeps.sweep(
+            made = runner.run_passes(
                 [each.run for each in share], tokens=sum(each.tokens for each in share) or None, wanted=mine
             )
         rows += made

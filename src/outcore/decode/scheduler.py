@@ -20,7 +20,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..engine.session import Session
-from ..engine.transport import sweeps_of
+from ..engine.transport import pass_runner
 from ..errors import BudgetError
 from ..machine.allocator import clear_cache
 from ..modules.side_by_side import mergeable
@@ -330,7 +330,7 @@ class Scheduler:
         if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)
         # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
-        together = sweeps_of(self._session.streaming, self._session.transport) is not None
+        together = pass_runner(self._session.streaming, self._session.transport) is not None
         apart = len(self._rows) == 1 or room.apart
         for row in admitted:
             request = row.begin(self._session, chunk, whole=apart, finds=not self._planned, records=room.records)

@@ -92,7 +92,7 @@ class SequenceRoom:
         if self._planned:
             make_room(session, max(lengths) + 1, max(joining, default=1), self._asked_step)
             return session.size.context
-        if len(lengths) > 1 and session.streaming is not None and session.streaming.beside is not None:
+        if len(lengths) > 1 and session.streaming is not None and session.streaming.kv is not None:
             # A layer's turn has one text's: others would be computed with what is another's.
             raise BudgetError("keys and values that are kept on disk are those of one text at a time")
         given_up, self.records = self._see_draft(), True

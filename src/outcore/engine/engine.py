@@ -244,6 +244,6 @@ class Engine:
         self.io = "direct" if reader.direct else "cached"
         if self._close_files is not None:
             self._close_files.detach()
-        kv = self.streaming.beside
+        kv = self.streaming.kv
         held: list[Any] = [ring, *row_readers(tables), *([] if kv is None else [kv])]
         self._close_files = weakref.finalize(self.model, lambda: [each.close() for each in held])

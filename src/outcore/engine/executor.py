@@ -60,7 +60,7 @@ class LayerExecutor:
         self.tokens = 0
         self.pooled = False
         self.undo: Undo | None = None
-        self.beside: KVOffloader | None = None
+        self.kv: KVOffloader | None = None
         self.done: Callable[[Lease], object] | None = None
         self.ended = 0.0, 0.0
         self._metrics, self._after_unit = metrics, after_unit
@@ -80,7 +80,7 @@ class LayerExecutor:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
                 return self._passed(unit, original(*args, **kwargs))
-            if self.beside is not None:
+            if self.kv is not None:
                 self._enter(unit, args, kwargs)
             turn = self._begin(unit, args, kwargs)
             try:
@@ -119,7 +119,7 @@ class LayerExecutor:
             if self.pooled:
                 return self._passed(unit, original(*args, **kwargs))
             try:
-                if self.beside is not None:
+                if self.kv is not None:
                     self._enter(unit, args, kwargs)
                 out = original(*args, **kwargs)
                 if (last := self._open) is not None:
@@ -239,12 +239,12 @@ class LayerExecutor:
             self._layers.ring.wait(lease)
         if not self._transport.alone:
             self.settle()
-        if self.beside is not None:
-            self.beside.arrive(self._layers.module(lease.unit))
+        if self.kv is not None:
+            self.kv.arrive(self._layers.module(lease.unit))
 
     def _enter(self, unit: int, args: Any, kwargs: Any) -> None:
-        assert self.beside is not None
-        self.beside.enter(self._layers.module(unit), caches_in(args, kwargs), self.recording is not None)
+        assert self.kv is not None
+        self.kv.enter(self._layers.module(unit), caches_in(args, kwargs), self.recording is not None)
 
     # Other ranks
 

@@ -56,7 +56,7 @@ class Watch:
         """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
         streaming = self.engine.streaming
         if streaming is not None:
-            for calls, mine in ((streaming.before_sweep, self.before_pass), (streaming.after_unit, self.within_pass)):
+            for calls, mine in ((streaming.before_pass, self.before_pass), (streaming.after_unit, self.within_pass)):
                 if mine not in calls:
                     calls.append(mine)
         self.residency.layers.room = self.room
@@ -70,7 +70,7 @@ class Watch:
         self._passes += 1
         self._since += 1
         self.residency.layers.note_arrivals()
-        self._ended = self._ended or (self.engine.streaming is not None and self.engine.streaming.sweep_s is not None)
+        self._ended = self._ended or (self.engine.streaming is not None and self.engine.streaming.pass_s is not None)
         decision, self._pending = self._pending, None
         if decision is None and self.governor.due(self._clock(), self._since):
             decision = self._look()
@@ -99,9 +99,9 @@ class Watch:
         kept = mx.get_cache_memory()
         held = mx.get_active_memory() + kept
         # What the next prompt will be computed with is free until it comes; while one is computed, it is taken.
-        prompt = within and streaming is not None and streaming.sweep_tokens > 1
+        prompt = within and streaming is not None and streaming.pass_tokens > 1
         needed = 0 if prompt else max(0, plan.activation_bytes - kept)
-        pass_s = streaming.sweep_s if streaming is not None and self._ended else None
+        pass_s = streaming.pass_s if streaming is not None and self._ended else None
         self._since, self._ended = 0, False
         spare, away = layers.movable()
         return self.governor.decide(

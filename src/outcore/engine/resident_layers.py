@@ -198,8 +198,8 @@ class ResidentLayers:
         """The plan with these layers resident, for the model as it is now."""
         self.session.adopt(replan(self.session.size, self.session.plan, resident, self._calibration))
         plan, streaming = self.session.plan, self.session.streaming
-        if plan.kv_slot and streaming is not None and streaming.beside is not None:
-            streaming.beside.resize(plan.kv_slot)
+        if plan.kv_slot and streaming is not None and streaming.kv is not None:
+            streaming.kv.resize(plan.kv_slot)
 
     # Slots, and what drafts
 

@@ -213,7 +213,7 @@ class Session(Engine):
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
         """Raise a StoreError where the disk has no room for a plan's keys and values."""
         offload = kv_offload()
-        if offload is not None and plan.kv_slot and (self.streaming is None or self.streaming.beside is None):
+        if offload is not None and plan.kv_slot and (self.streaming is None or self.streaming.kv is None):
             offload.check_room(size, plan, self.reading.kv_dir, self.reading.io)
 
     def close(self) -> None:

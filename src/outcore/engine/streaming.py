@@ -57,10 +57,10 @@ class Streaming:
         self.model, self.metrics, self.exclusive = model, metrics, exclusive
         self.evaluates, self._copies, self._transport = evaluates, copies, transport
         self.after_unit: list[Callable[[], object]] = [check]
-        self.before_sweep: list[Callable[[], object]] = []
+        self.before_pass: list[Callable[[], object]] = []
         self.experts: ExpertCaches | None = None
-        self.beside: KVOffloader | None = None
-        self.sweep_s: float | None = None
+        self.kv: KVOffloader | None = None
+        self.pass_s: float | None = None
         self._began: tuple[float, float] | None = None  # when the sweep did, and seconds that ranks were waited for
         self._within = False  # a transaction
         self._several = False  # passes of one sweep
@@ -87,7 +87,7 @@ class Streaming:
         """Free slots, threads and files, so that the model can be bound to another ring, and give the model its own
         classes back (its streamed weights stay absent)."""
         with self.exclusive:
-            if self.beside is not None:
+            if self.kv is not None:
                 self.drain()
             self._let_go()
         self.layers.remove()
@@ -95,13 +95,13 @@ class Streaming:
             unswap(t.module)
         unswap(self.model)
 
-    def join(self, experts: ExpertCaches | None, beside: KVOffloader | None) -> None:
+    def join(self, experts: ExpertCaches | None, kv: KVOffloader | None) -> None:
         """What goes with the layers' turns from now on. What was there before is for its owner to close."""
         self.drain()
         if experts is not None:
             experts.bind(self.ring, self.layers.units)
-        self.experts, self.beside, self._turns.beside = experts, beside, beside
-        self._turns.done = None if experts is None and beside is None else self._done
+        self.experts, self.kv, self._turns.kv = experts, kv, kv
+        self._turns.done = None if experts is None and kv is None else self._done
         self._tell_order()
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
@@ -113,20 +113,20 @@ class Streaming:
         clear_cache()
 
     def _tell_order(self) -> None:
-        if self.beside is not None:
-            self.beside.expect(self.layers.modules)
+        if self.kv is not None:
+            self.kv.expect(self.layers.modules)
 
     def _done(self, lease: Lease) -> None:
         if self.experts is not None:
             self.experts.done(lease)
-        if self.beside is not None and (module := self.layers.ends(lease.unit)) is not None:
-            self.beside.computed(module)
+        if self.kv is not None and (module := self.layers.ends(lease.unit)) is not None:
+            self.kv.computed(module)
 
     def close(self) -> None:
         """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
         with self.exclusive:
             self._let_go()
-            for each in (self.experts, self.beside):
+            for each in (self.experts, self.kv):
                 if each is not None:
                     each.close()
             self.experts = None
@@ -143,7 +143,7 @@ class Streaming:
     # Sweeps
 
     @property
-    def sweep_tokens(self) -> int:
+    def pass_tokens(self) -> int:
         """Tokens that the sweep now under way, or the last one, is for."""
         return self._turns.tokens
 
@@ -164,10 +164,10 @@ class Streaming:
                 ids = arg
                 break
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
-            self._begin_sweep(None if ids is None else ids.size)
+            self._begin_pass(None if ids is None else ids.size)
             out = original(*args, **kwargs)
             self._turns.settle()
-            self._end_sweep()
+            self._end_pass()
             if ids is not None and ids.shape[1] == 1:
                 # Give the last unit's slot back while what follows it is computed: the head, and layers that stay in
                 # memory. Of one token all of that is wanted.
@@ -194,11 +194,11 @@ class Streaming:
         self._within = True
         undo = None
         try:
-            if self.beside is not None:
+            if self.kv is not None:
                 # What is not known to be done is not put away yet.
                 self.drain()
                 if cache:
-                    self.beside.adopt(cache)
+                    self.kv.adopt(cache)
             undo = self._turns.undo = Undo(cache, tokens) if cache else None
             yield undo
         except BaseException:
@@ -208,32 +208,32 @@ class Streaming:
                 self.experts.abandon()
             self._turns.forget()
             self.ring.abandon()
-            if self.beside is not None:
-                self.beside.abandon()
+            if self.kv is not None:
+                self.kv.abandon()
             if undo is not None:
                 undo.restore()
             raise
         finally:
             self._within, self._turns.undo = False, None
 
-    def _begin_sweep(self, tokens: int | None) -> None:
+    def _begin_pass(self, tokens: int | None) -> None:
         """``tokens``: of all passes; None: many."""
         turns = self._turns
         self.drain()
         if self._began is not None:
             # What others took until then says nothing of this machine.
             began, waited = self._began
-            self.sweep_s = turns.ended[0] - began - (turns.ended[1] - waited)
+            self.pass_s = turns.ended[0] - began - (turns.ended[1] - waited)
         if self.layers.keep_adopted():
             self.ring.reorder(self.layers.order)
             self._tell_order()
-        for call in self.before_sweep:
+        for call in self.before_pass:
             call()
         if turns.undo is not None:
             turns.undo.begin()
         self.ring.begin_sweep()
-        if self.beside is not None:
-            self.beside.begin_sweep()
+        if self.kv is not None:
+            self.kv.begin_sweep()
         self.metrics.sweeps += 1
         self._began, turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
         turns.pooled = self.experts is not None and self.experts.begin(tokens)
@@ -242,7 +242,7 @@ class Streaming:
         if not self._transport.alone:
             self._transport.begin_sweep(pooled=turns.pooled)
 
-    def _end_sweep(self) -> None:
+    def _end_pass(self) -> None:
         """All units were handed over, so all that was read for this sweep is there."""
         if self.experts is not None:
             self.experts.end()
@@ -265,7 +265,7 @@ class Streaming:
         """What a pass has built so far is about to be computed: caches that moved on are not taken back in part."""
         self._turns.reached(self._turns.moved())
 
-    def sweep(
+    def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
         """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
@@ -289,7 +289,7 @@ class Streaming:
             tokens = None  # what goes to pools goes pass by pass; all ranks have to go layer by layer
         outputs: list[mx.array] = []
         with self.exclusive, self.transaction(None, 0):
-            self._begin_sweep(tokens)
+            self._begin_pass(tokens)
             self._several = True
             try:
                 if self._turns.pooled:
@@ -313,7 +313,7 @@ class Streaming:
                 self.drain()  # the head may wait for others
             for each in recorded:
                 each.settle()
-            self._end_sweep()
+            self._end_pass()
         return outputs
 
     def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
@@ -326,7 +326,7 @@ class Streaming:
             assert self.experts is not None
             self.experts.settle()
             check()
-        self._end_sweep()
+        self._end_pass()
         return outputs
 
     def leaves(self, array: mx.array) -> None:

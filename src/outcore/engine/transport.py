@@ -51,10 +51,10 @@ class Forecast(Protocol):
         """For JSON; one entry of ``ranks`` for each."""
 
 
-class Sweeps(Protocol):
+class PassRunner(Protocol):
     """What computes several passes layer by layer (``Streaming.sweep``)."""
 
-    def sweep(
+    def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]: ...
 
@@ -167,13 +167,13 @@ class Transport(Agreement, Stage):
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
         """Caches of several sequences, of each one for every layer, are about to be merged."""
 
-    def sweeps(self) -> Sweeps | None:
+    def passes_together(self) -> PassRunner | None:
         """What computes several passes layer by layer, where nothing is streamed; None: they follow each other."""
         return None
 
 
-def sweeps_of(streaming: Streaming | None, transport: Transport) -> Sweeps | None:
+def pass_runner(streaming: Streaming | None, transport: Transport) -> PassRunner | None:
     """What computes several passes layer by layer; None: they follow each other."""
     if streaming is None:
-        return transport.sweeps()
+        return transport.passes_together()
     return None if streaming.evaluates else streaming

@@ -89,9 +89,9 @@ class SnapshotRecorder:
                 "per_sweep": round((now["tokens"] - slow["tokens"]) / sweeps, 3) if sweeps > 0 else None,
                 "sweeps": m.sweeps,
                 "sweeps_per_s": _rate(slow, now, "sweeps"),
-                "sweep_s": round(streaming.sweep_s, 4) if streaming and streaming.sweep_s is not None else None,
+                "sweep_s": round(streaming.pass_s, 4) if streaming and streaming.pass_s is not None else None,
                 # Of a prompt, or of a draft.
-                "in_sweep": streaming.sweep_tokens if streaming is not None and working else 0,
+                "in_sweep": streaming.pass_tokens if streaming is not None and working else 0,
             },
             "drafts": {
                 "source": session.drafting.name if session.drafting is not None else None,

@@ -1,8 +1,8 @@
-"""One cache's keys and values on disk: whole blocks of tokens in a file, the last few in memory.
+"""Stores one cache's keys and values on disk: whole blocks of tokens in a file, the last few tokens in memory.
 
-In the file each head's tokens follow each other, so that they are read at one go into the array that mlx-lm's own cache
-would have, with the room behind them that its has: the same shapes and strides, so the same kernels and bits. What is
-kept is one value, replaced by another when all of it is there: whoever has the one of before can go back to it.
+In the file, tokens of a head are contiguous, so that they are read at once into the array that mlx-lm's own cache would
+have, spare room included: the same shapes and strides, and so the same kernels and bits. The stored state is an
+immutable value that is replaced once everything is written, so an earlier one can be restored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outcore.modules.cache_rollback import KEEPER
 from outcore.modules.hooks import handle
 from outcore.sizes import BLOCK, round_up
 
-from .away import Away, as_away, as_plain
+from .offloaded_cache import Offloaded, as_offloaded, as_plain
 from .scratch import Region, Scratch
 
 TOKENS = 256
-"""Of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""
+"""Tokens of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""
 
 WRITTEN = 2048
-"""Tokens that are copied out of the caches at a time."""
+"""Tokens that are copied out of a cache at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,24 +51,24 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """Where tensors lie in a region with room for so many ``tokens``."""
+    """The layout of tensors in a region with room for ``tokens`` tokens."""
 
     tensors: tuple[Tensor, ...]
     tokens: int = 0
 
     def places(self) -> list[int]:
-        """Of each tensor's first head in a region; and the region's end."""
+        """Returns the offset of each tensor's first head in a region, and the region's end."""
         places = [0]
         for t in self.tensors:
             places.append(places[-1] + t.heads * self.head(t))
         return places
 
     def head(self, t: Tensor) -> int:
-        """Bytes from one head to the next."""
+        """Returns the bytes from one head to the next."""
         return round_up(self.tokens * t.row, BLOCK)
 
     def slot_places(self, room: int) -> list[int]:
-        """Of each array with room for so many tokens in a slot; and their end."""
+        """Returns the offset in a slot of each array with room for ``room`` tokens, and their end."""
         places = [0]
         for t in self.tensors:
             places.append(round_up(places[-1] + t.heads * room * t.row, BLOCK))
@@ -76,15 +76,16 @@ class Form:
 
 
 @dataclass(frozen=True)
-class HeldCache:
-    """What is kept of a cache.
+class StoredTokens:
+    """The stored state of a cache.
 
     Attributes:
         offset: tokens.
-        room: for so many the cache's arrays had room.
-        written: tokens in ``region``; those behind are in ``tail``, (heads, tokens, bytes) of each tensor.
-        changes: how often tokens on disk were taken back, so that others took their places.
-        bits: (group size, bits) that it is to be quantized with when it is needed next.
+        room: tokens that the cache's arrays had room for.
+        written: tokens in ``region``; later ones are in ``tail``.
+        tail: (heads, tokens, bytes) of each tensor.
+        changes: how often tokens on disk were trimmed, so that others took their places.
+        bits: (group size, bits) to quantize with when the cache is needed next.
     """
 
     offset: int = 0
@@ -97,20 +98,20 @@ class HeldCache:
     changes: int = 0
 
 
-class KeptTokens:
-    """What keeps a cache's keys and values.
+class CacheStore:
+    """Stores a cache's keys and values.
 
     Args:
-        scratch: where; ``tokens``: room in it at first.
+        tokens: room in the file at first.
     """
 
     __slots__ = ("__weakref__", "held", "scratch", "tokens")
 
-    def __init__(self, scratch: Scratch, tokens: int, held: HeldCache = HeldCache()) -> None:
+    def __init__(self, scratch: Scratch, tokens: int, held: StoredTokens = StoredTokens()) -> None:
         self.scratch, self.tokens, self.held = scratch, tokens, held
 
     def mark(self, cache: Any) -> Callable[[], None]:
-        held, offset, away = self.held, cache.offset, isinstance(cache, Away)
+        held, offset, away = self.held, cache.offset, isinstance(cache, Offloaded)
         own = {} if away else {name: tree_map(handle, vars(cache)[name]) for name in ("keys", "values")}
 
         def back() -> None:
@@ -128,28 +129,28 @@ class KeptTokens:
     # Out of memory
 
     def leave(self, cache: Any) -> None:
-        """The cache holds nothing itself any more."""
-        as_away(cache)
+        """Drops the cache's arrays: this store has their contents."""
+        as_offloaded(cache)
         cache.__dict__[KEEPER] = self
 
     def put_away(self, cache: Any, base: int) -> None:
-        """Keep what a cache holds, of which the first ``base`` tokens are kept already.
+        """Stores a cache, whose first ``base`` tokens are stored already.
 
         Raises:
             StoreError: it could not be written; nothing has changed.
         """
         if cache.keys is None:
-            self.held = HeldCache()
+            self.held = StoredTokens()
         else:
             self.held = self._with(_arrays(cache), cache.offset, base)
         self.leave(cache)
 
-    def _with(self, arrays: Sequence[tuple[str, mx.array]], offset: int, base: int) -> HeldCache:
+    def _with(self, arrays: Sequence[tuple[str, mx.array]], offset: int, base: int) -> StoredTokens:
         held = self.held
         tensors = tuple(Tensor(path, a.shape[1], a.shape[3], a.dtype) for path, a in arrays)
         if tensors != held.form.tensors or held.region is None or offset > held.form.tokens:
             form = Form(tensors, max(self.tokens, 1 << max(12, (offset - 1).bit_length())))
-            held = HeldCache(form=form, region=self.scratch.take(form.places()[-1]))
+            held = StoredTokens(form=form, region=self.scratch.take(form.places()[-1]))
             base = 0
         base = min(base, offset)
         if base < held.written:
@@ -165,7 +166,7 @@ class KeptTokens:
             held = replace(held, tail=_longer(held, plain, base, offset))
         return replace(held, offset=offset, room=plain[0].shape[2], bits=None)
 
-    def _write(self, held: HeldCache, arrays: Sequence[mx.array], begin: int, end: int) -> None:
+    def _write(self, held: StoredTokens, arrays: Sequence[mx.array], begin: int, end: int) -> None:
         assert held.region is not None
         for t, a, place in zip(held.form.tensors, arrays, held.form.places(), strict=False):
             for first in range(begin, end, WRITTEN):
@@ -177,11 +178,11 @@ class KeptTokens:
     # Into memory
 
     def on_disk(self, offset: int) -> int:
-        """Of the cache's first ``offset`` tokens, those that have to be read."""
+        """Returns how many of the cache's first ``offset`` tokens have to be read."""
         return min(self.held.written, offset)
 
     def extents(self, offset: int, at: int) -> list[Extent]:
-        """The reads that bring these tokens into a slot, in which the arrays begin at byte ``at``."""
+        """Returns the reads that bring these tokens into a slot whose arrays begin at byte ``at``."""
         held, tokens = self.held, self.on_disk(offset)
         if not tokens or held.region is None:
             return []
@@ -197,7 +198,7 @@ class KeptTokens:
         return found
 
     def finish(self, offset: int, target: Bytes) -> None:
-        """Put what is not on disk where it belongs in a slot, ``target`` beginning where the arrays do."""
+        """Copies the tokens that are not on disk into a slot; ``target`` begins where the arrays do."""
         held, tokens = self.held, self.on_disk(offset)
         if tokens == offset:
             return
@@ -211,7 +212,7 @@ class KeptTokens:
         return self.held.form.slot_places(self.held.room)[-1]
 
     def come(self, cache: Any, slot: mx.array) -> None:
-        """The cache is mlx-lm's own again, with these bytes (uint8) as its arrays. Nothing is evaluated."""
+        """Turns the cache back into mlx-lm's class, with these uint8 bytes as its arrays. Evaluates nothing."""
         held = self.held
         as_plain(cache)
         if not cache.offset or held.region is None:
@@ -233,11 +234,11 @@ class KeptTokens:
         cache.__dict__.pop(KEEPER, None)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Nobody keeps what is copied: while a cache is used, it holds all of its tokens itself."""
+        """Copies of a cache have no store: while a cache is in use, it holds all of its tokens itself."""
         return type(None), ()
 
     def all_of(self, offset: int) -> Bytes:
-        """The arrays' bytes, as they would lie in a slot."""
+        """Returns the arrays' bytes as they would lie in a slot."""
         target = np.zeros(self.nbytes, np.uint8)
         view = target.data
         for e in self.extents(offset, 0):
@@ -246,22 +247,21 @@ class KeptTokens:
         return target
 
     def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
-        """As in ``Keeper``."""
         made = QuantizedKVCache(group_size=group_size, bits=bits)
         made.offset = cache.offset
-        kept = KeptTokens(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
+        kept = CacheStore(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
         kept.leave(made)
         return made
 
 
 def _arrays(cache: Any) -> list[tuple[str, mx.array]]:
-    """A cache's arrays by their places in (keys, values)."""
+    """Returns a cache's arrays with their paths in (keys, values)."""
     found: list[tuple[str, mx.array]] = tree_flatten((cache.keys, cache.values))
     return found
 
 
 def _copied(arrays: Sequence[mx.array], begin: int, end: int) -> list[Bytes]:
-    """Some tokens of arrays of shape (1, heads, tokens, features), as bytes (heads, tokens, bytes of a token)."""
+    """Copies tokens of arrays of shape (1, heads, tokens, features) as bytes (heads, tokens, bytes of a token)."""
     parts = [mx.contiguous(a[0, :, begin:end, :]).view(mx.uint8) for a in arrays]
     mx.eval(parts)
     return [np.array(p) for p in parts]
@@ -273,8 +273,8 @@ def _with_room(tail: Bytes) -> Bytes:
     return made
 
 
-def _longer(held: HeldCache, arrays: Sequence[mx.array], base: int, offset: int) -> tuple[Bytes, ...]:
-    """The tail with tokens behind the first ``base``. Who goes back to those finds them as they were."""
+def _longer(held: StoredTokens, arrays: Sequence[mx.array], base: int, offset: int) -> tuple[Bytes, ...]:
+    """Returns the tail with new tokens after the first ``base``, which stay as they were for an earlier state."""
     if not held.tail:
         return tuple(_with_room(t) for t in _copied(arrays, held.written, offset))
     new = _copied(arrays, base, offset)

@@ -1,9 +1,9 @@
-"""Experts that the next layer will ask for, read while this one is computed.
+"""Prefetches the experts of the next layer while this one is computed.
 
-A layer changes its hidden states by little, so the next layer's router, given what this layer's experts are given,
-names most of those that it will ask for (.78 of them, ``py-qwen35moe-30m``). They are read as long as the disk has
-nothing else to do: between one layer's experts and the next one's. What was foreseen in vain costs a place of the
-pool and nothing else, if no more is read than fits in there.
+A layer changes its hidden states by little, so the next layer's router, given the input of this layer's experts, names
+most of the experts that it will choose (.78 of them, ``py-qwen35moe-30m``). They are read while the disk is idle:
+between one layer's experts and the next one's. A wrong prediction costs a slot of the cache and nothing else, as long
+as the reads fit into that time.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ import mlx.core as mx
 
 from outcore.disk.metrics import Metrics
 
-from .expert_cache import ExpertReads, PooledSwitch
+from .expert_cache import CachedSwitch, ExpertReads
 
 MOST = 4
-"""Experts that are foreseen for a layer, at most."""
+"""Most experts that are prefetched for a layer."""
 
 WORTH = 0.1
-"""Nothing is foreseen where less than this share of the time goes by waiting for the disk."""
+"""Least share of the time spent waiting for the disk for prefetching to be used."""
 
 RECENT = 32
 """Calls of switches over which times are averaged."""
 
 CYCLE, TRIED, RUN = 512, 64, 16
-"""Sweeps after which it is tried anew whether foreseeing is of any use, sweeps that this takes, and how many of them
-in a row foresee, or do not: a limit of bytes a second lets much through at a time, and then nothing for a tenth of a
-second. The first one of each run does not count."""
+"""Passes after which prefetching is compared again with doing without, passes that the comparison takes, and passes of
+each run with or without: a limit of bytes a second lets much through at once, and then nothing for a tenth of a second.
+The first pass of each run does not count."""
 
 GAIN = 0.98
-"""Foreseeing is of use where a sweep takes at most this share of the time. It is not where bytes are all that counts,
-so that what is read in vain is not read in idle time: behind a limit of bytes a second it costs 12 %."""
+"""Prefetching stays on if passes take at most this share of the time with it. Behind a limit of bytes a second it costs
+12 %, as wrong predictions are then not read in idle time."""
 
 
 class Routed(Exception):
-    """Ends a block's call where it calls its switch: its router has been asked."""
+    """Ends a block's call at its switch, with the router's choice."""
 
     def __init__(self, indices: mx.array) -> None:
         self.indices = indices
 
 
-class LookAhead:
-    """Of all switches of a model, in the order in which they are called.
+class ExpertPrefetch:
+    """Prefetches for all switches of a model, given in call order.
 
     Attributes:
-        asking: a block is called for what its router says, and nothing else.
+        predicting: a block is called only for its router's choice.
     """
 
-    def __init__(self, switches: Sequence[PooledSwitch], reads: ExpertReads, metrics: Metrics) -> None:
-        self.asking = False
+    def __init__(self, switches: Sequence[CachedSwitch], reads: ExpertReads, metrics: Metrics) -> None:
+        self.predicting = False
         self._next = {id(a): b for a, b in itertools.pairwise(switches)}
         self._reads = reads
         self._metrics = metrics
@@ -68,7 +68,7 @@ class LookAhead:
         self._took = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
     def begin(self) -> None:
-        """A sweep begins."""
+        """Begins a pass."""
         self._since = None
         self._foreseen = {}
         if not self._calls:
@@ -85,15 +85,17 @@ class LookAhead:
             self._on = on <= GAIN * off
             self._took = {which: [seconds / 2, calls / 2] for which, (seconds, calls) in self._took.items()}
 
-    def ask(self, switch: PooledSwitch, x: mx.array) -> mx.array | None:
-        """Numbers of the experts that the next layer's router would choose for what this layer's are given; not
-        evaluated. None: it is not worth asking, or it cannot be asked."""
+    def predict(self, switch: CachedSwitch, x: mx.array) -> mx.array | None:
+        """Returns the experts that the next layer's router would choose for this layer's input, not evaluated.
+
+        None if prefetching is not worth it or the router cannot be called.
+        """
         after = self._next.get(id(switch))
         if not self._on or after is None or after.unit.block is None or after.unit.cast or after.policy.complete:
             return None
         if self._credit < 1 or self._idle is None or self._stall < WORTH * (self._stall + self._idle):
             return None
-        self.asking = True
+        self.predicting = True
         try:
             after.unit.block(x)
         except Routed as routed:
@@ -102,11 +104,11 @@ class LookAhead:
             # It is called in another way, or its experts are given something else.
             del self._next[id(switch)]
         finally:
-            self.asking = False
+            self.predicting = False
         return None
 
-    def routed(self, switch: PooledSwitch, wanted: set[int]) -> None:
-        """A switch's call uses these experts, as is known now."""
+    def routed(self, switch: CachedSwitch, wanted: set[int]) -> None:
+        """Notes, once known, which experts a switch's call uses."""
         now = self._routed = self._metrics.clock()
         if self._since is not None:
             idle = now - self._since
@@ -120,8 +122,8 @@ class LookAhead:
             return
         self._metrics.experts.wasted += len(foreseen - wanted)
 
-    def foresee(self, switch: PooledSwitch, likely: set[int]) -> None:
-        """Begin to read what the switch after this one will likely use, as far as there is time for it."""
+    def prefetch(self, switch: CachedSwitch, likely: set[int]) -> None:
+        """Starts reading the experts that the next switch will likely use, as far as there is time."""
         after = self._next[id(switch)]
         policy, scores = after.policy, after.policy.scores
         missing = sorted((e for e in likely if policy.slot_of[e] < 0), key=lambda e: (-scores[e], e))
@@ -133,10 +135,10 @@ class LookAhead:
             self._credit -= len(loads)
             self._foreseen[id(after)] = {e for e, _ in loads}
             self._metrics.experts.foreseen += len(loads)
-            self._reads.foresee(after, loads)
+            self._reads.prefetch(after, loads)
 
     def read(self) -> None:
-        """A switch's experts are there: from now on the disk has nothing to do."""
+        """Notes that a switch's experts have arrived: the disk is idle from now on."""
         self._since = self._metrics.clock()
         stall = self._since - self._routed
         self._spent, self._calls = self._spent + stall, self._calls + 1

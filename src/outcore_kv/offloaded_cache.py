@@ -1,4 +1,4 @@
-"""Caches whose keys and values lie on disk: of mlx-lm's classes to who looks, and read for who asks."""
+"""mlx-lm cache classes whose keys and values lie on disk and are read when somebody looks at them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from outcore.modules.cache_rollback import KEEPER
 
 if TYPE_CHECKING:
-    from .kept_tokens import KeptTokens
+    from .cache_store import CacheStore
 
 KEPT = ("keys", "values")
-"""The attributes of a cache that are kept elsewhere."""
+"""The attributes that lie on disk."""
 
 
-class Away:
-    """Mixed in before a cache's own class while its keys and values are elsewhere. Its offset alone takes it back.
+class Offloaded:
+    """Mixed in before a cache's own class while its keys and values are on disk. Trimming only changes its offset.
 
-    Whoever looks at keys or values finds what it would hold in memory, read for who asks; whoever assigns to them, or
-    adds tokens outside of a streamed layer, has them in memory from then on.
+    Reading keys or values loads them for the caller. Assigning to them, or adding tokens outside of a streamed layer,
+    brings them back to memory for good.
     """
 
     offset: int
     outcore_away = True
-    """Asked for by ``cache_rollback``."""
+    """Read by ``cache_rollback``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in KEPT:
@@ -37,11 +37,11 @@ class Away:
         object.__setattr__(self, name, value)
 
     def __deepcopy__(self, _: Any) -> Any:
-        """In memory."""
+        """Copies into memory."""
         return self._whole()
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """In memory, for whoever copies or pickles it."""
+        """Copies and pickles as a cache in memory."""
         whole = self._whole()
         return _made, (type(whole), whole.__dict__)
 
@@ -51,25 +51,24 @@ class Away:
         return cache.update_and_fetch(keys, values)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """As mlx-lm's, when it is needed next."""
+        """As mlx-lm's, but when the cache is needed next."""
         return self._keeper.quantized(self, group_size, bits)
 
     def empty(self) -> bool:
-        """Whether it holds no tokens."""
         return not self.offset
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays that it would have in memory."""
+        """Bytes that its arrays would have in memory."""
         return self._keeper.nbytes
 
     @property
-    def _keeper(self) -> KeptTokens:
-        keeper: KeptTokens = self.__dict__[KEEPER]
+    def _keeper(self) -> CacheStore:
+        keeper: CacheStore = self.__dict__[KEEPER]
         return keeper
 
     def _whole(self) -> Any:
-        """The same in memory; this one stays as it is."""
+        """Returns a copy in memory."""
         made = _made(type(self), self.__dict__)
         self._keeper.bring_back(made)
         return made
@@ -81,26 +80,26 @@ def _made(kind: Any, attributes: dict[str, Any]) -> Any:
     return made
 
 
-_AWAY: dict[type, type] = {
+_OFFLOADED: dict[type, type] = {
     # Named as what they are for whoever writes a cache's class down.
-    KVCache: type("KVCache", (Away, KVCache), {"__module__": __name__}),
+    KVCache: type("KVCache", (Offloaded, KVCache), {"__module__": __name__}),
     QuantizedKVCache: type(
-        "QuantizedKVCache", (Away, QuantizedKVCache), {"__module__": __name__, "to_quantized": property()}
+        "QuantizedKVCache", (Offloaded, QuantizedKVCache), {"__module__": __name__, "to_quantized": property()}
     ),
 }
-_PLAIN = {away: plain for plain, away in _AWAY.items()}
+_PLAIN = {away: plain for plain, away in _OFFLOADED.items()}
 
-PLAIN = tuple(_AWAY)
-"""Classes of caches that can be away."""
+PLAIN = tuple(_OFFLOADED)
+"""Cache classes that can be offloaded."""
 
 
-def as_away(cache: Any) -> None:
-    """A cache of one of ``PLAIN`` holds nothing itself any more."""
+def as_offloaded(cache: Any) -> None:
+    """Turns a cache of a class in ``PLAIN`` into an offloaded one."""
     for name in KEPT:
         cache.__dict__.pop(name, None)
-    cache.__class__ = _AWAY.get(type(cache), type(cache))
+    cache.__class__ = _OFFLOADED.get(type(cache), type(cache))
 
 
 def as_plain(cache: Any) -> None:
-    """A cache is mlx-lm's own again, with the arrays that it will be given."""
+    """Turns a cache back into mlx-lm's class, without arrays."""
     cache.__class__ = _PLAIN.get(type(cache), type(cache))
