@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from outcore_experts.prefetch import ExpertPrefetch
 
 import outcore
 import zoo
@@ -37,6 +36,7 @@ from outcore_experts.device_stretches import CudaDriver, DeviceMemory
 from outcore_experts.expert_cache import CachedSwitch, ExpertReads
 from outcore_experts.expert_plan import hit_rate, reads_experts
 from outcore_experts.expert_policy import ExpertPolicy
+from outcore_experts.expert_prefetch import ExpertPrefetch
 
 EXPERTS, USED = 16, 4
 

@@ -21,11 +21,8 @@ NON_BLOCKING = 1
 
 
 class CudaDriver:
-    """Calls to CUDA's driver for device 0, which is MLX's. Each returns a status, 0 for success.
-
-    Raises:
-        OSError: there is no driver.
-    """
+    """Calls to CUDA's driver for device 0, which is MLX's. Each returns a status, 0 for success. OSError: there is no
+    driver."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -33,11 +30,9 @@ class CudaDriver:
         _check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0))
 
     def current(self) -> int:
-        """Makes the device's primary context the calling thread's."""
         return int(self._cuda.cuCtxSetCurrent(self._context))
 
     def keep(self, address: int, nbytes: int) -> int:
-        """Moves memory to the device, where it stays."""
         at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
         # Advice: where it is refused memory stays right, and is slower.
         self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
@@ -49,7 +44,6 @@ class CudaDriver:
         return int(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))), stream
 
     def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
-        """Copies, and waits for the copy."""
         to, of, n = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
         return int(self._cuda.cuMemcpyAsync(to, of, n, stream) or self._cuda.cuStreamSynchronize(stream))
 
@@ -58,7 +52,7 @@ class CudaDriver:
 
 
 class DeviceMemory:
-    """Memory ranges that stay on the device. Thread-safe."""
+    """Memory ranges that stay on the device. Thread-safe. Methods raise OSError if the driver refuses."""
 
     def __init__(self, driver: CudaDriver | None = None) -> None:
         self._driver = driver or CudaDriver()
@@ -67,11 +61,6 @@ class DeviceMemory:
         self._lock = threading.Lock()
 
     def keep(self, address: int, nbytes: int) -> None:
-        """Keeps this memory on the device until ``forget``.
-
-        Raises:
-            OSError: the driver refuses.
-        """
         _check(self._driver.current())
         _check(self._driver.keep(address, nbytes))
         with self._lock:
@@ -83,11 +72,7 @@ class DeviceMemory:
             self._kept = {a: end for a, end in self._kept.items() if a != address}
 
     def move(self, target: memoryview, source: memoryview) -> None:
-        """Copies ``source`` to ``target``; each may be on the device.
-
-        Raises:
-            OSError: the driver refuses.
-        """
+        """Copies ``source`` to ``target``; each may be on the device."""
         to, of = address_of(target), address_of(source)
         if not any(begin <= at < end for begin, end in self._kept.items() for at in (to, of)):
             ctypes.memmove(to, of, len(source))

@@ -39,12 +39,8 @@ STAGED = 8
 
 @dataclass(frozen=True)
 class Stacked:
-    """A tensor that is stacked by expert.
-
-    Attributes:
-        info: location of the whole tensor on disk.
-        dtype: in memory; None: as on disk.
-    """
+    """A tensor that is stacked by expert. ``info`` locates all of it on disk; ``dtype`` is that in memory, None: as on
+    disk."""
 
     info: TensorInfo
     dtype: mx.Dtype | None = None
@@ -63,7 +59,6 @@ class Stacked:
 
 
 def stacked(layer: Layer, switch: Switch, casts: Sequence[mx.Dtype | None], place: Place) -> list[Stacked]:
-    """Returns a switch's tensors with their locations on disk."""
     return [Stacked(place.where[f"{layer.path}.{layer.parameters[n].path}"], casts[n]) for n in switch.streamed]
 
 
@@ -87,15 +82,11 @@ class SwitchUnit:
 
     @property
     def cast(self) -> bool:
-        """Whether experts have another dtype in memory than on disk."""
         return any(t.dtype is not None for t in self.tensors)
 
 
 class ExpertCache:
-    """Slots for experts of one layer.
-
-    Args:
-        placed: keeps the cache's memory on the device; None: host and device use the same memory.
+    """Slots for experts of one layer. ``placed`` keeps them on the device, if that does not share the host's memory.
 
     Attributes:
         arrays: (slots, *shape of an expert) for each tensor; they show what is written to the slots.
@@ -137,32 +128,22 @@ class ExpertCache:
         return self.memory.payload[at : at + n]
 
     def move(self, target: memoryview, source: memoryview) -> None:
-        """Copies to or from a ``place``.
-
-        Raises:
-            ReadError: the device refuses.
-        """
+        """Copies to or from a ``place``."""
         try:
             (move if self._placed is None else self._placed.move)(target, source)
         except OSError as e:
             raise ReadError(f"an expert could not be copied: {e}") from e
 
     def close(self) -> None:
-        """Frees the device memory. Nothing may use the cache any more."""
         if self._placed is not None:
             self._placed.forget(address_of(self.memory.payload))
 
 
 class CachedSwitch:
-    """A switch with its cache and the table of which slot holds which expert.
-
-    Args:
-        table: uint32 (experts,), memory for ``table``.
-        inside: uint32 (experts,), memory for the expert in each slot.
-        placed: as in ``ExpertCache``.
+    """A switch with its cache.
 
     Attributes:
-        table: the slot of each expert; meaningless for an expert that is not cached.
+        table: uint32 (experts,), the slot of each expert; meaningless for an expert that is not cached.
         last: the latest results computed from the cache, which may not be evaluated yet.
         filling: reads that copy experts out of the cache and may be running.
         arriving: prefetched experts, which have slots but may not have arrived.
@@ -197,7 +178,6 @@ class CachedSwitch:
         return set(tokens.ravel().tolist())
 
     def free(self) -> None:
-        """Waits until nothing copies out of the cache."""
         for read in self.filling:
             read.ended()
         self.filling = []
@@ -210,11 +190,8 @@ class CachedSwitch:
         self.arrived(self.arriving)
 
     def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
-        """Waits for the prefetched ones among these experts; those whose reads failed leave the cache.
-
-        Args:
-            cancel: cancel the reads that have not begun.
-        """
+        """Waits for the prefetched ones of these experts, or if ``cancel`` drops unstarted reads. Failed ones leave the
+        cache."""
         mine = [(e, self.arriving[e]) for e in list(experts) if e in self.arriving]
         for _, read in mine:
             if cancel:
@@ -226,7 +203,6 @@ class CachedSwitch:
                 self.policy.vacate([int(self.policy.slot_of[e])])
 
     def place(self, loads: Sequence[Load]) -> None:
-        """Notes that these experts are in these slots now."""
         self.policy.placed(loads)
         self._slots[:] = np.maximum(self.policy.slot_of, 0)
         self._experts[: self.policy.slots] = np.maximum(self.policy.expert_in, 0)
@@ -261,7 +237,6 @@ class CachedSwitch:
             self.withdraw()
 
     def resize(self, slots: int) -> None:
-        """Makes another cache, with the most valuable experts of this one."""
         if slots == self.policy.slots:
             return
         self.settle()
@@ -278,15 +253,7 @@ class CachedSwitch:
 
 
 class ExpertReads:
-    """Reads experts into the caches of a model.
-
-    Args:
-        device: of the slot that experts are cast in.
-
-    Attributes:
-        reader: None until a ring is bound.
-        expert_s: average seconds per expert of the latest reads that were waited for; None: there was none.
-    """
+    """Reads experts into the caches of a model. ``expert_s`` is the average seconds per expert that was waited for."""
 
     def __init__(self, metrics: Metrics, device: str) -> None:
         self.reader: Reader | None = None
@@ -295,11 +262,7 @@ class ExpertReads:
         self._staging: Slot | None = None
 
     def bring(self, switch: CachedSwitch, loads: Sequence[Load], wanted: Iterable[int] = ()) -> None:
-        """Reads these experts into their slots and waits for them, and for the prefetched ones among ``wanted``.
-
-        Raises:
-            ReadError: an expert cannot be read (named).
-        """
+        """Reads these experts into their slots and waits for them, and for the prefetched ones among ``wanted``."""
         began = self._metrics.clock()
         if loads:
             self._empty(switch, loads)

@@ -20,15 +20,11 @@ from outcore.sizes import BLOCK, slot_bytes
 
 @dataclass(frozen=True)
 class ExpertSize:
-    """The experts of one layer. Bytes are per expert.
+    """The experts of one layer, ``used`` of which serve a token. Bytes and ``tensors`` are per expert.
 
     Attributes:
-        count: number of experts.
-        used: experts that a token uses.
-        resident: bytes in memory.
-        read: bytes on disk.
+        resident, read: bytes in memory and on disk.
         pieces: of the layer, those that hold experts.
-        tensors: per expert.
         cast: experts have another dtype in memory than on disk.
         copied: bytes that stay in memory anyway (an adapter's), which a call copies for each slot.
     """
@@ -82,11 +78,8 @@ def missing(count: int, used: int, slots: int, tokens: int) -> float:
 
 
 def reads_experts(tokens: int, shapes: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether a pass over so many tokens reads single experts; otherwise all experts are streamed, each once.
-
-    Args:
-        shapes: (experts, experts that a token uses, slots) of each layer.
-    """
+    """Whether a pass over so many tokens reads single experts; otherwise all are streamed. ``shapes``: (experts, used,
+    slots)."""
     if tokens == 1:
         return True
     if any(distinct(count, used, tokens) > MOST_GROUPS * slots for count, used, slots in shapes):
@@ -135,7 +128,6 @@ class OnDemand:
         return best
 
     def smallest(self, size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
-        """Returns the smallest budget in bytes for caches of so many slots; None: there is none."""
         pools = _pools(size, [(i, min(slots, e.count)) for i, e in _experts(size).items()])
         return min((bare.peak_bytes + pools for bare in _bare(size, rings, [step])), default=None)
 
@@ -149,14 +141,13 @@ class OnDemand:
         return predict(size, replace(plan, experts=sum(experts[i].count for i, _ in counts)), calibration)
 
     def reads(self, plan: Plan, size: ModelSize, tokens: int) -> bool:
-        """Whether a pass over so many tokens takes experts from the caches."""
         experts = _experts(size)
         shapes = [(experts[i].count, experts[i].used, n) for i, n in plan.pools if i in experts]
         return bool(shapes) and reads_experts(tokens, shapes)
 
     def turns(self, size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-        """Returns the steps of a token: computing, a wait for each router, and reading the experts that are missing
-        then and were not prefetched while the layer before was computed."""
+        """Returns the steps of a token: computing, waiting for each router, and reading missing experts that no
+        prefetch had time for."""
         passes = [(size.sequences, 1)]
         head = size.head if plan.head_streamed else None
         outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
@@ -186,7 +177,6 @@ ON_DEMAND = OnDemand()
 
 
 def active_bytes(layer: LayerSize) -> int:
-    """Returns the bytes of a layer's weights that one token uses."""
     experts = layer.experts
     if experts is None:
         return layer.resident

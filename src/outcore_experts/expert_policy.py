@@ -20,17 +20,11 @@ PACES = (1.0, 2.0, 2.0)
 experts in memory) hit rates differ by .01 between any weights of 1 to 4."""
 
 Load = tuple[int, int]
-"""A missing expert, and the slot to read it into."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Experts of a call that are in memory at the same time.
-
-    Attributes:
-        experts: to compute with now.
-        loads: those to be read first.
-    """
+    """Experts of a call that are in memory at the same time; ``loads`` are those to be read first."""
 
     experts: tuple[int, ...]
     loads: tuple[Load, ...]
@@ -38,10 +32,6 @@ class Group:
 
 class ExpertPolicy:
     """The policy of one layer.
-
-    Args:
-        experts: number of experts of the layer.
-        slots: 1 to ``experts``.
 
     Attributes:
         expert_in: the expert in each slot, -1 for none; int64 (slots,).
@@ -67,7 +57,6 @@ class ExpertPolicy:
 
     @property
     def inside(self) -> npt.NDArray[np.int64]:
-        """The experts in memory."""
         return self.expert_in[self.expert_in >= 0]
 
     @property
@@ -135,14 +124,12 @@ class ExpertPolicy:
         return list(zip(new, (s for s in range(self.slots) if int(self.expert_in[s]) not in stay), strict=False))
 
     def vacate(self, slots: Sequence[int]) -> None:
-        """Empties these slots before they are written to."""
         for slot in slots:
             if (expert := self.expert_in[slot]) >= 0:
                 self.slot_of[expert] = -1
             self.expert_in[slot] = -1
 
     def placed(self, loads: Sequence[Load]) -> None:
-        """Notes that these experts are in these slots now."""
         self.vacate([slot for _, slot in loads])
         for expert, slot in loads:
             self.expert_in[slot], self.slot_of[expert] = expert, slot

@@ -18,8 +18,6 @@ from outcore.disk.metrics import Metrics
 from .expert_cache import CachedSwitch, ExpertReads
 
 MOST = 4
-"""Most experts that are prefetched for a layer."""
-
 WORTH = 0.1
 """Least share of the time spent waiting for the disk for prefetching to be used."""
 
@@ -44,11 +42,8 @@ class Routed(Exception):
 
 
 class ExpertPrefetch:
-    """Prefetches for all switches of a model, given in call order.
-
-    Attributes:
-        predicting: a block is called only for its router's choice.
-    """
+    """Prefetches for all switches of a model, given in call order. ``predicting``: a block runs only for its router's
+    choice."""
 
     def __init__(self, switches: Sequence[CachedSwitch], reads: ExpertReads, metrics: Metrics) -> None:
         self.predicting = False
@@ -68,7 +63,6 @@ class ExpertPrefetch:
         self._took = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
     def begin(self) -> None:
-        """Begins a pass."""
         self._since = None
         self._foreseen = {}
         if not self._calls:
@@ -86,10 +80,8 @@ class ExpertPrefetch:
             self._took = {which: [seconds / 2, calls / 2] for which, (seconds, calls) in self._took.items()}
 
     def predict(self, switch: CachedSwitch, x: mx.array) -> mx.array | None:
-        """Returns the experts that the next layer's router would choose for this layer's input, not evaluated.
-
-        None if prefetching is not worth it or the router cannot be called.
-        """
+        """Returns the next layer's experts as its router chooses them for this layer's input, not evaluated; None if
+        not worth it."""
         after = self._next.get(id(switch))
         if not self._on or after is None or after.unit.block is None or after.unit.cast or after.policy.complete:
             return None
@@ -108,7 +100,6 @@ class ExpertPrefetch:
         return None
 
     def routed(self, switch: CachedSwitch, wanted: set[int]) -> None:
-        """Notes, once known, which experts a switch's call uses."""
         now = self._routed = self._metrics.clock()
         if self._since is not None:
             idle = now - self._since

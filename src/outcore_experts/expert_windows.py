@@ -37,10 +37,9 @@ class _Stack:
 
 @dataclass
 class _Window:
-    """A switch whose experts are streamed.
+    """A switch whose experts are streamed by these units of the ring.
 
     Attributes:
-        units: of the ring, that hold its experts.
         routed: expert indices of this pass's calls.
         loads: experts to copy into the cache; None: not decided yet.
         left: units that are not computed yet in this pass.
@@ -81,12 +80,10 @@ class Windows:
         self._windows, self._of_unit, self._filling = {}, {}, {}
 
     def begin(self) -> None:
-        """Begins a pass."""
         for window in self._windows.values():
             window.routed, window.loads, window.left = [], None, set(window.units)
 
     def route(self, switch: CachedSwitch, indices: mx.array) -> None:
-        """Notes that a call of this pass uses these experts."""
         window = self._windows.get(id(switch.unit.switch.module))
         if window is not None:
             window.routed.append(indices)
@@ -170,11 +167,9 @@ def _extent_of(unit: Unit, at: int, nbytes: int) -> Extent:
 
 
 def _part(extent: Extent, begin: int, end: int) -> Extent:
-    """Returns bytes ``begin`` to ``end`` of the file, out of an extent."""
     return Extent(extent.file, begin, end - begin, extent.at + begin - extent.offset, extent.in_place)
 
 
 def _runs(slot_of: np.ndarray) -> list[tuple[int, int]]:
-    """Returns ranges of consecutive experts that are cached."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (slot_of >= 0).astype(np.int8), [0]))))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -46,13 +46,11 @@ class Experts:
     """The expert caches of a model.
 
     Args:
-        slots: of each switch's cache.
         advance: called before anything is handed to the device while a pass's graph is unfinished.
         eager: wait for each router at its own switch, as the model evaluates inside its forward pass.
 
     Attributes:
         pooled: calls use the caches; otherwise all experts of a layer are in the ring's slot when it is called.
-        prefetch: prefetches experts; None: nothing is prefetched.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class Experts:
 
     @property
     def slots(self) -> list[int]:
-        """Slots of each switch's cache."""
         return [each.policy.slots for each in self._switches]
 
     # Sweeps
@@ -177,11 +174,7 @@ class Experts:
         return call
 
     def settle(self) -> None:
-        """Brings the experts of the last called switch into its cache.
-
-        Raises:
-            ReadError: an expert cannot be read (named).
-        """
+        """Brings the experts of the last called switch into its cache."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -315,14 +308,8 @@ MOST_SCALARS = 32
 
 
 class ExpertIndices:
-    """Expert indices, (..., experts per token), on their way to the host.
-
-    Args:
-        scalars: an integer dtype that holds them, if small arrays are faster to read; None: they are not.
-
-    Attributes:
-        arrays: to be computed.
-    """
+    """Expert indices, (..., experts per token), on their way to the host; ``arrays`` are to be computed. ``scalars`` is
+    an integer dtype for arrays small enough that the host reads them faster."""
 
     def __init__(self, indices: mx.array, *, scalars: mx.Dtype | None = None) -> None:
         self._width = indices.shape[-1]

@@ -43,7 +43,6 @@ def experts(
 
 
 Counts = tuple[tuple[int, int], ...]
-"""Layers, and the slots of their caches."""
 
 
 class Pools:
@@ -103,7 +102,6 @@ class Pools:
 
     @property
     def _slot(self) -> int:
-        """Average bytes of a slot."""
         return self.session.plan.pool_bytes // max(1, _slots(self.session.plan.pools))
 
     def _change(self, plan: Plan) -> None:

@@ -18,11 +18,10 @@ class Switch:
     """A module that is called with hidden states and each token's expert indices.
 
     Attributes:
-        experts: number of experts.
         pieces: of the layer, those that hold the switch's weights.
         streamed: indices of the layer's parameters that are stacked by expert.
-        held: further parameters by expert, which stay in memory: a scale for each expert, an adapter's arrays. Paths
-            start at the layer.
+        held: parameters by expert that stay in memory: a scale for each expert, an adapter's arrays. Paths start at the
+            layer.
     """
 
     module: nn.Module
@@ -38,11 +37,8 @@ def switches_in(layer: Layer) -> list[nn.Module]:
 
 
 def find_switch(layer: Layer, pieces: Sequence[Projection]) -> Switch | None:
-    """Returns a layer's switch.
-
-    None if the layer has none or several, or if experts cannot be separated: their weights share a piece with others,
-    are not stacked by expert, or are all in memory (an adapter's).
-    """
+    """Returns a layer's switch; None if it has none or several, or if the experts' weights cannot be separated: they
+    share a piece with others, are not stacked by expert, or are all in memory (an adapter's)."""
     found = switches_in(layer)
     if len(found) != 1:
         return None

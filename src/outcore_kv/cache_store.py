@@ -45,7 +45,6 @@ class Tensor:
 
     @property
     def row(self) -> int:
-        """Bytes of one token of one head."""
         return self.features * self.dtype.size
 
 
@@ -80,10 +79,8 @@ class StoredTokens:
     """The stored state of a cache.
 
     Attributes:
-        offset: tokens.
         room: tokens that the cache's arrays had room for.
-        written: tokens in ``region``; later ones are in ``tail``.
-        tail: (heads, tokens, bytes) of each tensor.
+        written: tokens in ``region``; later ones are in ``tail``, (heads, tokens, bytes) of each tensor.
         changes: how often tokens on disk were trimmed, so that others took their places.
         bits: (group size, bits) to quantize with when the cache is needed next.
     """
@@ -99,11 +96,7 @@ class StoredTokens:
 
 
 class CacheStore:
-    """Stores a cache's keys and values.
-
-    Args:
-        tokens: room in the file at first.
-    """
+    """Stores a cache's keys and values, with room for so many tokens at first."""
 
     __slots__ = ("__weakref__", "held", "scratch", "tokens")
 
@@ -134,11 +127,8 @@ class CacheStore:
         cache.__dict__[KEEPER] = self
 
     def put_away(self, cache: Any, base: int) -> None:
-        """Stores a cache, whose first ``base`` tokens are stored already.
-
-        Raises:
-            StoreError: it could not be written; nothing has changed.
-        """
+        """Stores a cache, whose first ``base`` tokens are stored already. Changes nothing if it cannot be written
+        (StoreError)."""
         if cache.keys is None:
             self.held = StoredTokens()
         else:
@@ -178,7 +168,6 @@ class CacheStore:
     # Into memory
 
     def on_disk(self, offset: int) -> int:
-        """Returns how many of the cache's first ``offset`` tokens have to be read."""
         return min(self.held.written, offset)
 
     def extents(self, offset: int, at: int) -> list[Extent]:
@@ -208,7 +197,6 @@ class CacheStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache's arrays, in a slot or in memory."""
         return self.held.form.slot_places(self.held.room)[-1]
 
     def come(self, cache: Any, slot: mx.array) -> None:
@@ -238,7 +226,6 @@ class CacheStore:
         return type(None), ()
 
     def all_of(self, offset: int) -> Bytes:
-        """Returns the arrays' bytes as they would lie in a slot."""
         target = np.zeros(self.nbytes, np.uint8)
         view = target.data
         for e in self.extents(offset, 0):
@@ -255,7 +242,6 @@ class CacheStore:
 
 
 def _arrays(cache: Any) -> list[tuple[str, mx.array]]:
-    """Returns a cache's arrays with their paths in (keys, values)."""
     found: list[tuple[str, mx.array]] = tree_flatten((cache.keys, cache.values))
     return found
 

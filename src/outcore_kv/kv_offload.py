@@ -43,13 +43,9 @@ if TYPE_CHECKING:
     from outcore.engine.streaming import Streaming
 
 __all__ = ["check_room", "offloader", "try_folder"]
-"""The face that ``outcore.engine.extensions.KVOffload`` describes."""
-
 SLOTS = 2
 
 KV_FOLDER = "kv"
-"""In the cache folder."""
-
 LONGEST = 1 << 20
 """Most tokens that the file has room for from the start. It is sparse."""
 
@@ -71,7 +67,6 @@ class _OwnCaches:
         slot: that their arrays show; None: they exceed it and were read into memory of their own.
         caches: each with the tokens that were stored of it before.
         needed: stores whose tokens are in the slot, even if their caches were replaced since.
-        lease: None until it is taken.
         there: the slot's bytes have arrived.
     """
 
@@ -91,7 +86,6 @@ class KvDisk:
 
     Args:
         layers: in the order of a pass.
-        slot_bytes: of the largest layer's keys and values, at first.
         tokens: room in the file for each cache, at first.
         drain: waits for running work, so that slots are released.
     """
@@ -140,11 +134,7 @@ class KvDisk:
             self._ring.reorder(order)
 
     def adopt(self, caches: Sequence[Any]) -> None:
-        """Offloads these caches of a whole model from now on.
-
-        Raises:
-            StoreError: their contents could not be written.
-        """
+        """Offloads these caches of a whole model from now on. Raises StoreError if they cannot be written."""
         each = flat(caches)
         for layer in self._layers:
             for n in layer.caches:
@@ -167,11 +157,8 @@ class KvDisk:
         self._ring.begin_sweep()
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
-        """Gives a layer's caches their arrays before its call.
-
-        Args:
-            building: only the layer's graph is built for now, perhaps one of several passes.
-        """
+        """Gives a layer's caches their arrays before its call; ``building``: only a graph is built, perhaps of several
+        passes."""
         unit = self._index.get(module)
         if unit is None:
             return
@@ -214,11 +201,6 @@ class KvDisk:
         return sum(k.nbytes for k in kept) <= self.slot_bytes
 
     def arrive(self, module: int) -> None:
-        """Waits for a layer's keys and values.
-
-        Raises:
-            ReadError: the disk failed.
-        """
         unit = self._index.get(module)
         turn = None if unit is None else self._open.get(unit)
         if unit is None or turn is None or turn.there:
@@ -241,11 +223,7 @@ class KvDisk:
         turn.there = True
 
     def computed(self, module: int) -> None:
-        """Stores the keys and values of a computed layer.
-
-        Raises:
-            StoreError: they could not be written; they stay in memory.
-        """
+        """Stores the keys and values of a computed layer; they stay in memory if that fails (StoreError)."""
         unit = self._index.get(module)
         turn = None if unit is None else self._open.get(unit)
         if unit is None or turn is None:
@@ -261,12 +239,10 @@ class KvDisk:
             self._ring.release(turn.lease)
 
     def abandon(self) -> None:
-        """Called when a pass failed; the undo restores the caches from its marks."""
         self._open.clear()
         self._ring.abandon()
 
     def close(self) -> None:
-        """Frees the slots and closes the file: caches on it are lost. Safe to call twice."""
         self._open.clear()
         self._ring.close()
         self._scratch.close()
@@ -327,11 +303,7 @@ def check_room(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) 
 
 
 def _scratch(size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> Scratch:
-    """Returns a file with room for the keys and values of a plan's context.
-
-    Args:
-        kv_dir: its folder; None: the cache folder.
-    """
+    """Returns a file with room for the keys and values of a plan's context, in ``kv_dir`` or the cache folder."""
     scratch = Scratch(make_cache() / KV_FOLDER if kv_dir is None else Path(kv_dir), io)
     need = sum(size.kv_read(i, plan.context) for i in plan.streamed)
     if need > (free := scratch.free_bytes):

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .cache_store import CacheStore
 
 KEPT = ("keys", "values")
-"""The attributes that lie on disk."""
 
 
 class Offloaded:
@@ -37,7 +36,6 @@ class Offloaded:
         object.__setattr__(self, name, value)
 
     def __deepcopy__(self, _: Any) -> Any:
-        """Copies into memory."""
         return self._whole()
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -59,7 +57,6 @@ class Offloaded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its arrays would have in memory."""
         return self._keeper.nbytes
 
     @property
@@ -68,7 +65,6 @@ class Offloaded:
         return keeper
 
     def _whole(self) -> Any:
-        """Returns a copy in memory."""
         made = _made(type(self), self.__dict__)
         self._keeper.bring_back(made)
         return made
@@ -90,7 +86,6 @@ _OFFLOADED: dict[type, type] = {
 _PLAIN = {away: plain for plain, away in _OFFLOADED.items()}
 
 PLAIN = tuple(_OFFLOADED)
-"""Cache classes that can be offloaded."""
 
 
 def as_offloaded(cache: Any) -> None:

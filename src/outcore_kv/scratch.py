@@ -39,11 +39,7 @@ class Region:
 
 
 def try_folder(folder: Path) -> None:
-    """Checks that a folder can hold keys and values, by trying it. Leaves nothing behind.
-
-    Raises:
-        StoreError: it cannot; says why.
-    """
+    """Raises StoreError if a folder cannot hold keys and values; finds out by trying, and leaves nothing behind."""
     scratch = Scratch(folder)
     scratch.close()
     if scratch.made:
@@ -54,15 +50,11 @@ def try_folder(folder: Path) -> None:
 class Scratch:
     """A file in ``folder`` that is unlinked before anything is written. Creates the folder in an existing parent.
 
-    Args:
-        io: as in ``FileReader``.
-
     Attributes:
-        file: to read from.
         made: the folder was created.
 
     Raises:
-        StoreError: no file can be made there.
+        StoreError: the file cannot be made, or in a method, written or read.
     """
 
     def __init__(self, folder: Path, io: str = "auto") -> None:
@@ -107,11 +99,6 @@ class Scratch:
         return max(0, stats.f_bavail * stats.f_frsize - MARGIN)
 
     def take(self, nbytes: int) -> Region:
-        """Returns a new region.
-
-        Raises:
-            StoreError: the file system refuses that size.
-        """
         self.tidy()
         nbytes = round_up(nbytes, BLOCK)
         if self._free.get(nbytes):
@@ -140,11 +127,6 @@ class Scratch:
                     call(self._fd, PUNCH_HOLE, offset, nbytes)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes all of ``data``.
-
-        Raises:
-            StoreError: the disk is full, or failed.
-        """
         done = 0
         self._check_open()
         try:
@@ -155,11 +137,6 @@ class Scratch:
         self._calls.forget(self._fd, offset, len(data))
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fills ``target`` in the calling thread.
-
-        Raises:
-            StoreError: the disk failed.
-        """
         self._check_open()
         try:
             fill(self._calls, self._fd, target, offset, len(target))

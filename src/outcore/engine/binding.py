@@ -1,4 +1,4 @@
-"""What a plan binds: which weights are read into memory, which lie in units of the ring, and which are read by row."""
+"""Assigns a plan's weights: read into memory, streamed as units of the ring, or read row by row."""
 
 from __future__ import annotations
 
@@ -24,17 +24,11 @@ from .streamed_layers import StreamedUnit
 from .vocabulary import StreamedTable
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done, and bytes in all."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadSettings:
-    """How files are read.
-
-    Attributes:
-        io: as in ``FileReader``. threads, chunk: None: the reader's own choice.
-        progress: called while weights are read or packed.
-    """
+    """How files are read. ``io`` is as in ``FileReader``; None leaves ``threads`` and ``chunk`` to the reader."""
 
     io: str = "auto"
     threads: int | None = None
@@ -43,26 +37,22 @@ class ReadSettings:
 
     @property
     def readable(self) -> bool:
-        """Whether the model's own files are those that are read."""
+        """Whether units are read from the files that the model was opened with."""
         return True
 
     def reader(self, files: Sequence[Path], metrics: Metrics) -> Reader:
-        """Reads units of these files."""
         return FileReader(files, metrics=metrics, **self.options)
 
     def rows(self, files: Sequence[Path], metrics: Metrics) -> RowReader:
-        """Reads single rows of them."""
         return RowReader(files, metrics)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a reader."""
         chosen = {"chunk": self.chunk} if self.chunk is not None else {}
         return {"io": self.io, "threads": self.threads or THREADS, **chosen}
 
 
 def forget(streamed: Sequence[Layer]) -> None:
-    """Free what is in memory of these layers and tables."""
     for part in streamed:
         settle(part.parameters, False)
         put(part.parameters, [mx.zeros((0,), dtype=p.array.dtype) for p in part.parameters])
@@ -74,11 +64,8 @@ def row_readers(tables: Sequence[StreamedTable]) -> list[RowReader]:
 
 
 def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], list[int]]:
-    """What the ring may hold, and the order of a sweep over all of it.
-
-    Streamed layers or their parts; resident ones that slots have room for, so that they can be streamed later; slices
-    of a streamed head.
-    """
+    """Returns the ring's units (streamed layers or their parts, resident layers that fit the slots, slices of a
+    streamed head) and the order in which a pass needs them."""
     units: list[StreamedUnit] = []
     numbers: dict[int, list[int]] = {}
     dormant = [
@@ -102,7 +89,7 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
 
 
 def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
-    """Resident layers that could be streamed through the plan's slots."""
+    """Returns the resident layers that fit the plan's slots, so that they could be streamed."""
     if plan.pools:
         return []
     return [
@@ -114,7 +101,6 @@ def sheddable(profile: ModelProfile, plan: Plan) -> list[int]:
 
 
 def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
-    """A layer, or a part of it, as a unit of the ring."""
     layer, known = profile.layers[part.layer], profile.parts[part.layer]
     if not part.pieces:
         assert known.unit is not None
@@ -134,7 +120,7 @@ def _streamed_unit(profile: ModelProfile, part: StreamedPart) -> StreamedUnit:
 def streamed_tables(
     profile: ModelProfile, plan: Plan, units: Sequence[StreamedUnit], reading: ReadSettings, metrics: Metrics
 ) -> list[StreamedTable]:
-    """Embeddings that are read by row, and a head that is streamed; its slices are in the ring."""
+    """Returns the embeddings that are read by row and the heads that are streamed in slices through the ring."""
     tables = []
     for table in profile.tables:
         if table.multiplied and not plan.head_streamed:
@@ -146,8 +132,7 @@ def streamed_tables(
 
 
 def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Progress, lazy: bool = False) -> None:
-    """Read what is neither in the ring nor read by row: what is not a layer first, then layer by layer; or leave it to
-    be read when it is first needed."""
+    """Reads, or if ``lazy`` maps, all weights that are neither in the ring nor read by row, layer by layer."""
     model = profile.lazy.model
     elsewhere = {(id(p.module), p.key) for part in streamed for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}
@@ -176,7 +161,8 @@ def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Pr
 
 
 def check_when_read(profile: ModelProfile) -> None:
-    """Have the first call read what is left to be read, and look whether the files are still what they were."""
+    """Makes the model's first call read the weights that are still unread, and check that the files have not
+    changed."""
     model = profile.lazy.model
     unread = [weakref.ref(a) for _, a in named_parameters(model)]
 

@@ -1,5 +1,4 @@
-"""What drafts for a running model, as the engine sees it, and what the model is without it: where memory is short the
-draft goes first."""
+"""A drafter as the engine sees it, and the model's size without it: when memory is short, the draft goes first."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """What drafts tokens for a model (``decode.speculative.drafting``).
+    """Proposes tokens for a model (``decode.speculative.drafting``).
 
     Attributes:
-        kind: ``ngram``, or that of the source that brought it; ``name`` for people.
-        holds_head: it drafts with the model's own head: as long as that is in memory, it has to stay.
-        intact: whether it can be given up without harm.
+        kind: ``ngram``, or the kind of the draft source that made it.
+        holds_head: it uses the model's own head, which therefore has to stay in memory.
+        intact: it can be given up without changing the model's weights.
     """
 
     @property
@@ -37,27 +36,20 @@ class Drafter(Protocol):
     def intact(self) -> bool: ...
 
     def hidden(self) -> Any:
-        """What keeps a text's hidden states for it; None where it does not draft from them."""
+        """Returns an object that collects a text's hidden states for the drafter; None if it does not need them."""
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
-        """The model's profile once it is given up, but for its size; nothing is changed."""
+        """Returns the model's profile without this drafter, except for its size. Changes nothing."""
 
     def give_up(self, session: Session) -> Drafter:
-        """Let go of what it has in memory, also of texts under way; returns what drafts instead."""
+        """Frees the drafter's memory, also that of running texts, and returns the drafter that replaces it."""
 
-    def close(self) -> None:
-        """The model is closed."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class DroppableDraft:
-    """A draft in memory that can be given up.
-
-    Attributes:
-        draft: as it was planned, beside a context of so many tokens.
-        kv_disk: whether keys and values may lie on disk without it.
-        drafter: that has it.
-    """
+    """A draft in memory that can be given up, with the context and ``kv_disk`` that the model was planned with."""
 
     draft: Draft
     context: int
@@ -65,7 +57,7 @@ class DroppableDraft:
     drafter: Drafter
 
     def size_without(self, size: ModelSize, head_streamed: bool) -> ModelSize:
-        """The model's size, which counts the draft, without it."""
+        """Returns the model's size without the draft that it includes."""
         draft = self.draft
         states = draft.cache - held_bytes(draft.growing, self.context)
         return replace(
@@ -78,6 +70,5 @@ class DroppableDraft:
         )
 
     def profile_without(self, profile: ModelProfile, head_streamed: bool) -> ModelProfile:
-        """The profile of the model, which counts the draft, without it."""
         profile = self.drafter.profile_without(profile)
         return replace(profile, size=self.size_without(profile.size, head_streamed))

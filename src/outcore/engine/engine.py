@@ -1,4 +1,4 @@
-"""A model that runs by a plan: what the plan keeps in memory is read, and the rest is streamed through a ring."""
+"""Runs a model by a plan: reads what stays in memory and streams the rest through a ring of slots."""
 
 from __future__ import annotations
 
@@ -28,34 +28,27 @@ from .vocabulary import StreamedTable
 
 
 class State(Enum):
-    """Of an engine."""
-
     RESIDENT = "resident"
     STREAMING = "streaming"
     CLOSED = "closed"
 
 
 class Engine:
-    """Runs a model by a plan. It is complete when constructed; while it runs only its own methods change it, between
-    forward passes.
+    """Runs a model by a plan. Only its own methods change it, and only between forward passes.
 
     Args:
-        profile: the lazily opened model.
-        lazy: what stays in memory is read when it is first needed, where nothing is streamed.
-        exclusive: held while the model is computed with, or changed; None: nobody else does.
+        lazy: if nothing is streamed, read each weight when it is first needed.
+        exclusive: lock that is held while the model computes or changes; None: a single caller needs none.
 
     Attributes:
-        plan: what is resident, what is streamed, and where the bytes go.
         size: what the model weighs.
-        metrics: live counters.
-        streaming: what streams the model; None while everything is resident.
-        transport: to the ranks that have other layers of the model.
-        reading: how files are read.
-        io: how they are: ``direct``, ``cached``, or ``none`` when everything is resident.
+        streaming: streams the model; None while everything is resident.
+        transport: to the ranks that hold other layers of the model.
+        io: ``direct``, ``cached``, or ``none`` when everything is resident.
 
     Raises:
         StoreError, ReadError, UsageError: see their docstrings.
-        CheckpointError: a file was written to since the model was opened.
+        CheckpointError: a file has changed since the model was opened.
     """
 
     def __init__(
@@ -96,12 +89,10 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """That runs."""
         return self.profile.lazy.model
 
     @property
     def state(self) -> State:
-        """Whether anything is streamed now."""
         if self._closed:
             return State.CLOSED
         return State.RESIDENT if self.streaming is None else State.STREAMING
@@ -109,23 +100,20 @@ class Engine:
     # What changes it, between passes
 
     def adopt(self, plan: Plan, size: ModelSize | None = None) -> None:
-        """Run by another plan from now on, for a model of another size; MLX keeps no more freed memory than it leaves
-        over."""
+        """Runs by another plan from now on, for a model of another size if ``size`` is given, and sets MLX's cache
+        limit to match."""
         if size is not None:
             self.resize(size)
         self.plan = plan
         self.hold(plan)
 
     def resize(self, size: ModelSize) -> None:
-        """Count what the model weighs anew, before there is a plan for that."""
+        """Replaces the model's size before there is a plan for it."""
         self.size, self.profile = size, replace(self.profile, size=size)
 
     def stream(self, plan: Plan) -> None:
-        """Stream by a plan from the next pass on, through a ring of its own.
-
-        Raises:
-            StoreError, ReadError, CheckpointError: files or slots cannot be had. The next call tries again.
-        """
+        """Streams by another plan from the next pass on. If files or slots cannot be had, the model's next call tries
+        again."""
         model = self.model
 
         def again(_: object, args: Any, kwargs: Any) -> Any:
@@ -144,18 +132,16 @@ class Engine:
         self._unbound, self.plan = None, plan
 
     def bind_again(self) -> None:
-        """Try once more what failed when slots or files were changed for others while the model ran.
-
-        Raises:
-            OutcoreError: it fails again.
-        """
+        """Repeats a ``stream`` that failed."""
         with self.exclusive:
             if self._unbound is not None:
                 self.stream(self._unbound)
 
     def close(self) -> None:
-        """Free slots, threads and files, and give MLX's limits back. A streamed model cannot be called afterwards. Safe
-        to call twice, and from another thread than the one that generates: then between two of its tokens."""
+        """Frees slots, threads and files and restores MLX's limits. A streamed model cannot be called afterwards.
+
+        Safe to call twice, and from another thread than the one that generates: it then acts between two tokens.
+        """
         with self.exclusive:
             if self.streaming is not None:
                 self.streaming.close()
@@ -166,15 +152,13 @@ class Engine:
     # How it is done
 
     def _connect(self) -> Stage:
-        """The transport: all of the model is here."""
         return Stage()
 
     def _join(self, streaming: Streaming, plan: Plan) -> None:
-        """What goes with the layers' turns beside weights is made to fit a plan: before slots are made anew, and when
-        they are there. Nothing does here."""
+        """Adapts KV offload and expert caches to a plan; called before slots are made anew and again once they
+        exist."""
 
     def hold(self, plan: Plan) -> None:
-        """Take what a plan needs of MLX's allocator."""
         if self._closed:
             return
         left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
@@ -191,7 +175,7 @@ class Engine:
         self._give_back = limits.hold(self.model, needs)
 
     def _bind(self, plan: Plan) -> None:
-        """Bind what the plan streams to a ring, and read into memory what is not there yet. Nothing is held on an
+        """Binds the plan's streamed units to a new ring and reads the rest into memory. Holds nothing after an
         error."""
         profile, reading = self.profile, self.reading
         self.hold(plan)

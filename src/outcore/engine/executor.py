@@ -1,9 +1,9 @@
-"""A unit's turn: its weights are in a slot while what is called with them is handed to the device.
+"""Runs calls of streamed modules: their weights are in a slot while their work is handed to the device.
 
-A layer's call builds its graph on views of the slot that its turn will have, waits for the read, hands the graph to
-the device and only then waits for the streamed layer *before* it, whose slot is given back: the device always has
-the next layer queued. What is evaluated before a slot is reused is everything derived from it: the layer's outputs,
-the caches it was given, and whatever it wrote into its arguments.
+A layer's call builds its graph on views of a slot, waits for the read, hands the graph to the device and only then
+waits for the streamed layer *before* it, whose slot it releases. So the device always has the next layer queued. Before
+a slot is reused, everything derived from it is evaluated: the layer's outputs, its caches, and whatever it wrote into
+its arguments.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from .streamed_layers import StreamedLayers
 from .undo import Moved, Undo
 
 LAG = 1
-"""Streamed units that may be under way on the device when the next is handed over."""
+"""Streamed units that may still run on the device when the next one is handed over."""
 
 
 class LayerExecutor:
-    """What calls of streamed modules go through, and the units' work on the device that is not known to be done.
+    """Handles the calls of streamed modules and tracks their work until the device has done it.
 
     Args:
-        after_unit: called, in order, when a unit's work was handed to the device.
-        evaluates: the model evaluates arrays inside its forward pass, so weights must be there before a graph is.
-        transport: to the ranks that have other layers of the model.
+        after_unit: functions to call when a unit's work was handed to the device.
+        evaluates: the model evaluates arrays inside its forward pass, so weights must have arrived before a graph is
+            built.
 
     Attributes:
-        recording: the pass that calls are recorded in; None: they take turns.
-        tokens: the most that a unit was called with since this was set to 0.
-        pooled: experts are read one by one, and nothing takes a turn.
-        undo: what takes caches back if the sweep breaks off; None: nobody would miss them.
-        beside: keeps keys and values elsewhere; None: nobody does.
-        done: called with a unit's lease when it is computed, and its slot still holds it.
-        ended: when the last unit was seen to be done, by the clock of ``metrics`` (0 before the first), and the seconds
-            for which other ranks had been waited for by then.
+        recording: the pass that calls are recorded in; None: calls are executed.
+        tokens: the most tokens that a unit was called with since this was set to 0.
+        pooled: experts are read one by one, and nothing else goes through the ring.
+        undo: restores caches if the pass fails; None: caches are not restored.
+        done: called with a unit's lease once the unit is computed, while its slot still holds it.
+        ended: time at which the last unit was seen to be done, and the seconds spent waiting for other ranks up to
+            then.
     """
 
     def __init__(
@@ -69,13 +68,11 @@ class LayerExecutor:
         self._open: Recorded | None = None  # the part of a layer whose modules are called now, one after the other
 
     def bind(self, layers: StreamedLayers) -> None:
-        """Turns are those of these layers' ring from now on, while nothing is under way."""
         self._layers = layers
 
     # Calls
 
     def whole(self, unit: int) -> Call:
-        """The call of a module that one unit serves."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -98,7 +95,7 @@ class LayerExecutor:
         return call
 
     def part(self, unit: int) -> Call:
-        """The call of one of the modules that a unit serves, inside of a layer's ``in_parts``."""
+        """Returns the call of one of several modules that a unit serves, inside of a layer wrapped by ``in_parts``."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -113,7 +110,7 @@ class LayerExecutor:
         return call
 
     def in_parts(self, unit: int) -> Call:
-        """The call of a layer that is streamed in several units, one of which is ``unit``."""
+        """Returns the call of a layer that is streamed in several units, one of which is ``unit``."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -139,13 +136,14 @@ class LayerExecutor:
         return call
 
     def abandon(self) -> None:
-        """After something failed: no weights are left in their places. The ring keeps the slots' leases."""
+        """After a failure: removes the open unit's weights from the model. The ring keeps the leases of the slots."""
         part, self._open, self.recording = self._open, None, None
         if part is not None and part.unit is not None:
             self._layers.weights.withdraw(part.unit)
 
     def forget(self) -> None:
-        """After something failed: wait for what still computes, whatever becomes of it. The ring keeps the slots."""
+        """After a failure: waits for what still computes and ignores its errors. The ring keeps the leases of the
+        slots."""
         for _, arrays in self._pending:
             with contextlib.suppress(RuntimeError):
                 mx.eval(arrays)
@@ -154,8 +152,8 @@ class LayerExecutor:
     # A unit's turn
 
     def _begin(self, unit: int, args: Any, kwargs: Any) -> Recorded:
-        """Put a unit's weights in place, which may still be on their way. Where passes are recorded its place in the
-        order is taken now."""
+        """Puts a unit's weights, which may still be on their way, into the model; a recorded pass reserves its slot in
+        the order."""
         self.tokens = max(self.tokens, tokens_in(args))
         ring, weights = self._layers.ring, self._layers.weights
         if (within := self.recording) is not None:
@@ -178,7 +176,7 @@ class LayerExecutor:
         return Recorded(unit, [], lease=lease)
 
     def _end(self, turn: Recorded) -> None:
-        """All of a unit's graph is built, and its weights are out of their places: hand it over, or note it."""
+        """Hands a unit's finished graph to the device, or records it. Its weights have left the model."""
         if turn.lease is None:
             turn.arrays += [array for _, array in turn.leaving]
             turn.moved = self.moved()
@@ -200,7 +198,8 @@ class LayerExecutor:
             self._open = None
 
     def hand_over(self, lease: Lease, arrays: list[mx.array]) -> None:
-        """Have the device compute ``arrays``: all that is derived from the lease's slot. Wait for the unit before."""
+        """Has the device compute ``arrays``, everything derived from the lease's slot, and waits for the unit
+        before."""
         if self.undo is not None:
             self.undo.reached(self.undo.moved())
         self._pending.append((lease, arrays))
@@ -212,8 +211,7 @@ class LayerExecutor:
         self.drain(LAG)
 
     def drain(self, lag: int = 0) -> None:
-        """Wait for all that was handed to the device but the last ``lag`` units, and give the slots back for reading
-        ahead."""
+        """Waits for all units handed over except the last ``lag``, and releases their slots for prefetching."""
         while len(self._pending) > lag:
             lease, arrays = self._pending[0]
             with self._transport.working():
@@ -226,11 +224,10 @@ class LayerExecutor:
             self._layers.ring.release(lease)
 
     def all_done(self) -> None:
-        """What was handed over is done by now."""
         self.ended = self._metrics.clock(), self._metrics.ranks_s
 
     def arrive(self, lease: Lease) -> None:
-        """Wait for a unit's bytes, and for what goes with them."""
+        """Waits for a unit's bytes, the inputs from other ranks, and the keys and values that lie on disk."""
         if lease.read.ready:
             lease.read.wait()
         else:
@@ -249,7 +246,6 @@ class LayerExecutor:
     # Other ranks
 
     def settle(self) -> None:
-        """Wait for what other ranks send, where passes are not recorded."""
         if self._transport.alone:
             return
         if self._transport.waits:
@@ -258,7 +254,7 @@ class LayerExecutor:
         self._transport.settle()
 
     def _passed(self, unit: int, out: Any) -> Any:
-        """What a layer put out that took no turn."""
+        """Sends the outputs of a layer that did not go through the ring to the ranks that need them."""
         if not self._transport.alone and (leaving := self._transport.leaving(self._layers.module(unit), out)):
             self.reached(self.moved())
             self._transport.depart(leaving)
@@ -267,10 +263,8 @@ class LayerExecutor:
     # What it takes to go back
 
     def moved(self) -> Moved:
-        """Caches that have moved on since this was asked last, and what they hold."""
         return [] if self.undo is None else self.undo.moved()
 
     def reached(self, moved: Moved) -> None:
-        """These caches are about to be computed."""
         if self.undo is not None:
             self.undo.reached(moved)

@@ -22,38 +22,28 @@ if TYPE_CHECKING:
 
 
 class KVOffload(Protocol):
-    """What that module has."""
-
     def offloader(self, streaming: Streaming, session: Session, plan: Plan) -> KVOffloader | None:
-        """What keeps keys and values of streamed layers elsewhere, if that is the plan: the one that is there, or
-        another.
-
-        Raises:
-            StoreError: the disk has no room for them.
-        """
+        """Returns the KV offload that the plan asks for; None if it asks for none. Raises StoreError if the disk is too
+        full."""
 
     def check_room(self, size: ModelSize, plan: Plan, kv_dir: str | Path | None, io: str) -> None:
-        """Raise a StoreError where the disk has no room for a plan's keys and values.
-
-        Args:
-            kv_dir: where they may lie; None: the cache folder.
-            io: as in ``FileReader``.
-        """
+        """Raises StoreError if the disk has no room for a plan's keys and values; ``kv_dir`` None: in the
+        cache folder."""
 
     def try_folder(self, folder: Path) -> None:
-        """Raise a StoreError where they cannot lie in a folder."""
+        """Raises StoreError if keys and values cannot be stored in the folder."""
 
 
 def kv_offload() -> KVOffload | None:
-    """The module that does; None: no package has one."""
     return next((cast(KVOffload, module) for module in modules("kv_offload").values()), None)
 
 
 def kv_disk(asked: str, name: str) -> str:
-    """Whether keys and values may lie on disk, as ``ModelSize.kv_disk``; ``name``: of the option that asks for it.
+    """Returns ``asked`` (``auto``, ``on`` or ``off``; of the option ``name``), or ``off`` if no package offers KV
+    offload.
 
     Raises:
-        UsageError: they shall, and no package keeps them there.
+        UsageError: ``asked`` is ``on`` and no package offers it.
     """
     if kv_offload() is not None:
         return asked
@@ -63,41 +53,34 @@ def kv_disk(asked: str, name: str) -> str:
 
 
 class ExpertPools(Protocol):
-    """Expert caches of a running model, between passes."""
+    """Resizes the expert caches of a running model between passes."""
 
     @property
-    def spare(self) -> list[int]:
-        """Bytes of each slot that can be given up."""
+    def spare(self) -> list[int]: ...
 
     @property
     def returning(self) -> list[int]:
         """Bytes of each slot that was given up."""
 
     def move(self, slots: int) -> int:
-        """So many slots fewer, or more where that is negative. Returns how many it were."""
+        """Removes ``slots`` slots, or adds them if negative. Returns how many changed."""
 
     def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
-        """Caches that leave room for a model of that size; or layers streamed whole, where none do.
+        """Makes room for a model of this size with smaller expert caches, or by streaming whole layers if none fit.
 
         Args:
-            step: chunks of a prompt; None: as many tokens as there is room for.
+            step: tokens of a prompt chunk; None: as many as there is room for.
             allowed: bytes of the budget that may be used now.
-
-        Raises:
-            BudgetError: there is no room for it.
         """
 
 
 class OnDemand(ExpertFinder, Protocol):
-    """What that module has."""
-
     def experts_for(self, streaming: Streaming, profile: ModelProfile, plan: Plan) -> ExpertCaches | None:
-        """What reads experts one by one, if that is the plan. What the caches of before hold stays, as far as there
-        are slots for it."""
+        """Returns the expert caches that the plan asks for, keeping the cached experts that fit; None if it asks for
+        none."""
 
     def Pools(self, session: Session, calibration: Calibration) -> ExpertPools: ...
 
 
 def on_demand() -> OnDemand | None:
-    """The module that does; None: no package has one."""
     return next((cast(OnDemand, module) for module in modules("on_demand").values()), None)

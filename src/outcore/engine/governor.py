@@ -1,15 +1,16 @@
-"""How many bytes a model may hold now: readings in, one number out.
+"""Decides how many bytes a model may hold: readings go in, one number comes out.
 
-The caller gives the time and what was read, gives memory up or takes it back between passes until it holds that many
-bytes, and comes back. Nothing is read or slept here, and no layer is touched.
+The caller passes the time and the readings, sheds or regrows between passes until it holds that many bytes, and calls
+again. This module neither reads nor sleeps, and touches no layer.
 
-    room is short        what is missing goes at once, with what others took of late, which they may take again
-    memory is paged      a quarter of what can go goes, and all of it where a pass shows that this was not enough
-    macOS warns          the same, once: the warning is a ratio that resident weights move themselves, and lasts long
-                         after (``warning_room``). While it lasts nothing comes back
-    out of memory        everything that can go goes
-    calm for a while     a quarter comes back at a time, as far as there is room twice over; the while doubles each time
-                         that what came back had to go again
+    room is short        frees what is missing at once, plus what other processes took lately and may take again
+    memory is paged      frees a quarter of what can go, and all of it if a pass shows that this was not enough
+    macOS warns          the same, once: the warning is a ratio that resident weights shift themselves, and it lasts
+        long
+                         after (``warning_room``). Nothing comes back while it lasts
+    out of memory        frees everything that can go
+    calm for a while     takes back a quarter at a time if there is twice the room; the wait doubles each time that
+                         memory which came back had to go again
 """
 
 from __future__ import annotations
@@ -25,41 +26,44 @@ from ..machine.pressure import Pressure
 from ..sizes import format_size
 
 RESERVE = (0.03, 64_000_000, 1_000_000_000)
-"""What should stay free of a limit: a share of it, the least and the most bytes; chosen. At half of it layers go."""
+"""What should stay free of a limit: a share of it, at least and at most so many bytes; chosen. Layers go at
+half of it."""
 
 SHARE = 1 / 4
-"""Of what can go, how much goes or comes back at once where nothing says how much is missing."""
+"""Share of the movable bytes that goes or comes back at once if no reading says how much is missing."""
 
 LOOK_S, ALERT_S, TOKENS = 1.0, 0.2, 64
-"""Seconds, or tokens, between two looks; seconds where less than ``NEAR`` reserves are free. A look takes 0.8 ms."""
+"""Seconds, or tokens, between two readings; ``ALERT_S`` when less than ``NEAR`` reserves are free. A reading takes 0.8
+ms."""
 
 NEAR = 6
 
 CALM_S, MOST_CALM_S = 10.0, 900.0
-"""Seconds without a sign before something comes back: at first, and after it had to go again many times."""
+"""Seconds without a sign of pressure before something comes back: at first, and after many failed attempts."""
 
 STARVED = 1 / 12
-"""Of the reserve: with less, and nothing left to give up, a run that once had more ends rather than being killed."""
+"""Share of the reserve. With less free and nothing left to give up, a run that once had more ends before it is
+killed."""
 
 
 WINDOW_S = 2.0
-"""Seconds that a rate is taken over at least: one fault in a millisecond is not a thousand a second."""
+"""Shortest window in seconds for a rate: one fault in a millisecond is not a thousand a second."""
 
 HOLD_S = 4.0
-"""Seconds for which paging shows before it counts: libraries being loaded, or an app that wakes up, are a burst."""
+"""Seconds of paging before it counts: loading libraries, or an app that wakes up, causes short bursts."""
 
 PAGING = 200.0
-"""Major faults, or pages of 4 KiB swapped in, a second: 2 % of the time on a disk that answers in 0.1 ms."""
+"""Major faults, or 4 KiB pages swapped in, per second: 2 % of the time on a disk that answers in 0.1 ms."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How many bytes may be held now.
+    """How many bytes the model may hold now.
 
     Attributes:
-        held: bytes that are held. target: bytes that may be.
-        reason: for the user, where they differ or the run has to end.
-        stop: memory is not enough with nothing left to give up.
+        held: bytes that it holds.
+        target: bytes that it may hold.
+        stop: memory is short and nothing is left to give up.
     """
 
     held: int
@@ -69,18 +73,17 @@ class Decision:
 
 
 def reserve(limit: MemoryLimit) -> int:
-    """Bytes of a limit that should stay free."""
     share, least, most = RESERVE
     return int(min(max(limit.total * share, least), most))
 
 
 def room(limits: Sequence[MemoryLimit]) -> int:
-    """Bytes that can be taken without coming near any limit."""
+    """Returns the bytes that can be taken without touching any limit's reserve."""
     return min(x.available - reserve(x) for x in limits)
 
 
 class Governor:
-    """Decides for one model while it runs. Not for several threads at once."""
+    """Decides for one model while it runs. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, Pressure]] = deque()  # lately: bytes held, and what was read
@@ -99,12 +102,11 @@ class Governor:
         self._starved: tuple[float, int] | None = None  # since when, and what was free then
 
     def growth(self, pressure: Pressure) -> int:
-        """Bytes that may be taken for what was not there before: none while macOS warns."""
+        """Returns the bytes that new memory may take: none while macOS warns."""
         free = room(pressure.limits)
         return min(0, free) if _warns(pressure) else free
 
     def due(self, now: float, tokens: int) -> bool:
-        """Whether it is time to look again, ``tokens`` after the last look."""
         return tokens >= TOKENS or now >= self._due_at
 
     def decide(
@@ -119,16 +121,16 @@ class Governor:
         needed: int = 0,
         promised: int = 0,
     ) -> Decision:
-        """How many bytes may be held.
+        """Returns how many bytes may be held.
 
         Args:
-            now: seconds of a clock that only goes forward.
-            held: bytes that this model holds now: what others take is the rest of what is used.
-            spare: of these, bytes that can be given up.
+            now: seconds of a monotonic clock.
+            held: bytes that this model holds; other processes use the rest of what is used.
+            spare: bytes of ``held`` that can be given up.
             away: bytes of each part that was given up and could come back.
-            pass_s: seconds of the pass that ended since the last look; None: none did.
-            needed: bytes that a pass allocates and frees again, which are free at the time of reading.
-            promised: bytes that the plan will come to hold, those included, and does not hold yet.
+            pass_s: seconds of the pass that ended since the last reading; None: no pass ended.
+            needed: bytes that a pass allocates and frees again; they are free at the time of reading.
+            promised: bytes that the plan will hold and does not hold yet, ``needed`` included.
         """
         limit = min(pressure.limits, key=lambda x: (x.available - 2 * reserve(x), x.total))
         wanted, free = reserve(limit), limit.available - needed
@@ -156,7 +158,7 @@ class Governor:
         )
 
     def acted(self, now: float, pressure: Pressure, decision: Decision) -> None:
-        """A decision has been carried out: it shows from now on what that did."""
+        """Notes that a decision was carried out: from now on readings show its effect."""
         self._window, self._paging_s = (now, pressure), 0.0
         if decision.target > decision.held:
             self._grown, self._answered, self._calm_since = True, False, now
@@ -170,7 +172,8 @@ class Governor:
     def _missing(
         self, now: float, pressure: Pressure, limit: MemoryLimit, free: int, again: int, spare: int, away: Sequence[int]
     ) -> tuple[int, str]:
-        """Bytes that have to go now, and why; no bytes with a reason: something is wrong, and has been answered."""
+        """Returns the bytes that have to go now and the reason. No bytes with a reason: pressure that has been answered
+        already."""
         wanted = reserve(limit)
         if pressure.macos_level == mac.CRITICAL:
             return max(1, spare), "macOS says that memory pressure is critical"
@@ -192,8 +195,8 @@ class Governor:
         return (max(1, int((spare + sum(away)) * SHARE)) if settled else 0), why
 
     def _note_paging(self, now: float, pressure: Pressure) -> None:
-        """Whether memory is being paged: no sign counts alone, for faults come from libraries and swapping from a
-        neighbour."""
+        """Updates how long memory has been paged. Two signs must agree: libraries cause faults, and other processes
+        swap."""
         began, base = self._window = self._window or (now, pressure)
         if (seconds := now - began) < WINDOW_S:
             return
@@ -204,10 +207,10 @@ class Governor:
         self._paging_s = self._paging_s + seconds if faulting + self._swapping + short >= 2 else 0.0
 
     def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str) -> int:
-        """Bytes that others took of a limit within the time that giving memory up may take to show.
+        """Returns the bytes of a limit that other processes took within the time that shedding needs to show.
 
-        A limit that this model's memory does not count against (a GPU's is not the machine's) does not change when
-        layers go, so others take what both differences show.
+        Shedding layers does not change a limit that this model's memory does not count against (a GPU's is not the
+        machine's), so both differences are compared.
         """
         while self._seen and now - self._seen[0][0] > 2 * self._pass_s + LOOK_S:
             self._seen.popleft()
@@ -219,7 +222,7 @@ class Governor:
         return max([0, *(min(less, less + given) for less, given in lost)])
 
     def _hopeless(self, now: float, limit: MemoryLimit, again: int) -> bool:
-        """Whether the run has to end. One that began with as little room as this goes on, for it may be enough."""
+        """Whether the run has to end. A run that began with as little room goes on, as that may be enough."""
         free = limit.available
         low = free < STARVED * reserve(limit)
         if not self._had_room or not (low or free < again):
@@ -230,7 +233,6 @@ class Governor:
         return now - since >= LOOK_S if low else now - since >= 2 * ALERT_S and free < then
 
     def _growth(self, now: float, pressure: Pressure, spare: int, away: Sequence[int], promised: int) -> int:
-        """Bytes that may come back."""
         if self._swapping or self._paging_s:
             self._calm_since = None
         elif self._calm_since is None:
@@ -247,7 +249,7 @@ class Governor:
 
 
 def _ran_out(before: Pressure, now: Pressure) -> str:
-    """How memory has run out since a reading, for the user; empty for not."""
+    """Says for the user how memory ran out since the last reading; empty if it did not."""
     if now.oom_kill > before.oom_kill:
         return "the kernel has ended a process of this control group for want of memory"
     if now.oom > before.oom:
@@ -256,5 +258,4 @@ def _ran_out(before: Pressure, now: Pressure) -> str:
 
 
 def _warns(pressure: Pressure) -> bool:
-    """Whether macOS says that memory is short, by however much."""
     return pressure.macos_level in (mac.WARNING, mac.CRITICAL)

@@ -1,4 +1,4 @@
-"""What layers and tables weigh, and where they land in a slot: bytes of each, before any of it is read."""
+"""Computes the sizes of layers and tables, and their layout in slots, before any of their weights is read."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from ..sizes import BLOCK, round_up
 from .vocabulary import SLICE_STEP, Table
 
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
-"""Bytes that products take beside their operands (MLX gives cuBLAS 32 MiB at a time on Hopper), and what resident
-weights take over their own bytes. On an H200 the peak passed plans without these by 14 to 39 MB at the smallest budgets
-and by up to 2.5 % of what was resident."""
+"""Extra bytes for matrix products (MLX gives cuBLAS 32 MiB at a time on Hopper), and memory that resident weights take
+relative to their size. Without these, peaks on an H200 exceeded the plan by 14 to 39 MB at the smallest budgets and by
+up to 2.5 % of the resident bytes."""
 
 CUDA_OPERATION = 3
-"""Times a token's hidden state that an operation puts out, on average. MLX gives a CUDA graph's operations their memory
-when it is made and takes it back when all of it has run (cuda/device.cpp: 100 operations, or 20, by the GPU): prompts
-of 64 to 2,048 tokens of a 9B took 2.2 to 2.8 MB a token on an H200, resident or streamed, where a layer's activations
-are 0.3. ``mx.set_memory_limit`` changes nothing about that and took twice the time."""
+"""Average output of an operation, as a multiple of a token's hidden state. MLX allocates a CUDA graph's memory when it
+builds the graph and frees it when all of it has run (cuda/device.cpp: 100 or 20 operations, depending on the GPU):
+prompts of 64 to 2,048 tokens of a 9B model took 2.2 to 2.8 MB a token on an H200, resident or streamed, where a layer's
+activations are 0.3. ``mx.set_memory_limit`` changed nothing about that and doubled the time."""
 
 HEADROOM = 1.5
-"""Activations of a layer over the sum of its projections' outputs: residuals, norms, rotations, float32 copies."""
+"""Ratio of a layer's activations to the sum of its projections' outputs: residuals, norms, rotations, float32
+copies."""
 
 
 class Cast:
-    """Which parameters ``--dtype`` changes: floating-point ones, but for those that mlx-lm's convert keeps."""
+    """Selects the parameters that ``--dtype`` changes: floating-point ones, except those that mlx-lm's convert
+    keeps."""
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype | None) -> None:
         self.dtype = dtype
         self._predicate = getattr(model, "cast_predicate", None) or (lambda _: True)
 
     def target(self, path: str, dtype: mx.Dtype) -> mx.Dtype | None:
-        """The dtype to compute ``path`` in, or None if it stays as it is."""
         if self.dtype is None or dtype == self.dtype or not mx.issubdtype(dtype, mx.floating):
             return None
         return self.dtype if self._predicate(path) else None
@@ -55,20 +56,15 @@ class Cast:
 
 @dataclass(frozen=True)
 class Place:
-    """How units are laid out in slots.
-
-    Attributes:
-        where: of each parameter on disk, by its path.
-        direct: for direct reads.
-        align: bytes that a weight's address must be a multiple of.
-    """
+    """How units are laid out in slots: ``where`` each parameter lies on disk, and the alignment of a weight's address
+    in bytes."""
 
     where: Mapping[str, TensorInfo]
     direct: bool
     align: int
 
     def unit(self, layer: Layer) -> Unit:
-        """A layer as it is streamed; given some of its parameters only, those."""
+        """Returns the unit that streams a layer, or the parameters of it that are given."""
         sources = []
         for p in layer.parameters:
             info = self.where[f"{layer.path}.{p.path}"]
@@ -77,17 +73,14 @@ class Place:
         return self._placed(layer.path, sources)
 
     def _placed(self, name: str, sources: Sequence[Source]) -> Unit:
-        """A unit with its fields in the order of ``sources``: that is how they are bound."""
+        """Returns a unit whose fields are in the order of ``sources``, in which they are bound."""
         unit = place_unit(name, sources, direct=self.direct, align=self.align)
         by_path = {f.path: f for f in unit.fields}
         return replace(unit, fields=tuple(by_path[s.path] for s in sources))
 
     def slices(self, table: Table, largest: int) -> list[tuple[slice, Unit]]:
-        """A table that is multiplied with, in slices of rows that take at most ``largest`` bytes of a slot each, in
-        steps of ``SLICE_STEP`` rows.
-
-        As equal as steps allow; slices of one step where that is more than ``largest``.
-        """
+        """Cuts a table into equal slices of whole ``SLICE_STEP`` rows that take at most ``largest`` bytes of a slot, or
+        one step."""
         rows = table.places[0].shape[0]
         # Each parameter may begin and end anywhere in a block.
         room = largest - len(table.places) * 2 * BLOCK
@@ -104,7 +97,8 @@ class Place:
         return found
 
     def begins(self, layer: Layer) -> dict[Path, int] | None:
-        """The files that a layer lies in, and where it begins in each; None where parameters may be read one by one."""
+        """Returns each file that holds the layer with the layer's offset in it; None if parameters may be read one by
+        one."""
         if self.align > 1:
             return None
         found: dict[Path, int] = {}
@@ -114,13 +108,13 @@ class Place:
         return found
 
     def nbytes(self, part: Layer, casts: Sequence[mx.Dtype | None]) -> list[int]:
-        """Of each parameter, in memory, in the dtype that it is computed in; its weights may be absent now."""
+        """Returns the bytes of each parameter in memory, in the dtype of its computation."""
         infos = [self.where[f"{part.path}.{p.path}"] for p in part.parameters]
         sizes = [ITEM_BYTES[i.dtype] if to is None else to.size for i, to in zip(infos, casts, strict=True)]
         return [math.prod(i.shape) * size for i, size in zip(infos, sizes, strict=True)]
 
     def decoded_bytes(self, layer: Layer) -> int:
-        """Bytes of those of a layer's parameters that are stored in another form, as they are used."""
+        """Returns the decoded bytes of a layer's parameters that are stored in an encoded form."""
         stored = (self.where[f"{layer.path}.{p.path}"].stored is not None for p in layer.parameters)
         used = self.nbytes(layer, [None] * len(layer.parameters))
         return sum(n for n, apart in zip(used, stored, strict=True) if apart)
@@ -129,7 +123,7 @@ class Place:
 def device_alignment() -> int:
     """Bytes that a weight's address must be a multiple of on MLX's default device.
 
-    MLX saves checkpoints with headers of any length, so tensors start at odd offsets too. x86-64 loads from any
+    MLX writes checkpoints with headers of any length, so tensors start at odd offsets too. x86-64 loads from any
     address at the same rate, and MLX's CPU kernels gave equal bits there for every dtype and quantization (tests);
     copying each weight to an aligned place instead cost 0.4 s a token on a 4 GB model.
     """
@@ -139,7 +133,6 @@ def device_alignment() -> int:
 
 
 def part_of(layer: Layer, parameters: Sequence[int]) -> Layer:
-    """The layer with some of its parameters only."""
     return Layer(layer.path, layer.module, tuple(layer.parameters[n] for n in parameters))
 
 
@@ -150,11 +143,8 @@ def layer_size(
     place: Place,
     width: Callable[[Layer], int],
 ) -> LayerSize:
-    """What a layer and its pieces weigh, in the dtypes that they are computed in.
-
-    Args:
-        width: bytes that a layer or some of its parameters put out for one token.
-    """
+    """Returns the size of a layer and of its pieces; ``width`` returns the output bytes per token of some of its
+    parameters."""
     whole, parts = weighed(layer, pieces, casts, place)
     found = []
     for piece, size in zip(pieces, parts, strict=True):
@@ -176,7 +166,8 @@ def layer_size(
 def weighed(
     layer: Layer, pieces: Sequence[Projection], casts: Sequence[mx.Dtype | None], place: Place
 ) -> tuple[PieceSize, list[PieceSize]]:
-    """A layer, and each of its pieces, by what is on disk: of what is streamed there is nothing in memory."""
+    """Returns the sizes of a layer and of each of its pieces, from what is on disk: streamed weights are not
+    in memory."""
     begins = place.begins(layer)
     each = [(part_of(layer, p.parameters), [casts[n] for n in p.parameters]) for p in pieces]
     return _piece_size(layer, casts, place), [_piece_size(part, mine, place, begins) for part, mine in each]
@@ -196,18 +187,18 @@ def _piece_size(
 
 
 def ranges(unit: Unit, begins: Mapping[Path, int]) -> tuple[tuple[int, int, int], ...]:
-    """What is read of a piece, as in ``PieceSize``; ``begins``: of its layer."""
+    """Returns the byte ranges that are read for a piece, as in ``PieceSize``; ``begins`` is its layer's."""
     numbers = {file: n for n, file in enumerate(begins)}
     return tuple((numbers[e.file], e.offset - begins[e.file], e.nbytes) for e in unit.extents)
 
 
 def _cast_bytes(part: Layer, casts: Sequence[mx.Dtype | None], place: Place) -> int:
-    """Of parameters that are computed in another dtype than they are stored in."""
     return sum(n for n, to in zip(place.nbytes(part, casts), casts, strict=True) if to is not None)
 
 
 def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:
-    """What a layer takes on a CUDA device; with copies of two layers' weights, which are there at once (measured)."""
+    """Returns a layer's size on a CUDA device; ``copies`` adds copies of two layers' weights, which exist at once
+    (measured)."""
     copied = 2 if copies else 0
 
     def rounded(nbytes: int) -> int:
@@ -218,12 +209,11 @@ def on_cuda_size(size: LayerSize, copies: bool) -> LayerSize:
 
 
 def resident_bytes(table: Table) -> int:
-    """Of a table in memory."""
     return sum(nbytes(p.array, c) for p, c in zip(table.layer.parameters, table.casts, strict=True))
 
 
 def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
-    """What is multiplied with outside of layers, as one size."""
+    """Returns the size of all tables outside of layers that are multiplied with, as one."""
     if not tables:
         return None
     cast = max(resident_bytes(t) if any(t.casts) else 0 for t in tables)
@@ -233,7 +223,7 @@ def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
 
 
 def _kind(module: nn.Module, cast: Sequence[mx.Dtype | None]) -> str:
-    """A name for all layers that take equally long: the class, and a digest of shapes and dtypes."""
+    """Names the layers that take equally long to compute: their class and a digest of shapes and dtypes."""
     shapes = [(path, a.shape, str(a.dtype)) for path, a in named_parameters(module)]
     return _named(type(module).__name__, (shapes, [str(c) for c in cast]))
 
@@ -261,7 +251,7 @@ def activations(
     dtype: mx.Dtype | None,
     scores: int,
 ) -> dict[str, int]:
-    """Bytes per token of activations, of attention scores (so many arrays of them), and of the logits."""
+    """Returns bytes per token of activations, of ``scores`` arrays of attention scores, and of the logits."""
     flat, item = _flat(config), item_bytes(parameters, dtype)
     widest = max((output_width(config, layer) for layer in layers), default=0)
     hidden = _largest(flat.get("hidden_size"), 0)
@@ -284,7 +274,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> int:
-    """Bytes of a number that layers put out: of the dtype to compute in, or that most weights' scales have."""
+    """Returns the size of an output number: that of ``dtype``, or of the dtype that most scales of the weights have."""
     floats: dict[int, int] = {}
     for a in parameters.values():
         if mx.issubdtype(a.dtype, mx.floating):
@@ -293,7 +283,7 @@ def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> in
 
 
 def output_width(config: dict[str, Any], layer: Layer) -> int:
-    """Numbers that a layer's projections put out for one token, or some of them, all together."""
+    """Returns how many numbers per token a layer's projections put out together."""
     flat = _flat(config)
     counts = (flat.get(k) for k in ("num_experts_per_tok", "top_k", "num_experts_per_token"))
     experts = next((n for n in counts if n), 8)
@@ -306,13 +296,13 @@ def output_width(config: dict[str, Any], layer: Layer) -> int:
 
 
 def _largest(value: Any, otherwise: int) -> int:
-    """A number of a configuration, or the largest of a list with one for each layer; the other one where it is none."""
+    """Returns a configured number, or the largest of a list with one per layer; ``otherwise`` if there is none."""
     known = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int and n > 0]
     return max(known, default=otherwise)
 
 
 def graph_operations() -> int:
-    """Operations that MLX puts into one CUDA graph (get_graph_limits in cuda/device.cpp)."""
+    """Returns how many operations MLX puts into one CUDA graph (get_graph_limits in cuda/device.cpp)."""
     if (given := os.environ.get("MLX_MAX_OPS_PER_BUFFER", "")).isdecimal():
         return int(given)
     return 100 if str(mx.device_info().get("architecture", "")) in ("sm_90", "sm_100", "sm_120") else 20

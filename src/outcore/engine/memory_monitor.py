@@ -1,4 +1,4 @@
-"""Looks at memory while a model runs, and lets resident layers go, or come back, between passes."""
+"""Checks memory while a model runs and sheds or regrows resident layers between passes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ if TYPE_CHECKING:
     from .session import Session
 
 NOTES = 4
-"""Notes that are kept of what went and came back, the last ones; a run may be long."""
 
 
 class Watch:
-    """Stands before each forward pass of a streamed model. A model that is all in memory is left as mlx-lm made it:
-    there the loop that runs it asks for a look before each pass.
-
-    Args:
-        read: what the system says of memory; None: ``read_pressure``.
+    """Checks memory before each forward pass. A fully resident model has no hook: its decoding loop calls
+    ``before_pass``.
 
     Attributes:
-        moves: pass before which something was done, and how many layers or slots of experts came back; fewer than 0:
-            went. ``notes``: for the user, of the last ones.
+        moves: the pass before each action, and how many layers or expert slots came back (negative: went).
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class Watch:
         self.attach()
 
     def attach(self) -> None:
-        """Stand where passes begin, if the model is streamed; else whoever runs it calls ``before_pass``."""
+        """Registers with a streamed model's passes; otherwise the decoding loop calls ``before_pass``."""
         streaming = self.engine.streaming
         if streaming is not None:
             for calls, mine in ((streaming.before_pass, self.before_pass), (streaming.after_unit, self.within_pass)):
@@ -62,11 +57,8 @@ class Watch:
         self.residency.layers.room = self.room
 
     def before_pass(self) -> None:
-        """Look if it is time to, and do what is to be done.
-
-        Raises:
-            BudgetError: memory is not enough even with nothing resident.
-        """
+        """Checks memory if it is time to, and acts. Raises BudgetError if it is too short even with nothing
+        resident."""
         self._passes += 1
         self._since += 1
         self.residency.layers.note_arrivals()
@@ -78,11 +70,7 @@ class Watch:
             self._act(decision)
 
     def within_pass(self) -> None:
-        """In the middle of a pass, which may take long: look, and act when it is over.
-
-        Raises:
-            BudgetError: memory is not enough, and there may be none left when the pass is over.
-        """
+        """Checks memory during a long pass, to act after it. Raises BudgetError if memory may run out before that."""
         if self._pending is None and self.governor.due(self._clock(), 0):
             decision = self._look(within=True)
             if decision.stop:
@@ -91,7 +79,7 @@ class Watch:
                 self._pending = decision
 
     def room(self) -> int:
-        """Bytes that may still be taken now, with what should stay free left alone; none while macOS warns."""
+        """Returns the bytes that may still be taken without touching the reserve."""
         return self.governor.growth(self._read())
 
     def _look(self, within: bool = False) -> Decision:

@@ -1,4 +1,5 @@
-"""What a model weighs, before any of it is read: layers, caches, activations, and what cannot be streamed and why."""
+"""Measures a model before its weights are read: sizes of layers, caches and activations, and what must stay
+resident."""
 
 from __future__ import annotations
 
@@ -52,14 +53,13 @@ from .vocabulary import Table
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What is known of a layer beside what it weighs.
+    """A layer's parts, apart from their sizes; ``pieces`` are in the order of ``LayerSize.pieces``.
 
     Attributes:
-        pieces: in the order of ``LayerSize.pieces``.
-        casts: the dtype that each of its parameters is computed in, where it differs from the one on disk.
-        decoders: of each of its parameters that is stored in another form than it is used in.
-        unit: as it would be streamed; None for one that must stay resident.
-        switch: its experts, which can be read one by one; None where there are none.
+        casts: dtype that each parameter is computed in; None: as stored.
+        decoders: decoder of each parameter; None: it is stored as it is used.
+        unit: its streamed form; None: it must stay resident.
+        switch: its experts, if they can be read one by one.
     """
 
     pieces: tuple[Projection, ...]
@@ -71,20 +71,15 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A lazily opened model and what is known of it.
+    """A lazily opened model with its sizes.
 
     Attributes:
-        layers: every layer that a layer list holds; ``parts`` of each.
         tables: embeddings and linear layers outside of layers that need not be in memory.
-        cast: which parameters are computed in another dtype.
         order: of units in a forward pass; numbers beyond those of layers are tables'.
-        trace: what the rehearsal has shown.
-        notes: lines for the user.
-        place: how units are laid out.
-        overlay: what has to be written before it is streamed.
-        copies: memory is planned for copies of weights on a device with memory of its own.
-        kept_apart: of layers whose keys and values can lie on disk, which of the model's caches they are.
-        share: what this rank holds (``transport.Share``), where the model lies on several; None: it is all here.
+        overlay: packed copies that have to be written before streaming.
+        copies: the plan includes copies of weights in the device's own memory.
+        kept_apart: indices of the caches that can lie on disk, by layer.
+        share: layers of this rank (``transport.Share``); None: the model is not distributed.
     """
 
     lazy: LazyModel
@@ -104,12 +99,10 @@ class ModelProfile:
 
     @property
     def units(self) -> list[Unit | None]:
-        """Each layer as it would be streamed; None for one that must stay resident."""
         return [each.unit for each in self.parts]
 
     @property
     def evaluates(self) -> bool:
-        """Whether the model evaluates arrays inside its forward pass."""
         return self.trace.evaluates
 
 
@@ -125,16 +118,15 @@ def profile_of(
     overlay: Any = None,
     experts: ExpertFinder | None = None,
 ) -> ModelProfile:
-    """Find the layers of a lazily opened model, rehearse its forward pass, and add up what it weighs.
+    """Finds a model's layers, traces its forward pass and adds up its sizes.
 
     Args:
-        context: tokens of prompt and answer. prompt: of the longest prompt.
-        dtype: what to compute in; None: as the checkpoint says.
+        context: tokens of prompt and answer.
+        prompt: tokens of the longest prompt.
         direct: lay units out for direct reads.
-        together: several sequences will share sweeps.
-        where: parameters lie on disk, or will; None: where they were published. ``overlay``: what has to be written for
-            that.
-        experts: finds those that can be read one by one; None: nobody does.
+        together: several sequences will share passes.
+        where: location of each parameter on disk, now or once ``overlay`` is written; None: the published files.
+        experts: finds experts that can be read one by one; None: experts are streamed with their layer.
     """
     to = Cast(lazy.model, dtype)
     place = Place(lazy.origins if where is None else where, direct, device_alignment())
@@ -195,7 +187,7 @@ def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | No
 
 
 def _layers_on_disk(lazy: LazyModel, loaded: Collection[str]) -> list[Layer]:
-    """The model's layers. Parameters without a place on disk (an adapter's) are not streamed."""
+    """Returns the model's layers, without parameters that have no place on disk (an adapter's)."""
     layers = []
     for layer in find_layers(lazy.model):
         there = tuple(p for p in layer.parameters if f"{layer.path}.{p.path}" in loaded)
@@ -205,7 +197,7 @@ def _layers_on_disk(lazy: LazyModel, loaded: Collection[str]) -> list[Layer]:
 
 
 def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[list[LayerSize], list[str]]:
-    """Layers that no slot of this device can hold stay in memory; with a note."""
+    """Makes layers that exceed the largest slot of this device resident, and returns a note about them."""
     most = most_unit(most_slot_bytes())
     large = [i for i, size in enumerate(sizes) if size.streamable and smallest_slot(size) > most]
     if not large:
@@ -218,7 +210,7 @@ def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[
 def _tables(
     lazy: LazyModel, candidates: Sequence[Layer], to: Cast, rehearsal: Trace, layers: int
 ) -> tuple[list[Table], list[int]]:
-    """The tables that a pass uses, and the order of units in it: numbers beyond those of layers are tables'."""
+    """Returns the tables that a pass uses, and the order of units; numbers beyond those of layers are tables'."""
     tables: list[Table] = []
     numbers: dict[int, int] = {}
     behind = max((at for at, n in enumerate(rehearsal.order) if n < layers), default=-1)
@@ -245,7 +237,6 @@ def _model_size(
     context: int,
     prompt: int,
 ) -> ModelSize:
-    """All that the model takes on this device, for a context and a prompt of so many tokens."""
     parameters = dict(named_parameters(lazy.model))
     taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.passing.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
@@ -289,7 +280,7 @@ def _model_size(
 
 
 def _on_disk(lazy: LazyModel, table: Layer) -> bool:
-    """Whether all of a table lies on disk as the model uses it, row after row."""
+    """Whether all of a table lies on disk row by row, in the form that the model uses."""
     paths = [f"{table.path}.{p.path}" for p in table.parameters]
     rows = {p.array.shape[0] for p in table.parameters}
     return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
@@ -298,8 +289,8 @@ def _on_disk(lazy: LazyModel, table: Layer) -> bool:
 def _rehearse(
     lazy: LazyModel, layers: Sequence[Layer], to: Cast, experts: ExpertFinder | None
 ) -> tuple[Trace, list[tuple[Projection, ...]], list[Layer], list[str]]:
-    """The rehearsal; each layer's pieces, in the order of their calls where that is known; the tables that need not be
-    in memory; and why layers must."""
+    """Traces a pass. Returns the trace, each layer's pieces in call order, the tables that need not be in memory, and
+    notes."""
     model, pieces = lazy.model, [find_pieces(layer) for layer in layers]
     if not layers:
         return _all_resident(model), pieces, [], ["no layer lists were found: the whole model stays resident"]
@@ -323,11 +314,7 @@ def _rehearse(
 
 
 def _all_resident(model: nn.Module) -> Trace:
-    """The rehearsal of a model that keeps its own weights all the while.
-
-    Raises:
-        UnsupportedModelError: not even so can its forward pass be built.
-    """
+    """Traces a model with all weights in place. Raises UnsupportedModelError if even then its pass cannot be built."""
     rehearsal = rehearse(model, [])
     if rehearsal.failure is not None:
         why = " ".join(rehearsal.failure.split())[:200]

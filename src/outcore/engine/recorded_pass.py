@@ -1,4 +1,4 @@
-"""Forward passes that are recorded, so that several can be evaluated unit by unit in one sweep."""
+"""Records forward passes so that several of them can be evaluated together, unit by unit."""
 
 from __future__ import annotations
 
@@ -15,31 +15,28 @@ from .undo import Moved
 
 
 class Awaited(Protocol):
-    """What another rank sends."""
-
     @property
-    def ready(self) -> bool:
-        """Whether it is there."""
+    def ready(self) -> bool: ...
 
-    def wait(self) -> None:
-        """Return when it is there."""
+    def wait(self) -> None: ...
 
 
 Wanted = Collection[int] | None
 """The numbers of the passes whose results the caller needs; None: all of them."""
 
 Leaving = list[tuple[tuple[int, ...], mx.array]]
-"""Ranks, and the bytes that go to them."""
+"""Ranks, and the array that goes to them."""
 
 
 @dataclass
 class Recorded:
-    """What is derived from one unit's weights in one pass, and what caches hold by then that moved on meanwhile.
+    """The work of one unit in one pass. A recorded pass has no ``lease`` of the unit's slot yet.
 
     Attributes:
-        unit: None: no unit's, but of a layer in memory whose outputs other ranks need.
-        lease: of its slot; None where passes are recorded.
-        arriving: what other ranks send that it is made from; ``leaving``: what of it goes to others.
+        unit: None for a resident layer whose outputs other ranks need.
+        arrays: everything derived from the unit's weights.
+        moved: caches that changed meanwhile, with their arrays.
+        arriving, leaving: inputs from and outputs to other ranks.
     """
 
     unit: int | None
@@ -52,16 +49,14 @@ class Recorded:
 
 @dataclass
 class RecordedPass:
-    """A forward pass of which the graph is built and nothing evaluated.
+    """A forward pass whose graph is built but not evaluated.
 
     Attributes:
-        units: what was called, in order.
-        seen: caches that streamed layers were given, by id.
-        tail: arrays of the caches after those, which resident layers behind the last streamed one leave behind.
-        moved: what caches hold that moved on behind the last unit.
-        incoming: what comes from other ranks for what is built next.
-        made: by turns, weights that are decoded or cast in them: once for all passes of a sweep, that share this
-            dictionary.
+        made: decoded or cast weights by turn; all passes that share a reading use the same dictionary.
+        seen: ids of the caches that streamed layers were given.
+        tail: arrays of later caches, left by resident layers after the last streamed one.
+        moved: caches that changed after the last unit, with their arrays.
+        incoming: data from other ranks for the part that is built next.
     """
 
     made: dict[int, list[mx.array | None]] = field(default_factory=dict)
@@ -72,26 +67,23 @@ class RecordedPass:
     incoming: list[Awaited] = field(default_factory=list)
 
     def arriving(self) -> list[Awaited]:
-        """What comes from other ranks for what was built since this was asked last."""
+        """Returns and clears the data that other ranks send for what was built since the last call."""
         found, self.incoming = self.incoming, []
         return found
 
     @property
     def turns(self) -> int:
-        """Units that were called so far."""
         return sum(r.unit is not None for r in self.units)
 
     def settle(self) -> None:
-        """Return when what comes from other ranks behind the last unit is there."""
         for each in self.arriving():
             each.wait()
 
     def see(self, *values: Any) -> None:
-        """Note the caches that a streamed layer was given."""
         self.seen.update(map(id, caches_in(*values)))
 
     def end(self, *values: Any) -> None:
-        """The whole pass is recorded; ``values`` are what the model was called with."""
+        """Ends the recording; ``values`` are the arguments of the model's call."""
         caches = caches_in(*values)
         last = max((i for i, c in enumerate(caches) if id(c) in self.seen), default=-1)
         self.tail += handles(caches[last + 1 :])
@@ -100,14 +92,11 @@ class RecordedPass:
 def in_turn(
     passes: Sequence[RecordedPass], heads: Collection[int], reached: Callable[[Moved], None], wanted: Wanted
 ) -> Iterator[list[Recorded]]:
-    """Each unit in order, as what is to be evaluated of it pass by pass.
+    """Yields each unit's work, in order, as a list with an entry per pass.
 
     Args:
-        heads: units that only results are made from: they are left out of passes whose results are not ``wanted``.
-        reached: called with caches that are about to be computed behind the last unit.
-
-    Raises:
-        OutcoreError: the passes call units in different orders.
+        heads: units that only results are made from; they are skipped for passes whose results are not ``wanted``.
+        reached: called with caches that are about to be computed after the last unit.
     """
     if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
         raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
@@ -132,8 +121,7 @@ def _is(number: int, wanted: Wanted) -> bool:
 
 
 def _finish(passes: Sequence[RecordedPass], reached: Callable[[Moved], None], wanted: Wanted) -> None:
-    """Compute what resident layers after the last streamed one leave in their caches, pass by pass: with results alone
-    all of it would be under way at once."""
+    """Computes what resident layers after the last streamed one leave in their caches, pass by pass to save memory."""
     for number, each in enumerate(passes):
         each.settle()
         reached(each.moved)

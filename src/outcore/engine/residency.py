@@ -1,5 +1,4 @@
-"""Room for a context that outgrows the plan, or for more sequences: layers that are in the way are streamed from then
-on, and come back when it has gone. Between passes only."""
+"""Makes room between passes for longer contexts or more sequences: streams layers, and takes them back afterwards."""
 
 from __future__ import annotations
 
@@ -24,27 +23,20 @@ if TYPE_CHECKING:
     from .session import Session
 
 GROWTH = 256
-"""Tokens by which the reserve for context grows at a time, as mlx-lm's caches do."""
+"""Tokens by which the reserved context grows at a time, as mlx-lm's caches do."""
 
 
 class Residency:
-    """Makes room in a running model.
-
-    Args:
-        chunk: tokens of a prompt to compute at a time, if they were asked for.
-
-    Attributes:
-        layers: what of the model is in memory.
-        calibration: of the machine; what layers are expected to take.
-    """
+    """Makes room in a running model. ``chunk`` is the number of prompt tokens to compute at a time, if the
+    user set it."""
 
     def __init__(self, session: Session, calibration: Calibration, chunk: int | None) -> None:
         self.session, self.calibration, self.chunk = session, calibration, chunk
         self.layers = ResidentLayers(session, calibration)
 
     def holds(self, tokens: int, prompt: int = 1, size: ModelSize | None = None) -> bool:
-        """Whether there could be room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them, with less
-        resident, without a draft, and smaller chunks if need be; of the model as it is, or of this size."""
+        """Whether there could be room for a context of ``tokens`` tokens, ``prompt`` of them a prompt's, if less were
+        resident."""
         if self._could_hold(tokens, prompt, size or self.session.size):
             return True
         if (draft := self.layers.draft) is None:
@@ -53,17 +45,17 @@ class Residency:
         return self._could_hold(tokens, prompt, without.size)
 
     def reserve(self, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
-        """Make room for a context of ``tokens`` tokens and a prompt of ``prompt`` of them.
+        """Makes room for a context of ``tokens`` tokens, ``prompt`` of which are the prompt's.
 
         Args:
-            step: tokens of the prompt to compute at a time, if they shall be so many.
-            kept: bytes of caches as they were before a pass, to go back to.
+            step: tokens of the prompt to compute at a time; None: as many as there is room for.
+            kept: bytes of the caches that a failed pass is rolled back to.
 
         Returns:
             tokens of the prompt to compute at a time.
 
         Raises:
-            BudgetError: there is no room for it within the budget however little is resident.
+            BudgetError: the budget is too small even with nothing resident.
         """
         session = self.session
         plan, size = session.plan, session.size
@@ -99,11 +91,13 @@ class Residency:
         return step or session.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:
-        """Room for the same model with more sequences, or longer ones; as ``reserve``. ``steps``: chunks of prompts, of
-        which there is a choice; None: any. ``keep_draft``: it is refused before what drafts is given up.
+        """Makes room for more sequences, or longer ones, with one of these chunk lengths.
+
+        Args:
+            keep_draft: fail rather than give up the draft.
 
         Raises:
-            BudgetError: there is none within the budget.
+            BudgetError: the budget is too small.
         """
         steps = steps or prefill_steps(larger.prompt)
         try:
@@ -117,15 +111,14 @@ class Residency:
             self._fit(self.without_draft(larger), steps)
 
     def without_draft(self, size: ModelSize) -> ModelSize:
-        """A size of the model from before its draft was given up, as it is since; the same where it was not."""
+        """Returns a size from before the draft was given up without it; the same size if there still is a draft."""
         if self.layers.given_up is None:
             return size
         draft, head_streamed = self.layers.given_up
         return replace(draft.size_without(size, head_streamed), layers=self.session.size.layers)
 
     def release(self, smaller: ModelSize) -> None:
-        """The same model with fewer sequences, or shorter ones, when others have left. Slots and layers that were in
-        the way take back what is free then, if memory is there."""
+        """Adopts a smaller size after sequences have left; layers and slots take back what this frees."""
         session, layers = self.session, self.layers
         session.resize(smaller)
         if (pools := layers.pools) is not None:
@@ -143,8 +136,8 @@ class Residency:
     # What would be needed
 
     def _grown(self, size: ModelSize, tokens: int, prompt: int, *, least: bool = False) -> ModelSize:
-        """What the model weighs with a context and a prompt of at least so many tokens; ``least``: of a prompt of no
-        more, but a chunk as it is now."""
+        """Returns the size with at least this context and prompt; ``least``: without room for prompts beyond
+        one chunk."""
         tokens = max(tokens, size.context)
         longest = min(size.prompt, self.session.plan.prefill_step) if least else size.prompt
         return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
@@ -160,8 +153,6 @@ class Residency:
         return False
 
     def _refusal(self, larger: ModelSize, tokens: int, prompt: int, kept: int, step: int) -> BudgetError:
-        """There is no room for a context of so many tokens, a prompt of so many of them, and so many bytes of caches as
-        they were before; said with the smallest budget that has."""
         of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
         of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
         smallest = None
@@ -178,7 +169,7 @@ class Residency:
 
     @property
     def _allowed(self) -> int:
-        """Bytes of the budget that may be used now: it was made when there was more, perhaps."""
+        """Bytes of the budget that may be used now; other processes may have taken memory since it was set."""
         plan, room = self.session.plan, self.layers.room
         if room is None:
             return plan.budget_bytes
@@ -187,7 +178,7 @@ class Residency:
         return min(plan.budget_bytes, held + room())
 
     def _fits_undrafted(self, larger: ModelSize, steps: Sequence[int]) -> bool:
-        """Whether there is a draft, and without it there would be room: nobody gives it up in vain."""
+        """Whether giving up the draft would make enough room."""
         draft, plan = self.layers.draft, self.session.plan
         if draft is None:
             return False
@@ -202,7 +193,6 @@ class Residency:
     # How room is made
 
     def _fit_one_of(self, sizes: Sequence[ModelSize], steps: Sequence[int]) -> None:
-        """Room for the first of these that there is room for; as ``_fit``."""
         *others, last = sizes
         for size in others:
             with contextlib.suppress(BudgetError):
@@ -231,7 +221,7 @@ class Residency:
             raise
 
     def _fit_streamed(self, larger: ModelSize, steps: Sequence[int]) -> None:
-        """Room in a plan that streams: of the chunks that are large enough, the one with the fastest run."""
+        """Makes room in a streaming plan with the chunk length that gives the fastest run."""
         plan, layers, before = self.session.plan, self.layers, self.layers.sheddable
         if self.session.streaming is not None:
             self.session.streaming.layers.adopt(())
@@ -263,11 +253,8 @@ class Residency:
         layers.regrow(max(0, room) // max((layers.nbytes([i]) for i in layers.shed_layers), default=1))
 
     def _fit_anew(self, larger: ModelSize, **how: Any) -> Plan:
-        """Room by a plan of its own, with keys and values where it has them.
-
-        Raises:
-            StoreError: the disk has no room for them; nothing has changed.
-        """
+        """Makes room by a new plan, which may move keys and values to disk. Changes nothing if the disk has no room
+        (StoreError)."""
         session = self.session
         made = another(session, larger, session.plan.budget_bytes, for_context=True, **how)
         larger = replace(larger, on_disk=bool(made.kv_slot))
@@ -278,11 +265,10 @@ class Residency:
         return made
 
     def _with(self, size: ModelSize, resident: Sequence[int], step: int) -> Plan:
-        """The plan as it is, with these layers resident and chunks of so many tokens."""
         return replan(size, replace(self.session.plan, prefill_step=step), resident, self.calibration)
 
     def _lengthen(self) -> None:
-        """The longest chunks that there is room for beside what is resident."""
+        """Adopts the longest chunks that fit with the current residents."""
         session, layers = self.session, self.layers
         plan, size = session.plan, session.size
         stay = sorted({*plan.resident, *layers.coming})

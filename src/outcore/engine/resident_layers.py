@@ -1,7 +1,7 @@
-"""Which layers of a running model stay in memory: some are shed when memory is short, and come back.
+"""Sheds resident layers of a running model when memory is short, and takes them back.
 
-Between passes only, so that no token is affected: a layer that was resident is streamed from the next pass on, and one
-that is to stay is copied out of its slot when the pass after next brings it.
+Only between passes, so no token is affected: a shed layer is streamed from the next pass on, and one that comes back is
+copied out of its slot when the next pass reads it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ if TYPE_CHECKING:
 
 
 class ResidentLayers:
-    """What of the model is in memory.
+    """The layers of a model that are in memory.
 
     Attributes:
-        room: tells how many bytes more may be taken now; None: as many as the budget allows.
-        draft: that is in memory and can be given up; None: there is none.
-        given_up: the draft that was, and whether the head was streamed then.
-        shed_layers: that were resident and are streamed now.
+        room: returns how many more bytes may be taken now; None: only the budget limits them.
+        given_up: the draft that was given up, and whether the head was streamed then.
+        shed_layers: resident layers that are streamed for now.
     """
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
@@ -55,22 +54,19 @@ class ResidentLayers:
 
     @property
     def pools(self) -> ExpertPools | None:
-        """Its expert caches; None: it has none now."""
         return self._pools if self.session.plan.pools else None
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Each layer's, by the plan's indices."""
         return [layer.module for layer in self.session.profile.layers]
 
     def nbytes(self, layers: Iterable[int]) -> int:
-        """Bytes of layers in memory."""
         size = self.session.size
         return sum(size.layers[i].resident + (size.kv(i) if size.on_disk else 0) for i in layers)
 
     @property
     def sheddable(self) -> list[int]:
-        """Resident layers that could be streamed instead, through the slots that there are."""
+        """Resident layers that could be streamed, through the current slots if there are any."""
         plan, units = self.session.plan, self.session.profile.units
         if plan.streams:
             return sheddable(self.session.profile, plan)
@@ -79,8 +75,10 @@ class ResidentLayers:
     # Bytes that are given up, and taken back
 
     def movable(self) -> tuple[int, list[int]]:
-        """Bytes that can be given up: of layers or expert caches; where there are none, of what drafts, or of slots.
-        And bytes of each part that was given up and that the budget has room for."""
+        """Returns the bytes that can be given up, and the bytes of each part that can come back within the budget.
+
+        The first number counts resident layers or expert caches; if there are none, the draft, or else slots.
+        """
         plan, session = self.session.plan, self.session
         # Planning takes its time, and this is asked at every look.
         state = len(self.shed_layers), self.draft is None, session.streaming is None
@@ -99,8 +97,8 @@ class ResidentLayers:
         return self._movable[2]
 
     def give(self, nbytes: int) -> tuple[int, str]:
-        """Give up so many bytes, or what there is. Returns how many layers or slots of experts went, and what it was,
-        for the user; empty for nothing."""
+        """Gives up ``nbytes`` bytes or what there is. Returns how many layers or expert slots went, and a line for the
+        user."""
         pools = self.pools
         parts = [self.nbytes([i]) for i in self.sheddable] if pools is None else pools.spare
         if parts:
@@ -111,7 +109,7 @@ class ResidentLayers:
         return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
 
     def take(self, nbytes: int) -> tuple[int, str]:
-        """Take up to so many bytes back. Returns how many layers or slots, and what it was; empty for nothing."""
+        """Takes back up to ``nbytes`` bytes. Returns how many layers or expert slots came, and a line for the user."""
         count, pools = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.pools
         if pools is None and self.widen():
             return 0, "slots made larger again"
@@ -121,7 +119,7 @@ class ResidentLayers:
     # Layers
 
     def shed(self, count: int) -> int:
-        """Stream ``count`` more layers, so that those that stay lie evenly. Returns how many it were."""
+        """Streams ``count`` more layers, leaving the residents evenly spread. Returns how many layers went."""
         before, plan, size = self.sheddable, self.session.plan, self.session.size
         if plan.streams:
             stay = thin(before, max(0, len(before) - count))
@@ -140,8 +138,7 @@ class ResidentLayers:
         return self.stream_by(replace(smaller, budget_bytes=plan.budget_bytes))
 
     def returning(self, count: int | None = None) -> list[int]:
-        """Of the layers that were shed, up to ``count`` that the budget has room for, evenly placed: a longer context,
-        or more sequences, may have taken it."""
+        """Returns up to ``count`` shed layers, evenly spread, that fit the budget at the current context and batch."""
         plan, size, shed = self.session.plan, self.session.size, sorted(self.shed_layers)
         if self.session.streaming is None or plan.pools:
             return []
@@ -157,13 +154,11 @@ class ResidentLayers:
 
     @property
     def coming(self) -> list[int]:
-        """Layers that were shed and that the next pass brings to stay."""
         streaming, modules = self.session.streaming, self.modules
         return [i for i in sorted(self.shed_layers) if streaming is not None and streaming.layers.is_coming(modules[i])]
 
     def regrow(self, count: int) -> int:
-        """Let up to ``count`` layers that were shed come back with the next pass, as far as the budget allows. Returns
-        how many will."""
+        """Lets up to ``count`` shed layers come back with the next pass, within the budget. Returns how many will."""
         streaming, coming = self.session.streaming, self.coming
         back, modules = self.returning(len(coming) + count), self.modules
         if streaming is not None:
@@ -172,7 +167,7 @@ class ResidentLayers:
         return max(0, len(back) - len(coming))
 
     def note_arrivals(self) -> None:
-        """Write down what came back with the last pass."""
+        """Updates the plan with the layers that came back with the last pass."""
         if self.shed_layers and (streaming := self.session.streaming) is not None:
             modules = self.modules
             back = {i for i in self.shed_layers if streaming.layers.is_resident(modules[i])}
@@ -181,7 +176,6 @@ class ResidentLayers:
                 self.replan([*self.session.plan.resident, *back])
 
     def move(self, layers: Sequence[int]) -> None:
-        """Stream these layers from the next pass on."""
         session, modules = self.session, self.modules
         if not layers or session.streaming is None:
             return
@@ -195,7 +189,6 @@ class ResidentLayers:
             self.replan(stay)
 
     def replan(self, resident: Iterable[int]) -> None:
-        """The plan with these layers resident, for the model as it is now."""
         self.session.adopt(replan(self.session.size, self.session.plan, resident, self._calibration))
         plan, streaming = self.session.plan, self.session.streaming
         if plan.kv_slot and streaming is not None and streaming.kv is not None:
@@ -204,15 +197,15 @@ class ResidentLayers:
     # Slots, and what drafts
 
     def _without_residents(self, budget: int) -> Plan:
-        """The plan without residents for that budget, or the smallest there is."""
+        """Returns the plan without residents for that budget, or the smallest plan there is."""
         session, plan = self.session, self.session.plan
         how: dict[str, Any] = {"resident": 0, "prefill_step": plan.prefill_step}
         smaller = at_least(lambda n: another(session, session.size, n, **how), budget)
         return replace(smaller, budget_bytes=plan.budget_bytes)
 
     def shrink(self, nbytes: int) -> int:
-        """Give up what drafts, or stream through smaller slots, and the head too, so that ``nbytes`` are free. Returns
-        how many are."""
+        """Frees up to ``nbytes`` by giving up the draft, or with smaller slots and a streamed head. Returns the bytes
+        freed."""
         before = self.session.plan
         if self.sheddable or not self.movable()[0]:
             return 0
@@ -225,7 +218,7 @@ class ResidentLayers:
         return before.peak_bytes - smaller.peak_bytes
 
     def stream_by(self, plan: Plan) -> int:
-        """Stream by a plan, through slots of its own; smaller ones can be made larger again. Returns how many layers
+        """Streams by a plan through new slots, remembering the old slot size for ``widen``. Returns how many layers
         left memory."""
         before = self.session.plan
         if before.streams:
@@ -238,7 +231,7 @@ class ResidentLayers:
         return len(gone)
 
     def widen(self) -> bool:
-        """The slots as they were before they were made smaller, if there is room for them."""
+        """Restores the slots that ``stream_by`` made smaller, if there is room. Returns whether it did."""
         plan = self.session.plan
         if self._wide is None or self.room is None:
             return False
@@ -251,8 +244,8 @@ class ResidentLayers:
         return True
 
     def give_up_draft(self, nbytes: int = 0) -> int:
-        """What drafts goes out of memory, for good; the text's own repetitions may draft. Returns bytes that are free
-        then: ``nbytes``, if there are as many."""
+        """Frees the draft for good, and further memory up to ``nbytes`` if layers change their units. Returns the bytes
+        freed."""
         draft, before = self.draft, self.session.plan
         if draft is None or not before.streams or self.session.streaming is None:
             return 0
@@ -285,15 +278,11 @@ def another(
     undrafted: bool = False,
     **options: Any,
 ) -> Plan:
-    """A plan of its own for what the model is now; as ``make_plan``.
+    """Makes a new plan for the running model, as ``make_plan``.
 
     Args:
-        for_context: room is needed for a longer context, so keys and values may go to the disk. Where memory is
-            short for another reason, they stay where they are.
-        undrafted: as it would be if what drafts were given up.
-
-    Raises:
-        BudgetError: there is none for that budget.
+        for_context: room is needed for a longer context, so keys and values may move to disk; otherwise they stay.
+        undrafted: plan as if the draft were given up.
     """
     drafting = None if undrafted else session.drafting
     stays = True if drafting is not None and drafting.holds_head else None
@@ -302,8 +291,7 @@ def another(
 
 
 def come_down(size: ModelSize, plan: Plan, room: int, calibration: Calibration) -> Plan:
-    """Before anything is loaded: the plan, with fewer residents where there is no room for it. A budget is what may be
-    used, and not always there to be used."""
+    """Before loading: returns the plan, with fewer residents if less than its budget is free."""
     if plan.peak_bytes <= room:
         return plan
     size, options = replace(size, kv_disk="off"), {"prefill_step": plan.prefill_step}
@@ -312,11 +300,7 @@ def come_down(size: ModelSize, plan: Plan, room: int, calibration: Calibration) 
 
 
 def at_least(plan: Callable[[int], Plan], budget: int) -> Plan:
-    """The plan for a budget, or for the smallest that there is one for.
-
-    Raises:
-        BudgetError: there is none.
-    """
+    """Returns the plan for a budget, or for the smallest possible budget if that is larger."""
     try:
         return plan(budget)
     except BudgetError as e:

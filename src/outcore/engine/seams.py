@@ -1,6 +1,6 @@
-"""What joins a streamed model without being part of it: KV offload, experts on demand, packed copies, other machines.
+"""Protocols by which KV offload, expert caches and other ranks join a streamed model.
 
-The engine knows these alone. Whatever is not there is None, or does nothing (``Stage``).
+The engine knows nothing else of them. A missing one is None; ``Stage`` itself stands for a model without other ranks.
 """
 
 from __future__ import annotations
@@ -27,66 +27,57 @@ if TYPE_CHECKING:
 
 
 class KVOffloader(Protocol):
-    """Keeps keys and values of streamed layers elsewhere (``kv_offload``). It is told of layers by their modules' ids;
-    those that it does not know it passes by."""
+    """Keeps keys and values of streamed layers on disk. Layers are given by their modules' ids; unknown ones are
+    ignored."""
 
-    def resize(self, slot_bytes: int) -> None:
-        """Between forward passes: the largest layer's take so many bytes now."""
+    def resize(self, slot_bytes: int) -> None: ...
 
     def expect(self, modules: Sequence[int]) -> None:
-        """Between forward passes: these layers will be called, in this order."""
+        """Tells it the order in which layers will be called."""
 
     def adopt(self, caches: Sequence[Any]) -> None:
-        """Between forward passes: these caches of the whole model will be used."""
+        """Takes over the caches of the whole model before a pass."""
 
-    def begin_sweep(self) -> None:
-        """Nothing is under way."""
+    def begin_sweep(self) -> None: ...
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
-        """A layer is about to be called; ``building``: only its graph is built for now."""
+        """Called before a layer; ``building``: only its graph is built for now."""
 
     def arrive(self, module: int) -> None:
-        """Wait for what it needs to be there."""
+        """Waits for the keys and values of a layer."""
 
     def computed(self, module: int) -> None:
-        """All of the layer was computed."""
+        """Called once all of the layer is computed."""
 
-    def abandon(self) -> None:
-        """A forward pass broke off."""
+    def abandon(self) -> None: ...
 
-    def close(self) -> None:
-        """Free all that is held. Safe to call twice."""
+    def close(self) -> None: ...
 
 
 class ExpertCaches(Protocol):
-    """Reads routed experts one by one (``experts``)."""
+    """Reads routed experts one by one (``outcore_experts``)."""
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
-        """Layers are streamed through this ring from now on."""
+        """Uses this ring for layers whose experts are all streamed."""
 
     def begin(self, tokens: int | None) -> bool:
-        """A pass over so many tokens begins (None: many); returns whether it takes experts from the caches, so that
-        nothing goes through the ring."""
+        """Begins a pass over ``tokens`` tokens (None: many). Returns whether it takes experts from the caches, not the
+        ring."""
 
     def settle(self) -> None:
-        """Return when the experts of all that was built so far are there."""
+        """Waits for the experts of everything built so far."""
 
-    def end(self) -> None:
-        """A pass's graph is built."""
+    def end(self) -> None: ...
 
-    def abandon(self) -> None:
-        """A pass broke off."""
+    def abandon(self) -> None: ...
 
     def done(self, lease: Lease) -> None:
-        """A unit of the ring is computed, and its slot still holds it."""
+        """Called once a unit of the ring is computed, while its slot still holds it."""
 
-    def close(self) -> None:
-        """Give the modules their own classes back, and the memory."""
+    def close(self) -> None: ...
 
 
 class PassRecorder(Protocol):
-    """What calls of streamed layers go through (``executor.LayerExecutor``)."""
-
     recording: RecordedPass | None
 
     def moved(self) -> Moved: ...
@@ -95,77 +86,65 @@ class PassRecorder(Protocol):
 
 
 class Stage:
-    """The ranks that have other layers of the model. Of this class itself: there are none, so nothing is sent, and
-    nobody is waited for.
-
-    Attributes:
-        alone: there are none.
-    """
+    """The ranks that hold other layers of the model. This class itself stands for none: it sends and waits for
+    nothing."""
 
     alone = True
 
     @property
     def eager(self) -> bool:
-        """Whether the model evaluates arrays in its forward pass, on whichever rank."""
+        """Whether the model evaluates arrays in its forward pass on any rank."""
         return False
 
     def attach(self, recorder: PassRecorder, before_send: Callable[[], object]) -> None:
-        """Calls of streamed layers go through ``recorder``. ``before_send`` is called before anything is sent."""
+        """Routes calls of streamed layers through ``recorder``, and calls ``before_send`` before anything is sent."""
 
     def whole(self, model: nn.Module) -> None:
-        """Nothing of the model is streamed here."""
+        """Called if none of this rank's layers are streamed."""
 
     def fill(self, copy: nn.Module | None) -> None:
-        """A copy of the whole model, which drafts on this rank, fills the caches of other ranks' layers; None: it was
-        given up."""
+        """Uses a copy of the whole model, which drafts on this rank, to fill the caches of other ranks' layers; None:
+        no longer."""
 
     def watch(self, module: nn.Module) -> None:
-        """A layer stays in memory from now on: send what it puts out, if others need it."""
+        """Sends the outputs of a layer that is now resident, if other ranks need them."""
 
-    def unwatch(self, module: nn.Module) -> None:
-        """A layer will be streamed."""
+    def unwatch(self, module: nn.Module) -> None: ...
 
     def begin_sweep(self, *, pooled: bool) -> None:
-        """A sweep begins; ``pooled``: experts are read one by one, so routers are evaluated on the way."""
+        """Begins a pass; ``pooled``: experts are read one by one, so routers are evaluated on the way."""
 
     def passes(self) -> AbstractContextManager[Callable[[], None]]:
-        """Several passes are recorded meanwhile; what it gives is called before each of them."""
+        """Returns a context in which several passes are recorded; it yields a function to call before each of them."""
         return contextlib.nullcontext(lambda: None)
 
     @property
     def waits(self) -> bool:
-        """Whether ``settle`` would wait."""
         return False
 
     def settle(self) -> None:
-        """Wait for all that was built so far depends on, where passes are not recorded.
-
-        Raises:
-            LinkError: another rank is gone, silent, or sent what it should not.
-        """
+        """Waits for the inputs of everything built so far, unless the pass is recorded. Raises LinkError if another
+        rank fails."""
 
     def leaving(self, module: int, out: Any) -> Leaving:
-        """What other ranks need of a layer's outputs; ``module``: the layer's id."""
+        """Returns the outputs of a layer (by its module's id) that other ranks need."""
         return []
 
     def depart(self, leaving: Leaving) -> None:
-        """Compute it and send it."""
+        """Computes and sends them."""
 
-    def abandon(self) -> None:
-        """After something failed: nobody waits for what was under way."""
+    def abandon(self) -> None: ...
 
-    def transaction(self, undo: Undo | None) -> None:
-        """What takes caches back if a pass fails, where nothing is streamed; None: it is over."""
+    def transaction(self, undo: Undo | None) -> None: ...
 
     working: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
-    """This rank waits for its device meanwhile, so others have patience with it."""
+    """Context in which this rank waits for its device, so other ranks suspend their timeouts."""
 
 
 class ExpertFinder(Protocol):
-    """Finds routed experts that can be read one by one (``on_demand``)."""
+    """Finds routed experts that can be read one by one."""
 
-    def switches_in(self, layer: Layer) -> Sequence[nn.Module]:
-        """Modules that are called with numbers of experts."""
+    def switches_in(self, layer: Layer) -> Sequence[nn.Module]: ...
 
     def experts(
         self,
@@ -176,4 +155,4 @@ class ExpertFinder(Protocol):
         used: int,
         to: Cast,
     ) -> tuple[Any, ExpertNumbers | None]:
-        """A layer's experts, of which a token uses so many, and what they weigh; None where there are none."""
+        """Returns a layer's experts, ``used`` of which serve a token, and their sizes; None where there are none."""

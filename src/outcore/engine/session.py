@@ -1,4 +1,4 @@
-"""What stands behind a loaded model, as ``model.outcore``: an engine with all that joins it."""
+"""The engine behind a loaded model, ``model.outcore``, with everything that decoding keeps from text to text."""
 
 from __future__ import annotations
 
@@ -43,12 +43,8 @@ from .transport import Transport
 
 @dataclass(frozen=True)
 class Folders(ReadSettings):
-    """How files are read, and the folders that they are read from.
-
-    Attributes:
-        kv_dir: where keys and values may lie; None: the cache folder.
-        mirrors: of the model's folder, and it; None: files are read where they were opened.
-    """
+    """How files are read, from the model's folder and its mirrors. ``kv_dir`` holds keys and values; None: the cache
+    folder."""
 
     kv_dir: str | Path | None = None
     mirrors: Mirrors | None = None
@@ -67,25 +63,23 @@ class Folders(ReadSettings):
 
 
 class Session(Engine):
-    """A running model, and what decoding knows of it from text to text.
+    """A running model, with the state that outlives a text.
 
     Args:
-        plan, profile, reading, lazy: as of ``Engine``.
-        govern: watch memory while it runs, and shed resident layers where it is short.
+        govern: watch memory and shed resident layers when it is short.
         cpu_streams: MLX streams that linear layers are split over.
-        prefill_step_size: tokens of a prompt at a time, if they were asked for (``residency.chunk``).
-        notes: what the user should know already.
-        prefix: keeps what was computed of prompts (``decode.prefix_cache``); None: nothing does.
+        prefill_step_size: tokens of a prompt to compute at a time; None: chosen by the plan.
+        prefix: the prefix cache (``decode.prefix_cache``); None: there is none.
 
     Attributes:
-        acceptance: what drafting has taught (``decode.speculative.acceptance``); None: it has not begun.
-        drafting: what drafts tokens for it; None for nothing.
+        acceptance: acceptance statistics (``decode.speculative.acceptance``); None: nothing was drafted yet.
+        drafting: the drafter; None: nothing is drafted.
         residency: makes room, sheds and regrows resident layers.
-        watch: what watches memory; None where it was not asked for, or nothing could be shed.
-        closing: who is called when it is to be closed, before it waits for the pass under way.
-        vocabulary: tokens that the model has embeddings for; None where that is not known.
-        found: tokens of the last prompt that were computed before, and found (``prefix``).
-        in_cache: tokens of the last text, its prompt and then its answer, that went into the ``prompt_cache`` given.
+        watch: checks memory; None if that is off or nothing could be shed.
+        closing: functions to call before ``close`` waits for the running pass.
+        vocabulary: tokens that the model has embeddings for; None: unknown.
+        found: tokens of the last prompt that the prefix cache held.
+        in_cache: tokens of the last text, prompt and answer, that went into the caller's ``prompt_cache``.
     """
 
     transport: Transport
@@ -130,17 +124,16 @@ class Session(Engine):
 
     @property
     def forms(self) -> tuple[CacheForm, ...]:
-        """What its caches look like; none where that is not known."""
         return self.profile.trace.forms
 
     @property
     def positions(self) -> int | None:
-        """Tokens that the model has positions for at all; None: for any number."""
+        """Tokens that the model has positions for; None: no limit."""
         return position_limit(self.profile.lazy.config)
 
     @property
     def max_context(self) -> int | None:
-        """Tokens that the model itself was made for; None if it does not say. Beyond them it errs."""
+        """Context length that the model was trained for, in tokens; None if its config does not say."""
         return longest_context(self.profile.lazy.config)
 
     def __repr__(self) -> str:
@@ -153,11 +146,11 @@ class Session(Engine):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know: what cannot be streamed, a dtype that would be faster, what was shed and why."""
+        """Lines for the user: what cannot be streamed, a faster dtype, what was shed and why."""
         return self._notes if self.watch is None else (*self._notes, *self.watch.notes)
 
     def note(self, line: str) -> None:
-        """Tell the user once."""
+        """Adds a line for the user, unless it is there already."""
         if line not in self._notes:
             self._notes = (*self._notes, line)
 
@@ -170,23 +163,20 @@ class Session(Engine):
             self.watch.attach()
 
     def draft_with(self, drafting: Drafter | None, droppable: DroppableDraft | None = None) -> None:
-        """What drafts from now on; ``droppable``: what the model is once it is given up; None: it stays."""
+        """Sets the drafter; ``droppable`` describes the model without it (None: it cannot be given up)."""
         self.drafting, self.residency.layers.draft = drafting, droppable
 
     def without_draft(self, profile: ModelProfile) -> None:
-        """Give up what drafts; without it the model's profile is this."""
+        """Gives up the drafter; ``profile`` is the model's without it."""
         self.profile, self.size = profile, profile.size
         if self.drafting is not None:
             self.drafting = self.drafting.give_up(self)
 
     def allow(self, budget: int) -> None:
-        """Run within another budget from now on, of which layers give what is missing.
-
-        Args:
-            budget: bytes.
+        """Changes the budget to so many bytes, shedding layers if needed.
 
         Raises:
-            BudgetError: it is too small; nothing has changed, but that nothing in memory drafts any more.
+            BudgetError: it is too small. Nothing has changed, except that a draft in memory may have been given up.
         """
         with self.exclusive:
             before = self.plan
@@ -202,16 +192,11 @@ class Session(Engine):
             self.hold(self.plan)
 
     def before_pass(self) -> None:
-        """Look at memory, where nothing is streamed; a streamed model looks by itself.
-
-        Raises:
-            BudgetError: memory is not enough even with nothing resident.
-        """
+        """Checks memory if nothing is streamed; a streamed model checks by itself."""
         if self.watch is not None and self.state is State.RESIDENT:
             self.watch.before_pass()
 
     def check_disk(self, plan: Plan, size: ModelSize) -> None:
-        """Raise a StoreError where the disk has no room for a plan's keys and values."""
         offload = kv_offload()
         if offload is not None and plan.kv_slot and (self.streaming is None or self.streaming.kv is None):
             offload.check_room(size, plan, self.reading.kv_dir, self.reading.io)
@@ -242,7 +227,7 @@ class Session(Engine):
         streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))
 
     def _tell_of_lost_folders(self, mirrors: Mirrors | None) -> None:
-        """Tell at once, and at the end, when one of the folders that are read from is lost."""
+        """Logs and notes when one of the folders that are read from is lost."""
         if mirrors is None:
             return
         there = weakref.ref(self)

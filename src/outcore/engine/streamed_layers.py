@@ -1,4 +1,4 @@
-"""Which layers of a model take turns of the ring, which stay in memory for now, and where weights lie in slots."""
+"""Which layers are streamed or resident at the moment, and where streamed weights lie in slots."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamedUnit:
-    """A unit of the ring, and the layer, or the table of which it is a slice, whose parameters it holds.
+    """A unit of the ring, with the layer (or sliced table) whose parameters it holds.
 
     Attributes:
-        layer: with those of its parameters that the unit holds.
-        cast: the dtype that each parameter is computed in, where it differs from the one on disk.
-        decoders: of each parameter that is stored in another form than it is used in; none at all: all lie as used.
-        modules: the modules inside the layer that the parameters belong to, where the layer is streamed in several
-            units; none where the unit serves the layer's whole call.
+        cast: dtype that each parameter is computed in; None: as stored.
+        decoders: decoder of each parameter; None: it is stored as used. Empty: all are.
+        modules: if the layer is streamed in several units, the modules inside it that own the parameters.
         rows: of the table that it holds; None for a layer's.
     """
 
@@ -45,14 +43,8 @@ class StreamedUnit:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a plan binds to a ring.
-
-    Attributes:
-        units: what the ring's units hold: streamed layers and slices of tables, and layers that stay in memory for now.
-        order: all of them in the order of a pass.
-        resident: the layers (their modules) that stay in memory for now; see ``Streaming.shed``.
-        tables: embeddings and heads that are not in memory.
-    """
+    """A plan's assignment of units to a ring: streamed layers, slices of tables, and ``resident`` layers that may be
+    shed."""
 
     ring: Ring
     units: Sequence[StreamedUnit]
@@ -62,12 +54,8 @@ class Binding:
 
 
 class Weights:
-    """Units' parameters as views of the slots that they are read into.
-
-    Args:
-        copies: the device has memory of its own, so large products, and those of several sequences, copy their weights
-            first, for which memory was planned.
-    """
+    """Units' parameters as views of slots. ``copies``: the device has its own memory, and large products, or those of
+    several sequences, first copy their weights there."""
 
     def __init__(self, units: Sequence[StreamedUnit], ring: Ring, *, copies: bool) -> None:
         self.units = units
@@ -83,11 +71,8 @@ class Weights:
         mx.eval([view for n, slot in places for view in self._bound(n, slot)])
 
     def of(self, unit: int, slot: int, args: Any = (), made: Sequence[mx.array | None] | None = None) -> list[mx.array]:
-        """A unit's parameters as they are in a slot, for a call with ``args``.
-
-        Args:
-            made: what ``made`` said of them; None: it is asked.
-        """
+        """Returns a unit's parameters in a slot for a call with ``args``; ``made`` is the result of that method, if
+        known."""
         copied = self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1)
         made = self.made(unit, slot) if made is None else made
         return [
@@ -96,8 +81,7 @@ class Weights:
         ]
 
     def made(self, unit: int, slot: int) -> list[mx.array | None]:
-        """Those of a unit's parameters that are used in another form or dtype than they are stored in, not evaluated;
-        None for each that is used as it lies."""
+        """Returns the unevaluated decoded or cast form of each parameter; None for each that is used as stored."""
         u, views = self.units[unit], self._views[unit, slot]
         decoders = u.decoders or [None] * len(views)
         found: list[mx.array | None] = []
@@ -107,15 +91,18 @@ class Weights:
         return found
 
     def to_stay(self, unit: int, slot: int) -> list[mx.array]:
-        """A unit's parameters as they are in a slot, to be copied. Codes of which a draft has the high bits are not put
-        together yet: that would be the high bits twice, of all layers that come with one sweep."""
+        """Returns a unit's parameters in a slot, to be copied.
+
+        Codes whose high bits a draft holds are not joined yet: that would hold the high bits twice, for all layers of a
+        pass.
+        """
         views = self._views[unit, slot]
         decoders = self.units[unit].decoders or [None] * len(views)
         triples = zip(views, self.made(unit, slot), decoders, strict=True)
         return self.of(unit, slot, (), [view if isinstance(d, nn.Module) else m for view, m, d in triples])
 
     def _bound(self, unit: int, slot: int) -> list[mx.array]:
-        """A unit's parameters as views of a slot, not evaluated yet."""
+        """Returns a unit's parameters as unevaluated views of a slot."""
         fields = self.units[unit].unit.fields
         views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes) for f in fields]
         return views
@@ -130,29 +117,22 @@ class Weights:
         return self._shared[key]
 
     def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
-        """Put a unit's parameters in their places in the model."""
+        """Puts a unit's parameters into the model."""
         plain = self._plain[unit] and not self.copies
         put(self.units[unit].layer.parameters, self._views[unit, slot] if plain else self.of(unit, slot, args, made))
 
     def withdraw(self, unit: int) -> None:
-        """Take them out again: any use of them fails from then on."""
+        """Removes a unit's parameters from the model: any use of them fails from then on."""
         put(self.units[unit].layer.parameters, self._absent[unit])
 
     def close(self) -> None:
-        """Let go of the slots."""
         self._views.clear()
         self._shared.clear()
 
 
 class StreamedLayers:
-    """The layers that the units of one ring hold. Changed between passes only.
-
-    Args:
-        copies: as in ``Weights``.
-
-    Attributes:
-        adopting: units that come to stay with this pass, and their weights where they have come.
-    """
+    """The layers in the units of one ring. ``adopting`` are units that become resident with this pass, with arrived
+    weights."""
 
     def __init__(self, bound: Binding, turns: LayerExecutor, copies: bool, transport: Stage) -> None:
         self.ring, self.units = bound.ring, bound.units
@@ -173,29 +153,25 @@ class StreamedLayers:
 
     @property
     def order(self) -> list[int]:
-        """The units of a pass as they come now."""
         return [i for i in self._order if self.module(i) not in self._resident]
 
     def is_resident(self, layer: nn.Module) -> bool:
-        """Whether a layer that could be streamed stays in memory now."""
         return id(layer) in self._resident
 
     @property
     def modules(self) -> list[int]:
-        """The ids of the layers' modules as their turns begin."""
+        """Ids of the streamed layers' modules in the order of their first units."""
         return [m for i in self.order if self._layers.get(m := self.module(i), [None])[0] == i]
 
     def module(self, unit: int) -> int:
-        """The id of the module of a unit's layer."""
         return id(self.units[unit].layer.module)
 
     def ends(self, unit: int) -> int | None:
-        """The id of the layer's module whose turns end with this unit; None: it is none's last."""
+        """Returns the id of the layer's module if this unit is its last; otherwise None."""
         module = self.module(unit)
         return module if self._layers.get(module, [None])[-1] == unit else None
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
-        """Stream these layers from the next pass on."""
         for module in layers:
             if id(module) in self._resident:
                 self._resident.remove(id(module))
@@ -204,12 +180,10 @@ class StreamedLayers:
                 self._install(id(module))
 
     def adopt(self, layers: Sequence[nn.Module]) -> None:
-        """Keep what the next pass brings of these layers, and of no others: they stay in memory from the pass after
-        that on."""
+        """Makes these layers, and no others, resident once the next pass has read them."""
         self.adopting = {i: None for module in layers for i in self._layers[id(module)]}
 
     def is_coming(self, layer: nn.Module) -> bool:
-        """Whether the next pass brings a layer to stay."""
         return any(i in self.adopting for i in self._layers.get(id(layer), ()))
 
     def _install(self, key: int) -> None:
@@ -225,7 +199,7 @@ class StreamedLayers:
             swap(units[0][1].layer.module, "Streamed", self._turns.in_parts(units[0][0]))
 
     def keep_adopted(self) -> bool:
-        """Layers of which all has come stay in memory. Returns whether any does."""
+        """Makes layers that have arrived completely resident. Returns whether there were any."""
         if not self.adopting:
             return False
         whole = [k for k, mine in self._layers.items() if all(self.adopting.get(i) is not None for i in mine)]
@@ -243,13 +217,13 @@ class StreamedLayers:
         return bool(whole)
 
     def arrived(self, unit: int, slot: int) -> None:
-        """Copy the weights of a unit that comes to stay out of its slot."""
+        """Copies the weights of an adopted unit out of its slot."""
         arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
         mx.eval(arrays)
         self.adopting[unit] = arrays
 
     def remove(self) -> None:
-        """Give the layers their own classes back (their streamed weights stay absent)."""
+        """Restores the layers' own classes. Their streamed weights stay absent."""
         for u in self.units:
             for module in (u.layer.module, *u.modules):
                 unswap(module)

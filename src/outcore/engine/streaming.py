@@ -1,4 +1,5 @@
-"""Streaming installed on a loaded model: calls of what is streamed take turns of the ring, and sweeps are begun."""
+"""Streams a loaded model: its streamed modules take their weights from the ring, one pass or several shared ones at a
+time."""
 
 from __future__ import annotations
 
@@ -23,24 +24,17 @@ from .streamed_layers import Binding, StreamedLayers
 from .undo import Undo
 
 BATCHED = {BatchKVCache, BatchRotatingKVCache}
-"""Caches of a batch that is no more if a pass fails (``mlx_lm.generate.BatchGenerator``)."""
+"""Caches of a batch that ends if a pass fails (``mlx_lm.generate.BatchGenerator``)."""
 
 
 class Streaming:
-    """The engine behind a streamed model; ``model.outcore`` gives access to it.
-
-    Args:
-        bound: what is streamed through which ring.
-        copies: as in ``Weights``.
-        evaluates: as in ``LayerExecutor``.
-        exclusive: who may compute with the model.
-        transport: to the ranks that have other layers of the model.
+    """Streams a model. Arguments are as in ``Weights`` and ``LayerExecutor``.
 
     Attributes:
-        experts: reads experts one by one; ``beside``: keeps keys and values elsewhere; None: nobody does. See ``join``.
-        after_unit: who is called when a unit was handed over, in the middle of a sweep.
-        before_sweep: and before each sweep, when nothing of the one before is under way: the time to ``shed``.
-        sweep_s: seconds of the last sweep, from its beginning until its last unit was computed; None before the first.
+        experts: expert caches; None: there are none. See ``join``.
+        after_unit: functions to call after each unit was handed over, in the middle of a pass.
+        before_pass: functions to call before each pass, when nothing is running and layers may be shed.
+        pass_s: seconds of the last pass, until its last unit was computed; None before the first.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class Streaming:
     # Between sweeps
 
     def bind(self, bound: Binding) -> None:
-        """Stream the model through this ring. Where there was another: after ``release``."""
+        """Streams the model through this ring. A previous ring must have been released."""
         self.tables, self.ring = bound.tables, bound.ring
         self.layers = StreamedLayers(bound, self._turns, self._copies, self._transport)
         for t in self.tables:
@@ -84,8 +78,7 @@ class Streaming:
         self._tell_order()
 
     def release(self) -> None:
-        """Free slots, threads and files, so that the model can be bound to another ring, and give the model its own
-        classes back (its streamed weights stay absent)."""
+        """Frees slots, threads and files and restores the model's classes, so that it can be bound to another ring."""
         with self.exclusive:
             if self.kv is not None:
                 self.drain()
@@ -96,7 +89,7 @@ class Streaming:
         unswap(self.model)
 
     def join(self, experts: ExpertCaches | None, kv: KVOffloader | None) -> None:
-        """What goes with the layers' turns from now on. What was there before is for its owner to close."""
+        """Uses these expert caches and this KV offload from now on. The caller closes the previous ones."""
         self.drain()
         if experts is not None:
             experts.bind(self.ring, self.layers.units)
@@ -105,7 +98,7 @@ class Streaming:
         self._tell_order()
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
-        """Stream these layers from the next sweep on, and free the memory that they stayed in."""
+        """Streams these layers from the next pass on."""
         self.drain()
         self.layers.shed(layers)
         self.ring.reorder(self.layers.order)
@@ -123,7 +116,7 @@ class Streaming:
             self.kv.computed(module)
 
     def close(self) -> None:
-        """Free slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
+        """Frees slots, threads and files. The model cannot be called afterwards. Safe to call twice."""
         with self.exclusive:
             self._let_go()
             for each in (self.experts, self.kv):
@@ -132,7 +125,6 @@ class Streaming:
             self.experts = None
 
     def _let_go(self) -> None:
-        """Of the ring and what goes with it."""
         self._turns.forget()
         for t in self.tables:
             if t.reader is not None:
@@ -144,11 +136,10 @@ class Streaming:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens that the sweep now under way, or the last one, is for."""
         return self._turns.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A sweep of one pass, or one of several passes of a sweep."""
+        """Handles a call of the model: a pass of its own, or one of several shared ones."""
         if self._several:
             out = original(*args, **kwargs)
             if (recording := self._turns.recording) is not None:
@@ -177,16 +168,11 @@ class Streaming:
 
     @contextmanager
     def transaction(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
-        """What fails inside leaves the ring whole and these caches as they were.
-
-        Inside of another one, that one's caches count.
-
-        Args:
-            cache: None where nobody could go on with them.
-            tokens: that are computed.
+        """Restores these caches and leaves the ring intact if the body fails. Inside another transaction it does
+        nothing.
 
         Yields:
-            what takes the caches back, also later, as long as no further sweep began.
+            the undo, which restores the caches also later, until the next pass begins.
         """
         if self._within:
             yield None
@@ -217,7 +203,7 @@ class Streaming:
             self._within, self._turns.undo = False, None
 
     def _begin_pass(self, tokens: int | None) -> None:
-        """``tokens``: of all passes; None: many."""
+        """Begins a pass over ``tokens`` tokens, several shared ones together; None: many."""
         turns = self._turns
         self.drain()
         if self._began is not None:
@@ -243,7 +229,7 @@ class Streaming:
             self._transport.begin_sweep(pooled=turns.pooled)
 
     def _end_pass(self) -> None:
-        """All units were handed over, so all that was read for this sweep is there."""
+        """Ends a pass: all units were handed over, so all reads for it have ended."""
         if self.experts is not None:
             self.experts.end()
             if self._turns.pooled:
@@ -256,31 +242,30 @@ class Streaming:
                 t.reader.check()
 
     def drain(self) -> None:
-        """Wait for all that was handed to the device, and give its slots back for reading ahead."""
         self._turns.drain()
 
     # Several passes
 
     def advance(self) -> None:
-        """What a pass has built so far is about to be computed: caches that moved on are not taken back in part."""
+        """Tells the undo that the graph built so far is about to be computed."""
         self._turns.reached(self._turns.moved())
 
     def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
-        """Run forward passes one after the other in a single sweep: each unit's weights serve all of them.
+        """Runs several forward passes that share one reading of the weights: each unit serves all of them.
 
-        The graphs of all passes are built first, so each sees the caches as the passes before it leave them; then
-        they are evaluated unit by unit. The results equal those of separate sweeps bit for bit. The model must not
-        evaluate anything inside its forward pass.
+        The graphs of all passes are built first, so each pass sees the caches as the one before leaves them; then they
+        are evaluated unit by unit. The results equal those of separate passes bit for bit. The model must not evaluate
+        anything inside its forward pass.
 
         Args:
             tokens: of all passes together; None: many.
-            wanted: results of which passes, by their numbers: a streamed head is not computed for the others. None: of
-                all.
+            wanted: numbers of the passes whose results the caller needs; a streamed head is not computed for the
+                others. None: all.
 
         Returns:
-            What each of these passes returned, not necessarily evaluated.
+            the results of these passes, not necessarily evaluated.
         """
         recorded: list[RecordedPass] = []
         made: dict[int, list[mx.array | None]] = {}
@@ -317,7 +302,7 @@ class Streaming:
         return outputs
 
     def _pooled(self, passes: Sequence[Callable[[], mx.array]], wanted: Wanted) -> list[mx.array]:
-        """One pass after the other, each to its end: what one has read, the next finds in the caches."""
+        """Runs the passes one after the other: experts that one has read are cached for the next."""
         outputs: list[mx.array] = []
         for number, run in enumerate(passes):
             result = run()
@@ -330,16 +315,15 @@ class Streaming:
         return outputs
 
     def leaves(self, array: mx.array) -> None:
-        """Have this, which the pass just built put out behind the last unit, computed with what it leaves in the
-        caches; where passes are not recorded, at once."""
+        """Computes an array of the current pass together with its caches; at once if the pass is not recorded."""
         if self._turns.recording is not None:
             self._turns.recording.tail.append(array)
         else:
             mx.eval(array)
 
     def _evaluate(self, passes: list[Recorded]) -> None:
-        """Compute what passes recorded of one unit, or of a layer in memory whose outputs go to other ranks, in its
-        turn."""
+        """Computes one unit's recorded work of all passes, or that of a resident layer whose outputs go to
+        other ranks."""
         unit = passes[0].unit
         lease = None if unit is None else self.ring.take(unit)
         if lease is not None:

@@ -1,8 +1,8 @@
-"""The seam between decoding and other machines that hold layers of it; ``seams.Stage`` is the engine's part.
+"""What decoding needs of other ranks; ``seams.Stage`` is the engine's part.
 
-A model whose layers lie on several machines is run by one process on each of them, a rank. All ranks run the same code
-over the same tokens, each with its own layers. Whatever the engine and the decoding loops need of the other ranks they
-ask their ``Transport``. A model that is all here has this class itself, which asks no other rank.
+A model whose layers lie on several machines is run by one process on each, a rank. All ranks run the same code over the
+same tokens, each with its own layers. The engine and the decoding loops reach the others by a ``Transport``; that class
+itself stands for a model without other ranks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ if TYPE_CHECKING:
     from .streaming import Streaming
 
 HasRoom = Callable[[], tuple[int, int]]
-"""Says how many tokens an answer may have (-1: any number), and how many of its prompt are computed at a time."""
+"""Returns the most tokens of an answer (-1: any number) and the tokens of the prompt to compute at a time."""
 
 Fit = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
-"""Makes room for sequences on this rank, as ``SequenceRoom.fit``; returns the tokens that the longest has room for."""
+"""Makes room for sequences on this rank, as ``SequenceRoom.fit``; returns the tokens that the longest one has
+room for."""
 
 
 class Forecast(Protocol):
-    """What all ranks together are predicted to take.
-
-    Attributes:
-        token_s, ttft_s: seconds for a token, and to the first one. ``calibrated``: all ranks were measured.
-    """
-
     @property
     def token_s(self) -> float: ...
 
@@ -44,15 +39,14 @@ class Forecast(Protocol):
     def calibrated(self) -> bool: ...
 
     @property
-    def line(self) -> str:
-        """In words."""
+    def line(self) -> str: ...
 
     def record(self) -> dict[str, Any]:
-        """For JSON; one entry of ``ranks`` for each."""
+        """Returns the JSON form, with an entry in ``ranks`` for each rank."""
 
 
 class PassRunner(Protocol):
-    """What computes several passes layer by layer (``Streaming.sweep``)."""
+    """Runs several passes layer by layer (``Streaming.run_passes``)."""
 
     def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
@@ -60,7 +54,7 @@ class PassRunner(Protocol):
 
 
 class Leader(Protocol):
-    """``decode.scheduler.Scheduler`` on the first rank, whose steps all other ranks take, too."""
+    """``decode.continuous.Continuous`` on the first rank, whose steps all other ranks follow."""
 
     ends: Collection[int]
 
@@ -76,104 +70,87 @@ class Leader(Protocol):
     def close(self) -> None: ...
 
     def rest(self) -> None:
-        """Nobody asks for anything now. Raises ``LinkError`` where another rank is gone."""
+        """Called when there are no requests. Raises LinkError if another rank is gone."""
 
-    def fail(self, reason: str) -> None:
-        """This rank cannot go on, so none can."""
+    def fail(self, reason: str) -> None: ...
 
 
 class Agreement:
-    """What ranks agree on. What all ranks ask has to be asked by all of them, in the same order. Of this class itself:
-    there are no others.
-
-    Attributes:
-        alone: there are none. ``chooses``: this rank has the logits, so it chooses tokens.
-    """
+    """Values that all ranks agree on. Every rank makes the same calls in the same order. This class itself stands for
+    one rank, which ``chooses``: it has the logits and samples tokens."""
 
     alone = chooses = True
 
     def numbers(self, choose: Callable[[], Sequence[int]]) -> list[int]:
-        """Whole numbers that the first rank chooses; all ranks ask."""
+        """Returns the integers that the first rank chooses."""
         return list(choose())
 
     def text(self, tell: Callable[[], str]) -> str:
-        """A text that the first rank has; all ranks ask."""
+        """Returns the text that the first rank has."""
         return tell()
 
     def leasts(self, values: Sequence[int]) -> list[int]:
-        """Of each value, the least that any rank has; all ranks ask."""
+        """Returns the smallest of each value over all ranks."""
         return list(values)
 
     def give_up(self, error: Exception) -> None:
-        """What this rank alone does, and others wait for, has failed: end the run on all ranks."""
+        """Ends the run on all ranks after something failed that only this rank does."""
 
 
 class Share(Protocol):
-    """What this rank holds of a model that lies on several; ``ModelProfile.share``."""
+    """This rank's share of a distributed model; ``ModelProfile.share``."""
 
     @property
-    def forecast(self) -> Forecast | None:
-        """What all ranks together are predicted to take."""
+    def forecast(self) -> Forecast | None: ...
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Those of the whole model."""
+    def layers(self) -> tuple[Layer, ...]: ...
 
     def install(self, engine: Session) -> Transport:
-        """Have calls of other ranks' layers go to those ranks, and let go of these layers' weights."""
+        """Routes calls of other ranks' layers to those ranks and frees these layers' weights."""
 
 
 class Transport(Agreement, Stage):
-    """The other ranks of a model, as this one sees them.
-
-    Attributes:
-        forecast: what all ranks together are predicted to take (``Forecast``); None where that is not known.
-    """
+    """The other ranks of a model, as this one sees them; this class itself stands for none."""
 
     forecast: Any = None
 
     # Room
 
     def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        """What ``has_room`` returns, as all ranks have room for it; all ranks ask.
+        """Returns what ``has_room`` returns, limited to what all ranks have room for.
 
         Args:
-            text: whatever has to be the same on all ranks. asked: the caller chose the chunks' length.
-
-        Raises:
-            PromptError, BudgetError: a rank has no room. UsageError: ranks were given different texts.
+            text: values that must be the same on all ranks.
+            asked: the caller chose the chunk length.
         """
         return has_room()
 
     def fit(self, here: Fit, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int]) -> int | None:
-        """Make room by ``here`` on all ranks, which all ask; tokens of a prompt at a time, where ranks have agreed.
-
-        Raises:
-            BudgetError: a rank has no room.
-        """
+        """Makes room by ``here`` on all ranks. Returns the chunk length that they agreed on; None for a single rank."""
         here(lengths, joining, begun)
         return None
 
-    def rest(self) -> None:
-        """Sequences gave back the room that they had."""
+    def rest(self) -> None: ...
 
     # Decoding
 
     def leader(self, sequences: Any) -> Leader | None:
-        """What a server asks in place of ``sequences`` (``Scheduler``), so that other ranks follow; None: there are
-        none."""
+        """Returns the scheduler a server uses in place of ``sequences``, so that other ranks follow; None: a single
+        rank."""
         return None
 
     def merging(self, caches: Sequence[Sequence[Any]]) -> None:
-        """Caches of several sequences, of each one for every layer, are about to be merged."""
+        """Called before caches of several sequences are merged, each a list with a cache per layer."""
 
     def passes_together(self) -> PassRunner | None:
-        """What computes several passes layer by layer, where nothing is streamed; None: they follow each other."""
+        """Returns what runs several passes layer by layer if nothing is streamed; None: they run one after the
+        other."""
         return None
 
 
 def pass_runner(streaming: Streaming | None, transport: Transport) -> PassRunner | None:
-    """What computes several passes layer by layer; None: they follow each other."""
+    """Returns what runs several passes layer by layer; None: they run one after the other."""
     if streaming is None:
         return transport.passes_together()
     return None if streaming.evaluates else streaming

@@ -1,9 +1,9 @@
-"""Caches go back to where they were before a sweep, whatever breaks it off.
+"""Restores caches to their state before a pass that fails.
 
-While a sweep's graph is built, caches already hold what is not computed yet, and what is computed from slots that will
-be read anew. So going back takes the arrays of before as well as the offsets. But whoever refers to a key-value
-cache's arrays has MLX copy them for every token, instead of writing in place. So they are let go of as soon as a unit's
-work, its caches' included, is about to be handed to the device: what lies before the offset stays as it was.
+While a pass's graph is built, caches already hold arrays that are not computed yet, derived from slots that will be
+overwritten. So the undo needs the earlier arrays as well as the offsets. But MLX copies a key-value cache's arrays for
+every token, instead of writing in place, while anything else refers to them. So the references are dropped as soon as a
+unit's work, its caches included, is about to be handed to the device: what lies before the offset stays as it was.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..modules.hooks import handle
 from ..modules.mlx_lm_compat import set_window_index, window_index
 
 Moved = list[tuple["Written", Any]]
-"""Caches that are written to in place, and the arrays that they had at some moment."""
+"""Caches that are written in place, with the arrays that they held at some moment."""
 
 
 @dataclass
 class Written:
-    """A cache that is written to in place.
+    """A cache that is written in place.
 
     Attributes:
-        base: arrays that hold all that the cache held before; None: it held nothing, or its own still hold it.
-        offset: tokens, when they were last looked at.
+        base: arrays with everything that the cache held before; None: it held nothing, or its own arrays still hold it.
+        offset: tokens at the last check.
         whole: the cache's own arrays still hold what they held.
-        overwritten: in a full sliding window, what the next token takes the place of.
+        overwritten: in a full sliding window, the entry that the next token replaces.
     """
 
     cache: Any
@@ -44,12 +44,8 @@ class Written:
 
 
 class Undo:
-    """What it takes to go back.
-
-    Args:
-        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; entries of the list may be replaced meanwhile.
-        tokens: that are about to be computed.
-    """
+    """Restores caches, as from ``make_prompt_cache``, to their state before so many tokens. Entries of the list may
+    change."""
 
     def __init__(self, cache: list[Any], tokens: int) -> None:
         kept = {id(c): c for c in flat(cache) if KEEPER in getattr(c, "__dict__", ())}
@@ -64,12 +60,12 @@ class Undo:
         self._snapshot = Snapshot(cache, apart={id(w.cache) for w in windows} | kept.keys())
 
     def begin(self) -> None:
-        """A sweep begins, perhaps after others of the same prompt: what there is now holds what there was before."""
+        """Begins a pass, perhaps a later one of the same prompt: the current arrays hold everything from before."""
         for w in self._written:
             w.base, w.offset, w.whole = _arrays(w.cache), w.cache.offset, False
 
     def moved(self) -> Moved:
-        """Caches that have moved on since they were last looked at, and what they hold now."""
+        """Returns the caches that changed since the last call, with their arrays."""
         found: Moved = []
         for w in self._written:
             if w.cache.offset != w.offset:
@@ -78,7 +74,7 @@ class Undo:
         return found
 
     def reached(self, moved: Moved) -> None:
-        """What these caches hold is about to be computed."""
+        """Keeps the arrays of these caches, which are about to be computed, in place of the earlier ones."""
         for w, arrays in moved:
             w.base = arrays
 
@@ -88,7 +84,6 @@ class Undo:
             w.base, w.whole = None, True
 
     def restore(self) -> None:
-        """Take the caches back. Once."""
         for w in self._written:
             if not w.whole:
                 w.cache.keys, w.cache.values = (None, None) if w.base is None else w.base
@@ -119,7 +114,7 @@ class _Overwritten:
 
 
 def _in_place(cache: Any) -> bool:
-    """Whether this sliding window writes its next token over another one, or behind the last, without growing."""
+    """Whether this sliding window writes its next token in place, without growing."""
     if type(cache) is not RotatingKVCache or cache.keys is None:
         return False
     size = cache.keys.shape[2]
@@ -127,12 +122,12 @@ def _in_place(cache: Any) -> bool:
 
 
 def _arrays(cache: Any) -> Any:
-    """The cache's arrays now, by handles of our own: writing to a slice makes another array of the same object."""
+    """Returns new handles of the cache's arrays: a slice assignment changes the array behind an existing one."""
     return None if cache.keys is None else tree_map(handle, (cache.keys, cache.values))
 
 
 def _inner(value: Any, depth: int = 6) -> list[Any]:
-    """Every cache in ``value`` that may be written to in place, those inside of others too."""
+    """Returns every cache in ``value`` that may be written in place, nested ones included."""
     if by_offset(value) or type(value) is RotatingKVCache:
         return [value]
     if depth == 0 or isinstance(value, mx.array | type):

@@ -1,7 +1,7 @@
-"""Embeddings and heads that are not in memory: rows are looked up on disk, products computed in slices of rows.
+"""Embeddings and heads that are not in memory: rows are read from disk, and products are computed in slices of rows.
 
-A vocabulary of 250,000 words weighs 1 to 2 GB twice where embeddings and head are untied. A token needs one row of
-the embeddings; and the head's output rows do not depend on each other, so slices of it can be streamed like layers.
+A vocabulary of 250,000 words weighs 1 to 2 GB twice if embeddings and head are untied. A token needs one row of the
+embeddings; and the head's output rows are independent, so slices of it can be streamed like layers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from ..modules.hooks import Call, put
 from ..modules.layers import Layer
 
 SLICE_STEP = 512
-"""Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
+"""Slices begin at multiples of so many rows, so that every row meets the same inner loop as in the whole product."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table and where it lies.
+    """A table and its location.
 
     Attributes:
-        layer: its module and parameters (weight, and scales and biases where it is quantized), rows first.
-        places: where each of them lies on disk.
-        casts: the dtype that each is computed in, where it differs from the one on disk.
-        looked_up: rows of it are looked up. ``multiplied``: there are products with it, which slices can serve.
-        head: products only behind all layers, so that only results are made from them. Layers compute with those before
-            them, such as projections of embeddings (gemma3n).
+        layer: its module and parameters (weight, and scales and biases if quantized), rows first.
+        places: location of each parameter on disk.
+        casts: dtype that each parameter is computed in; None: as stored.
+        looked_up: rows are looked up in it.
+        multiplied: it is multiplied with, in slices if streamed.
+        head: it is multiplied with after all layers, so only results depend on it. Layers use the products of other
+            tables, such as projections of embeddings (gemma3n).
     """
 
     layer: Layer
@@ -46,19 +47,13 @@ class Table:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, all parameters together."""
         return sum(info.nbytes // info.shape[0] for info in self.places)
 
 
 @dataclass(frozen=True)
 class StreamedTable:
-    """A table that is not in memory.
-
-    Attributes:
-        rows: for each of its slices, the unit of the ring and the rows that it holds; empty where it is not multiplied
-            with.
-        reader: reads rows; None where it is not looked up in.
-    """
+    """A table that is not in memory. ``rows`` are the unit and the rows of each slice, if it is multiplied with;
+    ``reader`` reads single rows, if they are looked up."""
 
     table: Table
     rows: tuple[tuple[int, slice], ...]
@@ -66,13 +61,15 @@ class StreamedTable:
 
     @property
     def module(self) -> nn.Module:
-        """Whose weights it is."""
         return self.table.layer.module
 
     def rows_of(self, ids: mx.array) -> tuple[list[mx.array], mx.array]:
-        """Parameters that hold the rows of ``ids`` only, each once, read from disk; and the ids' places among them.
+        """Reads the rows of ``ids`` from disk, each once.
 
         Evaluates ``ids``. Ids below 0 count from the end, as in MLX.
+
+        Returns:
+            the parameters with these rows only, and the indices of ``ids`` into them.
         """
         assert self.reader is not None
         rows = self.table.places[0].shape[0]
@@ -88,7 +85,7 @@ class StreamedTable:
         return arrays, mx.array(places.reshape(asked.shape).astype(np.int32))
 
     def calls(self, enter: Callable[[int], Call]) -> tuple[Call, Call | None]:
-        """What the table's call goes through, and its ``as_linear``; ``enter`` gives the call of a unit."""
+        """Returns the replacements of the table's call and of its ``as_linear``; ``enter`` gives the call of a unit."""
 
         def multiply(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if not self.rows:  # the first rank of several has the head
@@ -120,5 +117,5 @@ class StreamedTable:
 
 
 def no_product(x: mx.array, rows: int) -> mx.array:
-    """What a head gives on ranks that choose no tokens: zeros in place of logits, of which nothing is in memory."""
+    """Returns zeros in place of logits, without memory, for ranks that sample no tokens."""
     return mx.broadcast_to(mx.zeros((1,), dtype=x.dtype), (*x.shape[:-1], rows))

@@ -1,4 +1,4 @@
-"""A model as ``load`` opens it: what lies in packed copies is streamed, too, and experts can be read one by one."""
+"""Profiles a model as ``load`` opens it: packed copies are streamed as well, and experts may be read one by one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,8 @@ from .model_profile import ModelProfile
 
 
 def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **how: Any) -> ModelProfile:
-    """As ``model_profile.profile_of``, with what lies, or will lie, in packed copies, and with experts.
-
-    Args:
-        context: tokens of prompt and answer; None: as many as are usual.
-        prompt: tokens of the longest prompt, if known.
-
-    Raises:
-        PromptError: as ``planned_context``.
-    """
+    """Calls ``model_profile.profile_of`` with the model's packed copies and experts; ``context`` None: the usual
+    number."""
     context = planned_context(longest_context(lazy.config), position_limit(lazy.config), context, prompt)
     prompt = min(context, prompt or context)
     planned = overlay(lazy)
@@ -40,15 +33,8 @@ def profile_of(lazy: LazyModel, *, context: int | None, prompt: int | None, **ho
 
 
 def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
-    """Refuse experts that MLX's CPU device does not gather: GatherMM of 0.32.4 takes float32; quantized ones have their
-    own.
-
-    Args:
-        compute: what is computed in; None: as the checkpoint says.
-
-    Raises:
-        UsageError: a dtype that it does not take.
-    """
+    """Raises UsageError for experts that MLX's CPU device cannot gather: GatherMM of 0.32.4 takes float32 only;
+    quantized experts have a kernel of their own."""
     if not on_cpu():
         return
     to = Cast(lazy.model, compute)
