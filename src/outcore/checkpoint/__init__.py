@@ -1,1 +1,1 @@
-"""Weights on disk, as they were published and as Outcore packs them; and models opened without reading them."""
+"""Model weights on disk: as published, and packed by Outcore."""

@@ -1,8 +1,7 @@
-"""Where every parameter of a model lives on disk: shards, safetensors headers.
+"""Finds every tensor of a model on disk by reading its shards' safetensors headers.
 
-Nothing that a file says is believed before it is checked: a download that was cut off, or a hostile header, is refused
-here with the file and the byte, before MLX sees it. The format:
-https://github.com/huggingface/safetensors#format
+Everything a file says is checked first: a truncated download or a hostile header is refused with the file and the byte
+before MLX sees it. The format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..machine.small_files import CONFIG_BYTES, INDEX_BYTES, parse_json, read_sm
 from ..sizes import format_size
 from ..text import one_line, quoted
 
-# What mx.load of MLX 0.32.4 reads, tried one by one. It refuses F64, F8_E5M2 and the types smaller than a byte.
+# The dtypes that mx.load of MLX 0.32.4 reads, each tried. It refuses F64, F8_E5M2 and types smaller than a byte.
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -43,14 +42,12 @@ class TensorInfo:
     """One tensor's place on disk.
 
     Attributes:
-        name: as the file has it, before any `sanitize`.
-        file: the file that holds it.
-        dtype: the safetensors name: `BF16`, `U32`, `F8_E4M3`; always a key of `ITEM_BYTES`.
-        shape: in elements of `dtype`; empty for a scalar.
-        offset: of its first byte, from the start of the file.
-        nbytes: exactly the product of `shape` times the item size; 0 for an empty tensor. Of one that is stored in
-            another form, the bytes of that.
-        stored: dtype and shape of that form; None: it lies there as it is used.
+        name: as in the file, before ``sanitize``.
+        dtype: safetensors name, a key of ``ITEM_BYTES``: ``BF16``, ``U32``, ``F8_E4M3``.
+        shape: in elements of ``dtype``; empty for a scalar.
+        offset: first byte, from the start of the file.
+        nbytes: bytes on disk; the product of ``shape`` and the item size unless ``stored`` is set.
+        stored: dtype and shape of the encoded form on disk; None: the tensor is stored as it is used.
     """
 
     name: str
@@ -64,13 +61,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder whose files are all there and whose headers hold together.
+    """A model folder whose files are complete and whose headers are consistent.
 
     Attributes:
-        folder: as it was given.
         files: the weight files that mlx-lm would load, sorted by name.
         tensors: every tensor of every file, by name.
-        notes: what others find out about it once, such as its identity.
+        notes: results computed once, such as the identity.
     """
 
     folder: Path
@@ -81,14 +77,14 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together, without headers."""
+        """Bytes of all tensors, without headers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self) -> None:
-        """See that the files are those whose headers were read. From when they are opened on the reader looks itself.
+        """Check that the files are those whose headers were read. Once they are open, the reader checks them itself.
 
         Raises:
-            CheckpointError: one was written to or replaced.
+            CheckpointError: a file was written to or replaced.
         """
         for file, was in zip(self.files, self._were, strict=False):
             if state_of(file) != was:
@@ -96,12 +92,12 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Check a local model folder and find every tensor in the weight files that `mlx_lm.load` would load.
+    """Check a local model folder and find every tensor in the weight files that ``mlx_lm.load`` would load.
 
     Raises:
-        MissingFileError: the folder, config.json, all weights, a shard or a tensor of the index are not there.
+        MissingFileError: the folder, config.json, all weights, a shard or a tensor of the index is missing.
         HeaderError: a weight file is damaged.
-        CheckpointError: config.json or the index cannot be used, or two files hold a tensor of the same name.
+        CheckpointError: config.json or the index is invalid, or two files hold a tensor of the same name.
     """
     if not folder.is_dir():
         if folder.exists():
@@ -126,8 +122,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
         raise MissingFileError(f"{folder}: no {_WEIGHTS} here; {what}")
     tensors: dict[str, TensorInfo] = {}
-    # Looked at first: what changes while headers are read is noticed.
-    were = tuple(state_of(file) for file in files)
+    were = tuple(state_of(file) for file in files)  # taken first, so that a change while headers are read is noticed
     for file in files:
         found = read_header(file)
         for twin in tensors.keys() & found.keys():
@@ -146,7 +141,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def require_config(folder: Path) -> None:
-    """Tell what a model folder is where something else was given for one."""
+    """Raise ``MissingFileError`` if the folder has no config.json, and say what a model folder is."""
     if os.path.lexists(folder / "config.json"):
         return
     inside = sorted(folder.glob("*/config.json")) or sorted(folder.glob("snapshots/*/config.json"))
@@ -157,11 +152,11 @@ def require_config(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of its header, read without MLX and without their bytes.
+    """Read the tensors of a safetensors file from its header, in its order, without MLX and without their bytes.
 
     Raises:
-        MissingFileError: no such file, or a link to nothing.
-        HeaderError: the header, or the length of the file, is not what the format asks for.
+        MissingFileError: no such file, or a dangling link.
+        HeaderError: the header or the length of the file violates the format.
         CheckpointError: the file cannot be read.
     """
     raw, status = header_bytes(path)
@@ -169,8 +164,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def header_bytes(path: Path) -> tuple[bytes, os.stat_result]:
-    """A safetensors file's header behind the eight bytes of its length, and the file's size and times; raises as
-    ``read_header``."""
+    """Return a safetensors file's JSON header and the file's status; raises as ``read_header``."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # before opening: a FIFO would block
             raise HeaderError(f"{path}: not a regular file; put the safetensors file itself there")
@@ -259,25 +253,25 @@ def _parse_tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
-    """The index's weight map, tensor name to file name, or None where there is no index."""
+    """Return the index's weight map, tensor name to file name, or None if there is no index."""
     if not path.exists() and not path.is_symlink():
         return None
     index = read_object(path, INDEX_BYTES, twins=False)[1].get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
         raise CheckpointError(f"{path}: no weight_map from tensor names to file names; {_AGAIN}")
     for name in set(index.values()):
-        # By name, never by where it leads: the Hub's cache links every file to a blob outside of the folder.
+        # Judged by name, not by link target: the Hub's cache links every file to a blob outside of the folder.
         if name in {"", ".", ".."} or re.search(r"[/\\\0:]", name) or len(name) > 200:
             raise CheckpointError(f"{path}: names {quoted(name)}, which is no plain file name; do not use this model")
     return index
 
 
 def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, dict[str, Any]]:
-    """A JSON object of at most so many bytes, and those bytes; ``twins`` as in ``parse_json``.
+    """Read a JSON object of at most ``most`` bytes; returns its bytes too. ``twins`` as in ``parse_json``.
 
     Raises:
-        MissingFileError: no such file, or a link to nothing.
-        CheckpointError: it cannot be read, or is none.
+        MissingFileError: no such file, or a dangling link.
+        CheckpointError: it cannot be read, or is no JSON object.
     """
     try:
         raw = read_small(path, most)
@@ -294,14 +288,14 @@ def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, di
 
 
 def _unnumbered(files: Iterable[Path]) -> set[str]:
-    """Names that files such as model-00002-of-00004.safetensors promise and that are not among them."""
+    """Return the names in numbered series, such as model-00002-of-00004.safetensors, that are missing from ``files``."""
     names = {file.name for file in files}
     series = {(m[1], m[3]) for m in map(_SHARD.fullmatch, names) if m}
     return {f"{stem}-{n:05}-of-{last}.safetensors" for stem, last in series for n in range(1, int(last) + 1)} - names
 
 
 def not_a_folder(path: Path) -> str:
-    """What to say where a folder is wanted and something else is there."""
+    """Return the error text for a path that should be a model folder and is not a folder."""
     if path.suffix.lower() == ".gguf":
         return f"{path}: {GGUF}"
     if path.suffix in {".safetensors", ".json"}:

@@ -1,4 +1,4 @@
-"""The seam to ``outcore_packs``: whole packed copies, and the forms in which they store matrices."""
+"""The interface to ``outcore_packs``: packed copies and the forms in which they store matrices."""
 
 from __future__ import annotations
 
@@ -14,31 +14,26 @@ from .manifest import Coded, Manifest
 
 
 class Codings(Protocol):
-    """Reads matrices that are stored in other forms than they are used in."""
+    """Decodes matrices that are stored in another form than they are used in."""
 
     def as_used(
         self, folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
     ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
-        """A copy's tensors as they are used, and what decodes those that have a coding, both by their names.
+        """Return a copy's tensors as they are used, and the decoders of those that have a coding, both by name.
 
         Raises:
-            StoreError: a coding's tensor is not there or not of its form.
+            StoreError: a coding's tensor is missing or not of its form.
         """
 
 
 def codings() -> Codings | None:
-    """The package that knows forms; None: it is not there."""
     return cast(Codings | None, modules("codings").get("packs"))
 
 
 def as_used(
     folder: Path, tensors: dict[str, TensorInfo], manifest: Manifest
 ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
-    """A copy's tensors as they are used, and what decodes them, by their names.
-
-    Raises:
-        StoreError: its forms are not known here, or a tensor is not of its form.
-    """
+    """Like ``Codings.as_used``; also raises ``StoreError`` if the package is missing."""
     if not manifest.codings:
         return tensors, {}
     if (known := codings()) is None:

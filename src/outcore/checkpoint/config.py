@@ -1,4 +1,4 @@
-"""What a model folder says of its model, checked before anything is built by it or others are let open it."""
+"""Checks a model folder's configuration files before mlx-lm or transformers open them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ CONFIG = "config.json"
 
 _LAYERS = re.compile(r"(num|n)_([a-z_]+_)?(layers?|blocks?)|depth")
 _COUNT = re.compile(r"(num|n)_[a-z_]+")
-_MOST = 1 << 20
-"""Of anything that a configuration counts: experts, heads, groups."""
+_MOST = 1 << 20  # Upper limit of any other count in a configuration: experts, heads, groups.
 
+# Layers that a configuration may name beyond the number of tensors, since a layer can be used more than once.
 _SLACK = 64
-"""Layers that a configuration may name beyond the tensors that there are: layers can be used more than once."""
 
+# Files that mlx-lm and transformers open by themselves. Other files in the folder do not matter.
 _READ = re.compile(
     r"(.*config|.*\.index|tokenizer|special_tokens_map|added_tokens|vocab|chat_template|merges)\.(json|txt|jinja)"
     r"|.*\.(model|tiktoken|jinja|py)"
 )
-"""What mlx-lm and transformers open by itself; whatever else lies in the folder is nobody's concern."""
 
 _MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf_quant_config.json": CONFIG_BYTES}
 
 
 class LiteralFolder(type(Path())):  # type: ignore[misc]  # a Path is made as a PosixPath
-    """A folder for mlx-lm, which globs for weights below it as if the folder's own name were a pattern too."""
+    """A folder for mlx-lm, which globs for weights in it and would take special characters in its name for a pattern."""
 
     def __truediv__(self, name: Any) -> Path:
         return Path(glob.escape(str(self)) if "*" in str(name) else str(self)) / name
 
 
 def read_config(folder: Path, tensors: int) -> dict[str, Any]:
-    """A model's config.json, and a look at the files beside it that mlx-lm will open.
+    """Read a model's config.json, after checking the other files that mlx-lm will open.
 
     Args:
-        tensors: that the model's files hold.
+        tensors: number of tensors in the model's files.
 
     Raises:
-        MissingFileError: it is not there.
-        CheckpointError: a file cannot be read, is a pipe or a device, or is larger than such files are; or more layers
-            are named than there are tensors, which would be built one by one.
+        MissingFileError: there is none.
+        CheckpointError: a file cannot be read, is a pipe or a device, or is too large; or it names more layers than
+            there are tensors, each of which would be built.
     """
     check_files(folder)
     _, config = read_object(folder / CONFIG, CONFIG_BYTES)
@@ -61,7 +60,7 @@ def read_config(folder: Path, tensors: int) -> dict[str, Any]:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """What mlx-lm and transformers open by itself in a model folder, beside weights.
+    """Return the files of a model folder, other than weights, that mlx-lm and transformers open by themselves.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -73,24 +72,24 @@ def files_beside(folder: Path) -> list[Path]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder in which something that mlx-lm or transformers opens is no file, or larger than such files are.
+    """Check that every file that mlx-lm or transformers opens is a regular file of plausible size.
 
     Raises:
-        CheckpointError: names the file.
+        CheckpointError: one is not (named).
     """
     for path in files_beside(folder):
         most = INDEX_BYTES if path.name.endswith(".index.json") else _MOST_BYTES.get(path.name, TOKENIZER_BYTES)
         try:
             if not stat.S_ISDIR(path.stat().st_mode):
                 check_small(path, most)
-        except FileNotFoundError:  # a link to nothing: as good as not there
+        except FileNotFoundError:  # a dangling link counts as missing
             continue
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every integer with a name, in configurations of parts too."""
+    """Yield every named integer of a configuration, including nested ones."""
     todo: list[Any] = [config]
     while todo:
         at = todo.pop()

@@ -1,4 +1,4 @@
-"""A model's folder, by its path or its name on the Hugging Face Hub; and models that lie in the Hub's cache."""
+"""Finds a model's folder by its path or by its name on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/(?:models
 
 
 def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
-    """The local folder of a model: `path_or_repo` itself, or a download by mlx-lm from the Hugging Face Hub.
+    """Return the local folder of a model, downloading it from the Hugging Face Hub with mlx-lm if necessary.
 
     Args:
-        path_or_repo: a folder, or a name such as `mlx-community/Qwen3.5-9B-MLX-6bit`.
-        revision: branch, tag or commit on the Hub; local folders have none.
+        path_or_repo: a folder, or a name such as ``mlx-community/Qwen3.5-9B-MLX-6bit``.
+        revision: branch, tag or commit on the Hub; ignored for local folders.
 
     Raises:
         UsageError: an empty name.
-        MissingFileError: no such folder, or the Hub did not give the model.
-        CheckpointError: a file where a folder is wanted.
+        MissingFileError: no such folder, or the Hub has no such model.
+        CheckpointError: the path is a file.
     """
     if not path_or_repo.strip():
         raise UsageError("no model given; name a folder, or a model of the Hugging Face Hub such as owner/name")
@@ -50,12 +50,12 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
 
 
 def download(repo: str, revision: str | None) -> Path:
-    """A download from the Hub, by mlx-lm, or what is in the Hub's cache already.
+    """Download a model from the Hub with mlx-lm, or find it in the Hub's cache.
 
     Raises:
-        MissingFileError: the Hub did not give it.
+        MissingFileError: it could not be downloaded.
     """
-    # Imported here, because reading headers needs neither, and together they take a second.
+    # Imported here because together they take a second, and reading headers needs neither.
     from huggingface_hub import errors as hub
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -87,7 +87,7 @@ def download(repo: str, revision: str | None) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """A model as people call it: as the Hub does, where it lies in its cache."""
+    """Return a model's display name: its Hub name if the folder lies in the Hub's cache, else the folder's name."""
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/")

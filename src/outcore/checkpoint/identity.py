@@ -1,4 +1,4 @@
-"""What tells one model's files from another's of the same names, sizes and times: a digest of blocks all over them."""
+"""A digest that tells a model's files from others with the same names, sizes and times, by sampling blocks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from ..errors import CheckpointError
 from ..machine.small_files import CONFIG_BYTES, read_small
 from .checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, header_bytes, read_header, read_object
 
-BLOCK = 4096
-"""Bytes that are read of a place."""
-
-MOST_BLOCKS = 2048
-"""Places in all files of a model together, beside the begin and the end of each: at most 8 MiB."""
+BLOCK = 4096  # bytes read of each sampled tensor
+MOST_BLOCKS = 2048  # sampled in all files of a model, plus the first and last block of each: at most 8 MiB
 
 VERSION = b"outcore identity 2\n"
-"""Goes into every identity. The first kind had names, sizes and times only; copies made under it are not used."""
+"""Part of every identity. Version 1 had names, sizes and times only; copies made with it are not used."""
 
 Place = tuple[int, int]
 """A tensor's offset and its bytes."""
 
 
 def identity_of(checkpoint: Checkpoint) -> str:
-    """32 hex digits over config.json, the model's own code, and each weight file's name, size, time, header and a block
-    of each tensor: as they were when it was opened. A packed copy, which has its original's, fits as long as this is
-    equal. The folder's own name is not part of it.
+    """Return 32 hex digits that identify a model, as it was opened.
+
+    They cover config.json, the model's own code, and each weight file's name, size, time, header and a block of each
+    tensor, but not the folder's name. A packed copy carries its original's identity and is valid while the two are
+    equal.
 
     Raises:
         CheckpointError: a file cannot be read, or was written to since.
@@ -48,16 +47,16 @@ def identity_of(checkpoint: Checkpoint) -> str:
 
 
 def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
-    """Over a model's configuration and, of each file, what is known of it and a block of each tensor.
+    """Digest a model's configuration and, for each file, its name, status, header and sampled blocks.
 
-    So another model is told apart if any one of its tensors differs as a whole, as after training; a few bytes that
-    were changed in place while size and time were kept are not. Of more than ``MOST_BLOCKS`` tensors every n-th is
-    looked at. With nothing in the page cache 4 ms for 291 tensors of 4.2 GB, 21 ms for 2,000 and 27 ms for 20,000 of
-    4 GB (virtual NVMe disk); 1, 6 and 10 ms after that.
+    This detects every model of which any sampled tensor differs as a whole, as after training, but not a few bytes
+    changed in place with size and time kept. With more than ``MOST_BLOCKS`` tensors every n-th is sampled. With an
+    empty page cache 4 ms for 291 tensors of 4.2 GB, 21 ms for 2,000 and 27 ms for 20,000 of 4 GB (virtual NVMe disk);
+    then 1, 6 and 10 ms.
 
     Args:
-        config: bytes of config.json, and what tells the model's own code apart: they decide what the weights mean.
-        files: the places of each one's tensors.
+        config: bytes of config.json and the digest of the model's own code.
+        files: the tensors' places in each file.
 
     Raises:
         CheckpointError: a file cannot be read, or became shorter.
@@ -75,7 +74,7 @@ def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
         add(about + len(raw).to_bytes(8, "little") + raw)
         found = sorted((offset, nbytes) for offset, nbytes in places if nbytes)
         blocks = {block_of(offset, nbytes) for offset, nbytes in found[::every]}
-        if found:  # the first and the last of all, too
+        if found:  # also the first and the last block of the file's tensors
             (first, size), (last, nbytes) = found[0], found[-1]
             blocks |= {(first, min(size, BLOCK)), (max(last, last + nbytes - BLOCK), min(nbytes, BLOCK))}
         for data in read_blocks(path, sorted(blocks)):
@@ -84,7 +83,7 @@ def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
 
 
 def block_of(offset: int, nbytes: int) -> Place:
-    """One block of a tensor, at a place that only its own decides: begins and ends are often padding."""
+    """Choose one block of a tensor, at a position derived from its place, as beginnings and ends are often padding."""
     room = nbytes - BLOCK
     if room <= 0:
         return offset, nbytes
@@ -93,7 +92,7 @@ def block_of(offset: int, nbytes: int) -> Place:
 
 
 def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
-    """The bytes of these places of a file.
+    """Read these places of a file.
 
     Raises:
         CheckpointError: it cannot be read, or became shorter.
@@ -102,7 +101,7 @@ def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             if hasattr(os, "posix_fadvise"):
-                # All at once, and nothing around them: a disk takes no longer for a hundred than for a few.
+                # Requested all at once and without read-ahead: a disk takes no longer for a hundred than for a few.
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
                 for offset, nbytes in blocks:
                     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
@@ -118,8 +117,9 @@ def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
 
 
 def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
-    """Names and digests of all Python files of a folder whose model has code of its own (``model_file``), which may
-    import any of them, from linked folders too; empty where it has none.
+    """Digest all Python files of a folder whose model has its own code (``model_file``); empty if it has none.
+
+    The code may import any of them, including those in linked folders.
 
     Raises:
         CheckpointError: one cannot be read.
@@ -129,7 +129,7 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
     digest, found, seen = xxhash.xxh3_128(), list[Path](), set[str]()
     for here, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
-        if real in seen:  # a link to what was looked through
+        if real in seen:  # a link back to a folder already visited
             folders.clear()
             continue
         seen.add(real)
@@ -145,10 +145,10 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
 
 
 def identity_of_adapter(folder: Path) -> str:
-    """32 hex digits over an adapter's configuration and weights, as ``identity_of`` is over a model's.
+    """Return 32 hex digits over an adapter's configuration and weights, as ``identity_of`` does for a model.
 
     Raises:
-        MissingFileError, HeaderError, CheckpointError: they are not there, or damaged.
+        MissingFileError, HeaderError, CheckpointError: they are missing or damaged.
     """
     config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
     path = folder / ADAPTER

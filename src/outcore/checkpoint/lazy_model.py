@@ -1,8 +1,8 @@
-"""Opening a model without reading its weights, and knowing which of its parameters lie on disk as they are used.
+"""Opens a model without reading its weights, and finds which parameters lie on disk exactly as they are used.
 
-mlx-lm builds the model from lazy arrays; a model class handed to it records what enters ``sanitize``. A parameter of
-the finished model that is the very object that was loaded lies unchanged at a known place of a file; any other was
-made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere on disk.
+mlx-lm builds the model from lazy arrays, with a model class that records what enters ``sanitize``. A parameter of the
+finished model that is the same object as a loaded array lies unchanged at a known place of a file. Any other was made
+by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere on disk.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ DTYPES: dict[str, mx.Dtype] = {
 
 
 class Decoder(Protocol):
-    """What knows how one tensor is put together that is stored in another form than it is used in."""
+    """Decodes one tensor that is stored in another form than it is used in."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds in memory."""
+        """Bytes that the decoder holds in memory."""
 
     def decode(self, stored: mx.array) -> mx.array:
-        """The tensor, not evaluated."""
+        """Return the tensor, not evaluated."""
 
 
 @dataclass(frozen=True)
 class LazyModel:
-    """A model none of whose weights has been read.
+    """A model whose weights have not been read.
 
     Attributes:
-        origins: parameter path → the tensor on disk that it is, for every parameter that ``sanitize`` left alone.
-        loaded: paths of all parameters that came from the checkpoint (an adapter's did not).
-        arguments: of ``open_lazily``. ``again``: opens the same model once more, with layers as they are on disk.
-        coding: how its tensors are stored (``manifest``).
-        decoders: of tensors that are stored in another form than they are used in, by their names.
-        reshape: changes a model that was opened anew as what drafts for this one changed its layers; None: nothing did.
-        random_after: the state that MLX's random numbers are in when mlx-lm has made the model, whose modules draw
-            their first weights.
+        origins: parameter path → tensor on disk, for every parameter that ``sanitize`` left unchanged.
+        loaded: paths of all parameters that come from the checkpoint (not from an adapter).
+        arguments: those of ``open_lazily``.
+        again: opens the same model once more, with the layers as they are on disk.
+        coding: how the tensors are stored (``manifest``).
+        decoders: by name, for tensors that are stored in another form than they are used in.
+        reshape: repeats on a newly opened model the changes that a draft source made to this one's layers; None: none.
+        random_after: MLX's random state after mlx-lm has built the model, whose modules draw initial weights.
     """
 
     model: nn.Module
@@ -84,11 +84,11 @@ def open_lazily(
     """Build the model with mlx-lm from lazy arrays. The caller's random state stays as it is.
 
     Args:
-        weights: lazy arrays of the checkpoint's tensors, which are taken out; None: mlx-lm loads the folder's own.
+        weights: lazy arrays of the checkpoint's tensors, consumed by the call; None: mlx-lm loads the folder's own.
 
     Raises:
-        UnsupportedModelError: a model type that mlx-lm does not know, or remote code that is not allowed.
-        CheckpointError: mlx-lm could not make the model from these files.
+        UnsupportedModelError: mlx-lm does not know the model type, or remote code is not allowed.
+        CheckpointError: mlx-lm could not build the model from these files.
     """
     if model_config is not None and model_config.get("model_file") is not None:
         raise UnsupportedModelError("model_config: model_file is taken from the model's own config.json; put it there")
@@ -106,9 +106,9 @@ def open_lazily(
         return mlx_lm.utils.load_model(
             LiteralFolder(folder),
             lazy=True,
-            # A packed copy's files have other names than mlx-lm looks for; then `sanitize` is handed its weights.
+            # mlx-lm does not find a packed copy's files by their names; `sanitize` receives their weights instead.
             strict=weights is None,
-            # mlx-lm would import a model's own code by itself, and then not ask for a class.
+            # With model_file, mlx-lm would import the model's own code itself and not call get_classes.
             model_config=model_config if own_code is None else {**(model_config or {}), "model_file": None},
             get_model_classes=get_classes,
             trust_remote_code=trust_remote_code,
@@ -121,10 +121,13 @@ def open_lazily(
         names = {id(a): _name_on_disk(a, loaded.get(id(a)), checkpoint.tensors) for _, a in parameters}
         loaded.clear()
         if weights is not None:
-            # The class that recorded them lives until garbage is collected; cut into planes, they would be there twice.
+            # The recording class lives until garbage collection and would keep the undecoded arrays in memory.
             weights.clear()
         if adapter_path is not None:
-            _check_adapter(Path(adapter_path))
+            if (adapter := Path(adapter_path)).is_dir():  # if not, mlx-lm says what is missing
+                check_files(adapter)
+                if (adapter / ADAPTER).exists():
+                    read_header(adapter / ADAPTER)
             model = _wrap(Path(adapter_path), lambda: mlx_lm.utils.load_adapters(model, adapter_path))
             model.eval()
         random_after = random_state()
@@ -138,16 +141,8 @@ def open_lazily(
     return LazyModel(model, config, checkpoint, origins, frozenset(found), arguments, again, random_after=random_after)
 
 
-def _check_adapter(folder: Path) -> None:
-    """Refuse an adapter whose files mlx-lm cannot be let open."""
-    if folder.is_dir():  # mlx-lm tells what is missing
-        check_files(folder)
-        if (folder / ADAPTER).exists():
-            read_header(folder / ADAPTER)
-
-
 def _own_code(folder: Path, config: dict[str, Any], trusted: bool) -> Path | None:
-    """The Python file that config.json names as the model's own architecture, if it names one."""
+    """Return the Python file that config.json names as the model's own architecture, or None."""
     name = config.get("model_file")
     if name is None:
         return None
@@ -160,7 +155,7 @@ def _own_code(folder: Path, config: dict[str, Any], trusted: bool) -> Path | Non
 
 
 def _classes(folder: Path, config: dict[str, Any], file: Path | None) -> tuple[type[nn.Module], type]:
-    """A model's class and that of its arguments: mlx-lm's, or those of its own code, which the config names then."""
+    """Return the classes of a model and its arguments, from mlx-lm or from the model's own code."""
     if file is None:
         try:
             return classes_of(config)
@@ -186,7 +181,7 @@ def _recording(
         return found if original is None else original(self, found)
 
     def load_weights(self: nn.Module, found: Any, strict: bool = True) -> nn.Module:
-        # mlx-lm was told not to be strict, or it would miss its own files; what it is handed must still be complete.
+        # mlx-lm runs with strict=False so that it does not look for its own files; the weights must still be complete.
         return model_class.load_weights(self, found, strict=True)
 
     members: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}
@@ -196,11 +191,11 @@ def _recording(
 
 
 def _name_on_disk(array: mx.array, entry: tuple[str, mx.array] | None, tensors: Mapping[str, TensorInfo]) -> str | None:
-    """The tensor that a parameter is, unchanged; None: ``sanitize`` made it."""
+    """Return the name of the tensor that a parameter is, unchanged; None if ``sanitize`` made it."""
     if entry is None or entry[0] not in tensors:
         return None
     info = tensors[entry[0]]
-    # The same object could have been assigned to in place; its shape and dtype are the least it must have kept.
+    # The object may have been assigned to in place, so at least its shape and dtype must match.
     same = entry[1] is array and info.shape == tuple(array.shape) and DTYPES[info.dtype] == array.dtype
     return info.name if same else None
 
@@ -210,7 +205,7 @@ def _wrap(where: Path, load: Callable[[], Any]) -> Any:
         return load()
     except OutcoreError:
         raise
-    except Exception as e:  # whatever a model's code raises on a configuration that it does not expect
+    except Exception as e:  # a model's code may raise anything on an unexpected configuration
         raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {one_line_of(e)}") from e
 
 

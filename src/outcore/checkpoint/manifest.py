@@ -1,4 +1,4 @@
-"""What a packed copy says of itself: which model it was made from, and size, time and checksum of each file."""
+"""The manifest of a packed copy: the model it was made from, and size, time and checksum of each file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from ..machine.small_files import INDEX_BYTES, parse_json, read_small
 MANIFEST = "manifest.json"
 PARTIAL_MANIFEST = "manifest.partial.json"
 FORMAT = "outcore-store"
-SCHEMA, PLAIN_SCHEMA = 2, 1
-"""Of copies with codings, and without: earlier versions of Outcore read those too."""
+SCHEMA, PLAIN_SCHEMA = 2, 1  # copies without codings keep schema 1, which earlier versions of Outcore read
 PLAIN, COMPACT = "plain", "compact"
-PLANES: Final = "planes"
-"""With how many bits are high, such as ``planes:2``, how a copy is coded (``stored_planes``)."""
+PLANES: Final = "planes"  # in a copy's coding followed by the number of high bits: ``planes:2`` (``stored_planes``)
 CODING = re.compile(r"plain|compact|planes:[1-7]")
 SPLIT: Final = "split16"
 OVERLAY: Final = "overlay"
@@ -34,13 +32,13 @@ _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class _Checked(BaseModel):
-    """Values have the type that is written here, none is converted. Further ones are for other versions of Outcore."""
+    """Base of manifest models: types are strict, and fields of other Outcore versions are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", populate_by_name=True)
 
 
 class Record(_Checked):
-    """What a manifest says of a file: its size in bytes, its modification time and the xxh3_128 of its bytes."""
+    """A file of a packed copy: size in bytes, modification time and the xxh3_128 of its bytes."""
 
     nbytes: Annotated[_Int64, Field(alias="bytes", ge=0)]
     mtime_ns: _Int64
@@ -48,11 +46,11 @@ class Record(_Checked):
 
 
 class Coded(_Checked):
-    """How a tensor is stored that is not as it is used: ``split16`` (``split_exponents``) or
-    ``planes`` (``stored_planes``), and the xxh3_128 of the bytes that it is decoded to.
+    """How an encoded tensor is stored, and the xxh3_128 of its decoded bytes.
 
     Attributes:
-        bits, high: of ``planes``: of a code, and how many of these are in the high plane; else 0.
+        coding: ``split16`` (``split_exponents``) or ``planes`` (``stored_planes``).
+        bits, high: for ``planes``, the bits of a code and the number of them in the high plane; else 0.
     """
 
     coding: Literal["split16", "planes"]
@@ -61,11 +59,11 @@ class Coded(_Checked):
     high: Annotated[int, Field(ge=0, le=7)] = 0
 
     def name(self, path: str) -> str:
-        """Of the tensor in the file that the parameter is decoded from."""
+        """Return the name of the encoded tensor in the file."""
         return f"{path}.{self.coding}"
 
     def beside(self, path: str) -> str:
-        """Of what else it takes, which stays in memory; of ``split16`` alone."""
+        """Return the name of ``split16``'s side table, which stays in memory."""
         return f"{path}.{self.coding}.beside"
 
 
@@ -73,8 +71,9 @@ class PackedFrom(_Checked):
     """The model that was packed.
 
     Attributes:
-        folder: its name. ``identity``: as in ``Checkpoint``; it becomes a part of file names.
-        mlx_lm, mlx: the versions that loaded it; of copies made before it was noted, no version of MLX is known.
+        folder: its name.
+        identity: as in ``identity_of``; part of file names.
+        mlx_lm, mlx: the versions that loaded it; old copies do not name MLX's.
     """
 
     folder: _Text
@@ -83,15 +82,16 @@ class PackedFrom(_Checked):
     mlx: _Text = ""
 
     def same(self, other: PackedFrom) -> bool:
-        """Whether a copy of the one is a copy of the other; a folder may be renamed."""
+        """Whether the two sources are the same model; the folder may have been renamed."""
         return self.model_copy(update={"folder": ""}) == other.model_copy(update={"folder": ""})
 
 
 class Manifest(_Checked):
-    """A manifest whose every value has the right type; that the files agree with it is not checked yet.
+    """A manifest whose values have the right types. Whether the files match it is checked elsewhere.
 
     Attributes:
-        coding: what was asked for; ``codings``: of tensors that are stored in another form, by their names.
+        coding: the requested coding.
+        codings: by name, the tensors that are stored in another form.
     """
 
     kind: Literal["overlay", "full", "draft"]
@@ -102,8 +102,10 @@ class Manifest(_Checked):
 
 
 def is_packed(folder: Path, manifest: str = MANIFEST) -> bool:
-    """Whether the folder has a manifest of ours, or a partial one, as a pack that was cut off, or still runs, leaves.
-    That it fits, and that the files are whole, is not checked."""
+    """Whether the folder has Outcore's manifest, or the partial one of a pack that was cut off or still runs.
+
+    Does not check that the files are complete.
+    """
     try:
         found = parse_json(read_small(folder / manifest, INDEX_BYTES), twins=False)
     except (OSError, ValueError):
@@ -112,10 +114,10 @@ def is_packed(folder: Path, manifest: str = MANIFEST) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest, believing nothing.
+    """Read and check a manifest.
 
     Raises:
-        StoreError: it is not there, not ours, of another schema, or garbled.
+        StoreError: it is missing, not Outcore's, of an unknown schema, or garbled.
     """
     try:
         found = parse_json(read_small(path, INDEX_BYTES), twins=False)
@@ -139,7 +141,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first value that is not what it should be, and what it should be: one short printable line."""
+    """Describe the first invalid value in one short printable line."""
     found = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part)[:80] for part in found["loc"])
     return f"{ascii(where)[1:-1]}: {found['msg'][:120]}"

@@ -1,4 +1,4 @@
-"""The seam to ``outcore_mirrors``: copies of a model's folder on other disks, which are read as well as it."""
+"""The interface to ``outcore_mirrors``: copies of a model's folder on other disks that are read together with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .checkpoint import Checkpoint
 
 
 class ReadFolder(Protocol):
-    """A folder that is read from: ``nbytes`` so far. ``lost``: why it is not read any more; None: it is."""
+    """A folder that is read from. ``nbytes``: read so far. ``lost``: why it is no longer read; None: it is."""
 
     folder: Path
     nbytes: int
@@ -21,11 +21,11 @@ class ReadFolder(Protocol):
 
 
 class Mirrors(Protocol):
-    """A model's own folder and its copies, for as long as the model lives: one that was lost stays lost.
+    """A model's own folder and its copies, for as long as the model lives.
 
     Attributes:
-        all: the own folder first.
-        note: told, in any thread, when one is lost.
+        all: the model's own folder first.
+        note: called, in any thread, when a folder is lost.
     """
 
     note: Callable[[str], None]
@@ -34,25 +34,25 @@ class Mirrors(Protocol):
     def all(self) -> Sequence[ReadFolder]: ...
 
     def reader(self, files: Sequence[Path], **options: Any) -> Reader:
-        """Reads files from every folder that has them; ``options`` as of ``FileReader``."""
+        """Return a reader of files in all folders that have them; ``options`` as of ``FileReader``."""
 
     def compare(self, check: Callable[[Sequence[Path]], None], progress: Callable[[str, int, int], None]) -> None:
-        """See that every byte of each copy is the model's; ``check`` looks at the disk of a copy's files first.
+        """Check that every byte of each copy equals the model's. ``check`` is called with each copy's files first.
 
         Raises:
-            StoreError: one is not (named).
+            StoreError: a copy differs (named).
         """
 
     def about(self) -> tuple[str, ...]:
-        """What a user should know."""
+        """Return notes for the user."""
 
 
 def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> Mirrors | None:
-    """The copies of a model in these folders; None: no folder was named.
+    """Find the copies of a model in these folders; None if no folder is given.
 
     Raises:
-        StoreError: one holds no copy of the model as it is now.
-        UsageError: the package that reads copies is not there.
+        StoreError: a folder holds no copy of the model as it is now.
+        UsageError: the package that reads copies is missing.
     """
     if not named:
         return None

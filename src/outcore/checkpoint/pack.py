@@ -1,7 +1,7 @@
-"""What packed copies hold, in bounded memory; a pack that was cut off goes on where it stopped.
+"""Writes packed copies in bounded memory; an interrupted pack resumes.
 
-What lies unchanged in the original is copied byte by byte; what ``sanitize`` changed is computed by MLX, one parameter
-at a time, in the thread that calls. A file gets its name only when all its bytes are on the disk.
+Tensors that lie unchanged in the original are copied byte by byte; those changed by ``sanitize`` are computed by MLX,
+one parameter at a time, in the calling thread. A file gets its final name only when all its bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ from .packed_bytes import PackedFile, Pieces, Plain, file_content
 from .packed_store import Overlay, open_again, overlay, source_of, whole_files
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes done, and bytes in all."""
+"""Called with a description, bytes done, and total bytes."""
 
 OTHER = "packed from another model, or by other versions of MLX, mlx-lm or Outcore; give another folder, or --force"
 
 _TEMPORARY = ".partial"
-_BEGUN = {_LOCK, PARTIAL_MANIFEST + _TEMPORARY}
-"""All that there can be in a folder before its first manifest is."""
+_BEGUN = {_LOCK, PARTIAL_MANIFEST + _TEMPORARY}  # All that a folder can hold before its first manifest.
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is finished is kept"
@@ -66,16 +65,16 @@ _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is fi
 def pack_overlay(
     lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None, progress: Progress | None = None
 ) -> None:
-    """Write to the cache what of these layers exists nowhere on disk, unless it is there and whole.
+    """Write the parameters of these layers that exist nowhere on disk to the cache, unless they are there.
 
-    What is written comes from a second, lazily opened model. Takes memory for about one layer.
+    They are computed from a second, lazily opened model. Takes memory for about one layer.
 
     Args:
-        planned: what ``overlay`` said while the model still held its lazy arrays, in the dtypes that they were loaded
-            in; None: it still does.
+        planned: the result of ``overlay`` from when the model still held its lazy arrays in their loaded dtypes; None:
+            it still does.
 
     Raises:
-        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreSpaceError: the disk is too full; finished files are kept.
         StoreError: the overlay cannot be written, or the model on disk has changed meanwhile.
     """
     folder, files = planned or overlay(lazy)
@@ -97,8 +96,7 @@ def pack_files(
     open_pieces: Callable[[], Pieces],
     progress: Progress | None = None,
 ) -> None:
-    """Write the ``wanted`` of the files that a copy of a model may have, unless they are there and whole. Raises as
-    ``pack_overlay``."""
+    """Write the ``wanted`` ones of a copy's ``files`` that are missing or damaged. Raises as ``pack_overlay``."""
     source = source_of(checkpoint)
     if len(whole_files(folder, MANIFEST, wanted, source)) < len(wanted):
         manifest = Manifest(kind=kind, source=source, files={})
@@ -106,20 +104,20 @@ def pack_files(
 
 
 def plain_pieces(lazy: LazyModel) -> dict[str, Plain]:
-    """The bytes of all parameters."""
-    # Of the arrays only those without a place on disk are kept. The others would stay in memory once an array that
-    # was made of them has been evaluated.
+    """Return the source of every parameter's bytes."""
+    # Arrays with a place on disk are dropped: evaluating an array made from them would keep them in memory.
     return {path: lazy.origins.get(path, array) for path, array in named_parameters(lazy.model)}
 
 
 @dataclass
 class PackWriter:
-    """One packed copy while it is written.
+    """Writes one packed copy.
 
     Attributes:
-        manifest: what it will say of itself, without its files.
-        files: what may be in it; ``wanted``: what must be.
-        force: write again what is there; ``extra``: bytes that ``finish`` will write.
+        manifest: the manifest to write, without files.
+        files: all files that the copy may have; ``wanted``: those that it must have.
+        force: rewrite existing files.
+        extra: bytes that ``finish`` will write.
     """
 
     folder: Path
@@ -133,7 +131,7 @@ class PackWriter:
     done: int = field(default=0, init=False)
 
     def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
-        """Write what is missing; False if another process did so meanwhile. ``finish`` runs before the manifest."""
+        """Write the missing files; False if another process did so meanwhile. ``finish`` runs before the manifest."""
         try:
             self._make_folder()
             with self._locked():
@@ -146,7 +144,7 @@ class PackWriter:
                 self._begin(records)
                 self.done = sum(file.nbytes for file in self.wanted if file.name in records)
                 pieces = open_pieces() if todo else {}
-                gc.collect()  # the second model is gone, but modules may be in cycles
+                gc.collect()  # frees the second model, whose modules may be in cycles
                 for file in todo:
                     records[file.name] = self._write_file(file, pieces)
                     self._write_manifest(records)
@@ -155,7 +153,7 @@ class PackWriter:
                     finish()
                 fd = os.open(self.folder, os.O_RDONLY)
                 try:
-                    os.fsync(fd)  # the names of finished files are on the disk before the manifest's
+                    os.fsync(fd)  # the finished files' names must reach the disk before the manifest's
                 finally:
                     os.close(fd)
                 (self.folder / PARTIAL_MANIFEST).rename(self.folder / MANIFEST)
@@ -164,7 +162,7 @@ class PackWriter:
         return True
 
     def discard(self) -> None:
-        """Remove the files written so far; the folder stays ours."""
+        """Remove the files written so far, but keep the folder marked as Outcore's."""
         (self.folder / MANIFEST).unlink(missing_ok=True)
         self._begin({})
 
@@ -174,7 +172,7 @@ class PackWriter:
 
     def _make_folder(self) -> None:
         if self.folder.is_symlink() or self.folder.exists():
-            # A lock is left in no folder that is somebody else's. Another process makes the lock before anything else.
+            # Do not put a lock into a folder that is not ours. Every pack makes the lock before anything else.
             if not (self.folder / _LOCK).exists():
                 self._claim()
             return
@@ -184,8 +182,7 @@ class PackWriter:
         self.folder.mkdir(mode=0o700 if self._in_cache else 0o777, exist_ok=True)
 
     def _claim(self) -> None:
-        """Refuse a folder that holds anything but what packing, ended at any moment, leaves. What is in the cache, or a
-        draft's, was nobody's choice: whatever is in it is ours."""
+        """Refuse a folder that holds anything but the files of a pack, unless it is in the cache or a draft's."""
         ours = self._in_cache or self.manifest.kind != FULL
         if self._in_cache:
             require_own(self.folder)
@@ -199,8 +196,8 @@ class PackWriter:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # Not filelock's own ``FileLock``: it would make missing folders, and where a file system has no locks take a
-        # file's being there for one, which a kill leaves behind for good.
+        # filelock's own ``FileLock`` would make missing folders, and on a file system without locks take the file's
+        # existence for the lock, which would stay locked after a kill.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self.folder / _LOCK, flags, 0o666)
         try:
@@ -212,7 +209,7 @@ class PackWriter:
             os.close(fd)
 
     def _kept(self) -> dict[str, Record]:
-        """Files that need not be written: of an earlier pack that was cut off, or of an overlay for other layers."""
+        """Return finished files of an earlier pack that was cut off, or of an overlay for other layers."""
         records: dict[str, Record] = {}
         for name in (MANIFEST, PARTIAL_MANIFEST):
             try:
@@ -223,7 +220,7 @@ class PackWriter:
                 there, wanted = (
                     {coded.name(path): coded for path, coded in each.codings.items()} for each in (found, mine)
                 )
-                # Planes that were cut elsewhere have the same names and shapes.
+                # Planes with another number of high bits may have the same names and shapes.
                 alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
                 records |= whole_files(self.folder, name, alike, mine.source)
             elif name == MANIFEST and mine.kind == FULL and not self._in_cache:
@@ -232,9 +229,9 @@ class PackWriter:
 
     def _require_space(self, todo: Sequence[PackedFile]) -> None:
         needed = sum(file.nbytes for file in todo) + self.extra
-        needed += needed // 100 + (1 << 20)  # the file system's own, and the manifest
+        needed += needed // 100 + (1 << 20)  # for the file system and the manifest
         free = shutil.disk_usage(self.folder).free
-        if self.force:  # what is there will go first
+        if self.force:  # existing files are removed first
             free += sum(path.stat().st_size for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
         if needed > free:
             raise StoreSpaceError(
@@ -249,7 +246,7 @@ class PackWriter:
             raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
 
     def _begin(self, records: dict[str, Record]) -> None:
-        """Remove what no manifest will vouch for, in an order in which the folder is known as ours at any moment."""
+        """Remove files that the manifest will not list, keeping the folder recognizable as Outcore's at every moment."""
         if self.force and (self.folder / MANIFEST).exists():
             (self.folder / MANIFEST).rename(self.folder / PARTIAL_MANIFEST)
         self._write_manifest(records)
@@ -265,7 +262,7 @@ class PackWriter:
         self._tell(what)
         try:
             with temporary.open("wb", buffering=0) as out:
-                calls.around_cache(out.fileno())  # a copy larger than memory would push all else out
+                calls.around_cache(out.fileno())  # a large copy would evict everything else from the page cache
                 for data in file_content(file, pieces):
                     digest.update(data)
                     self.done += len(data)
@@ -285,7 +282,7 @@ class PackWriter:
 
     def _write_manifest(self, records: dict[str, Record]) -> None:
         mine = self.manifest.model_copy(update={"files": dict(sorted(records.items()))})
-        # The oldest that tells all of it.
+        # The oldest schema that can express it.
         schema = PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
         document = {"format": FORMAT, "schema": schema, **mine.model_dump(by_alias=True, exclude_defaults=True)}
         write_small(self.folder / PARTIAL_MANIFEST, json.dumps(document, indent=1).encode())
@@ -296,7 +293,7 @@ class PackWriter:
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(path.name + _TEMPORARY)
     try:
         with temporary.open("wb") as out:

@@ -1,5 +1,4 @@
-"""The files of a packed copy: where tensors lie in them, and their bytes in order, from the original's file where they
-lie there, else computed by MLX."""
+"""The layout of a packed copy's files, and their bytes: copied from the original's file, or computed by MLX."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ from .checkpoint import TensorInfo
 from .lazy_model import DTYPES
 
 PAD = "__pad_"
-CHUNK = 16 << 20
-"""Bytes that are read or written at a time."""
+CHUNK = 16 << 20  # bytes read or written at a time
 
-# uint8 and unsigned bytes of fp8 are the same to MLX; the last of a dtype's names would be F8_E8M0.
+# Without the fp8 names, which MLX also loads as uint8.
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
 
 Spec = tuple[str, mx.Dtype, tuple[int, ...]]
@@ -31,12 +29,12 @@ Spec = tuple[str, mx.Dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PackedFile:
-    """One file of a packed copy, known before it is written.
+    """The layout of one file of a packed copy.
 
     Attributes:
         unit: path of the layer whose parameters it holds, or ``non_layer``.
-        tensors: what is in it, in order; ``offsets``: where each begins, at a multiple of 4096 bytes.
-        head: its first bytes. ``nbytes``: its size.
+        tensors: its tensors in order; ``offsets``: their first bytes, multiples of 4096.
+        head: the file's first bytes, up to the first tensor. ``nbytes``: the file's size.
     """
 
     name: str
@@ -47,7 +45,7 @@ class PackedFile:
     nbytes: int
 
     def places(self, folder: Path) -> list[TensorInfo]:
-        """Where each tensor will lie, in this folder."""
+        """Return each tensor's place if the file lies in this folder."""
         return [
             TensorInfo(name, folder / self.name, _DTYPE_NAMES[dtype], shape, offset, dtype.size * prod(shape))
             for (name, dtype, shape), offset in zip(self.tensors, self.offsets, strict=True)
@@ -55,10 +53,10 @@ class PackedFile:
 
 
 def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence[Spec]) -> PackedFile:
-    """The file that would hold these tensors, in their order: a function of its arguments alone.
+    """Lay out a file with these tensors, in their order.
 
     Raises:
-        StoreError: two tensors of one name, or one named as padding is.
+        StoreError: two tensors have the same name, or one has a padding entry's.
     """
     if isinstance(tensors, Mapping):
         tensors = [(path, array.dtype, tuple(array.shape)) for path, array in tensors.items()]
@@ -71,7 +69,7 @@ def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence
         begin, end = end, end + dtype.size * prod(shape)
         starts.append(begin)
         header[tensor] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        # The format allows no holes. Padding at the end too: then direct reads end where the file does.
+        # The format allows no holes, so padding is a tensor. It also ends the file, so direct reads end with the file.
         if pad := round_up(end, BLOCK) - end:
             header[f"{PAD}{len(starts) - 1}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
             end += pad
@@ -82,12 +80,12 @@ def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence
 
 
 Plain = TensorInfo | mx.array
-"""A parameter's bytes: a place on disk, or a lazy array."""
+"""The source of a parameter's bytes: a place on disk, or a lazy array."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Bytes that are made of a parameter's when they are written."""
+    """A tensor whose bytes are encoded when they are written."""
 
     shape: tuple[int, ...]
     encoded: Callable[[], Iterator[memoryview]]
@@ -96,11 +94,11 @@ class Encoding:
 
 Piece = Plain | Encoding
 Pieces = dict[str, Piece]
-"""Tensor's name → its bytes."""
+"""Tensor name → the source of its bytes."""
 
 
 def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
-    """All bytes of a packed file in order. What has been read of ``pieces`` is taken out, so that it can be freed."""
+    """Yield all bytes of a packed file in order. Removes what it has read from ``pieces``, so that it can be freed."""
     yield memoryview(file.head)
     end = len(file.head)
     for info, (_, dtype, _) in zip(file.places(Path()), file.tensors, strict=True):
@@ -118,7 +116,6 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
 
 
 def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
-    """All bytes of a tensor, in parts."""
     if isinstance(piece, TensorInfo):
         return file_bytes(piece)
     return array_bytes(name, piece) if isinstance(piece, mx.array) else piece.encoded()
@@ -140,7 +137,8 @@ def file_bytes(info: TensorInfo) -> Iterator[memoryview]:
 
 
 def array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
-    """The array's elements in row-major order. A view of another array (half of a fused weight) is copied in parts."""
+    """Yield the array's elements in row-major order. A view of another array (half of a fused weight) is copied in
+    parts."""
     if not array.size:
         return
     try:
@@ -151,5 +149,5 @@ def array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
             part = mx.contiguous(rows[i : i + count]).reshape(-1).view(mx.uint8)
             mx.eval(part)
             yield np.array(part, copy=False).data
-    except RuntimeError as error:  # MLX's own: a file that has become shorter, no memory
+    except RuntimeError as error:  # raised by MLX: a file became shorter, or out of memory
         raise StoreError(f"{name!a}: MLX could not compute it: {' '.join(str(error).split())[:200]}") from error

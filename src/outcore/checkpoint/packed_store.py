@@ -1,8 +1,8 @@
-"""Where a model's weights are read from: its own files, a packed copy of it, or both.
+"""Chooses where a model's weights are read from: its own files, a packed copy, or both.
 
-A packed copy is a folder of safetensors files, one per layer, in which every tensor begins at a block of the disk, and
-a manifest that is written last. A *full* copy is a model folder of its own. An *overlay* lies in the cache and holds
-only what ``sanitize`` changed, which exists nowhere else. This module reads copies and foretells them; `pack` writes.
+A packed copy is a folder of safetensors files, one per layer, in which every tensor begins at a disk block, with a
+manifest that is written last. A *full* copy is a model folder of its own. An *overlay* lies in the cache and holds only
+the parameters that ``sanitize`` changed, which exist nowhere else. This module reads and plans copies; ``pack`` writes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ NON_LAYER = "non_layer"
 
 @dataclass(frozen=True)
 class PackedStore:
-    """A packed copy whose files are those that were packed.
+    """A packed copy whose files match its manifest.
 
     Attributes:
-        manifest: what it says of itself.
         files: the weight files, sorted by name.
-        tensors: parameter path → its place. Padding is left out.
-        decoders: of tensors that are stored in another form.
+        tensors: parameter path → its place, without padding.
+        decoders: by parameter path, for tensors that are stored in another form.
     """
 
     folder: Path
@@ -69,11 +68,11 @@ class PackedStore:
 def open_packed(folder: Path) -> PackedStore:
     """Open a packed copy and check that its files are those that were packed.
 
-    A file of the recorded size and modification time is taken to be; if only the time differs (a folder that was
-    copied) its checksum is computed, which reads it once.
+    A file with the recorded size and modification time is accepted. If only the time differs, as in a copied folder,
+    the file is read once to compute its checksum.
 
     Raises:
-        StoreError: the manifest is garbled, or a file is not there, was changed, or is damaged.
+        StoreError: the manifest is garbled, or a file is missing, changed or damaged.
     """
     manifest = read_manifest(folder / MANIFEST)
     tensors: dict[str, TensorInfo] = {}
@@ -87,10 +86,10 @@ def open_packed(folder: Path) -> PackedStore:
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
-    """The tensors of one packed file, without padding, if it is as recorded.
+    """Return the tensors of one packed file, without padding, if it is as recorded.
 
     Raises:
-        StoreError: it is not there, was changed since it was packed, or its header is damaged.
+        StoreError: it is missing, was changed since it was packed, or its header is damaged.
     """
     try:
         status = path.stat()
@@ -117,15 +116,15 @@ def _checksum(path: Path) -> str:
 def open_model(folder: Path, compact: bool = False, **arguments: Any) -> LazyModel:
     """Open a model lazily from the folder itself, packed or not, or from a full packed copy of it in the cache.
 
-    A copy in the cache that is damaged is passed over with a warning, for the original is there.
+    A damaged copy in the cache is skipped with a warning, since the original is there.
 
     Args:
-        compact: a compact copy in the cache is taken, if there is one.
-        arguments: of ``open_lazily``.
+        compact: use a compact copy in the cache if there is one.
+        arguments: those of ``open_lazily``.
 
     Raises:
         StoreError: the folder is a packed copy that is damaged, or not a whole model.
-        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
+        CheckpointError: the folder is not a whole model, or mlx-lm cannot build it.
     """
     if is_packed(folder):
         return _open_kept(folder, arguments)
@@ -134,7 +133,7 @@ def open_model(folder: Path, compact: bool = False, **arguments: Any) -> LazyMod
 
 
 def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
-    """Open a model lazily from the copy in the cache that has this coding, such as ``compact``; None: there is none."""
+    """Open a model lazily from its copy with this coding in the cache; None if there is none."""
     if is_packed(folder):
         return None
     checkpoint = open_checkpoint(folder)
@@ -149,7 +148,7 @@ def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
 
 
 def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None = None) -> LazyModel:
-    """A copy's model, in use as long as that lives; of the model with this identity, if one is given."""
+    """Open a full copy and mark it as in use while its model lives; ``identity``: the required source."""
     with kept(folder, make=False):
         store = open_packed(folder)
         if identity not in (None, store.manifest.source.identity):
@@ -160,11 +159,11 @@ def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None 
 
 
 def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
-    """Open a model lazily from a full packed copy, whose files need no manifest yet.
+    """Open a model lazily from a full packed copy, whose manifest need not be written yet.
 
     Raises:
         StoreError: it is an overlay, or it lacks a parameter of the model (named).
-        UnsupportedModelError: a model type that mlx-lm does not know.
+        UnsupportedModelError: mlx-lm does not know the model type.
     """
     manifest, folder = store.manifest, store.folder
     if manifest.kind != FULL:
@@ -190,16 +189,16 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
 
 
 def open_again(lazy: LazyModel) -> LazyModel:
-    """The same model with lazy arrays of its own, so that evaluating them leaves those of ``lazy`` unread."""
+    """Open the model once more, so that evaluating the new arrays leaves those of ``lazy`` unread."""
     plain = lazy.again()
     return plain if lazy.reshape is None else lazy.reshape(plain)
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
-    """The folder in the cache for a copy of this model, loaded by this mlx-lm; ``more`` is what else decides on it.
+    """Return the cache folder for a copy of this model made by this mlx-lm; ``more``: what else identifies the copy.
 
     Raises:
-        StoreError: others could have put something into it.
+        StoreError: other users could have written to it.
     """
     folder = checkpoint.folder.absolute()
     if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
@@ -213,42 +212,37 @@ def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
 
 
 def full_copy(checkpoint: Checkpoint, coding: str, model_config: dict[str, Any] | None = None) -> Path:
-    """The folder in the cache for a whole copy of this model."""
     return cached(FULL, checkpoint, model_config or {}, *([] if coding == PLAIN else [coding]))
 
 
 def source_of(checkpoint: Checkpoint) -> PackedFrom:
-    """What a copy that is made of this model now says of it."""
+    """Return what a manifest says of this model."""
     folder = checkpoint.folder.absolute().name[:1000]
     return PackedFrom(folder=folder, identity=identity_of(checkpoint), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
 
 
 Overlay = tuple[Path, list[PackedFile]]
-"""A folder, and the files in it: one for each layer that has parameters that ``sanitize`` changed."""
 
 
 def overlay(lazy: LazyModel) -> Overlay:
-    """The overlay's folder, and its files: one for each layer that has parameters that ``sanitize`` changed."""
+    """Return the overlay's folder and its files: one for each layer that has parameters changed by ``sanitize``."""
     files = []
     for i, layer in enumerate(find_layers(lazy.model)):
         paths = {f"{layer.path}.{p.path}": p.array for p in layer.parameters}
         changed = {path: a for path, a in paths.items() if path in lazy.loaded and path not in lazy.origins}
         if changed:
             files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, changed))
-    # An adapter lengthens paths, and a model may be a full copy: neither may be given the other's overlay.
+    # The key tells apart models with and without an adapter (longer paths), and full copies from originals.
     names = [file.name for file in lazy.checkpoint.files]
     key = (lazy.arguments.get("model_config") or {}, names, [file.tensors for file in files])
     return cached(OVERLAY, lazy.checkpoint, *key), files
 
 
 def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None) -> dict[str, TensorInfo]:
-    """Where each parameter of the layers lies, or will lie once ``pack_overlay`` has run, by its full path; without
-    parameters that did not come from the checkpoint (an adapter's).
+    """Return each layer parameter's place, by full path, as it is or will be once ``pack_overlay`` has run.
 
-    To be called while the model still holds its lazy arrays, in the dtypes that they were loaded in.
-
-    Args:
-        planned: the model's ``overlay``, if it is there already.
+    Omits parameters that do not come from the checkpoint (an adapter's). Call it while the model still holds its lazy
+    arrays in their loaded dtypes. ``planned``: the model's ``overlay``, if already computed.
     """
     folder, files = planned or overlay(lazy)
     found = {info.name: info for file in files for info in file.places(folder)}
@@ -258,7 +252,7 @@ def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = N
 
 
 def missing_bytes(lazy: LazyModel, layers: Sequence[Layer]) -> int:
-    """Bytes that ``pack_overlay`` would write for these layers: 0 where nothing was changed or all is packed."""
+    """Return the bytes that ``pack_overlay`` would write for these layers."""
     folder, files = overlay(lazy)
     wanted = {layer.path for layer in layers}
     files = [file for file in files if file.unit in wanted]
@@ -267,7 +261,7 @@ def missing_bytes(lazy: LazyModel, layers: Sequence[Layer]) -> int:
 
 
 def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source: PackedFrom) -> dict[str, Record]:
-    """Of ``files`` of a copy of ``source``, those that the manifest vouches for and that are as they should be."""
+    """Return the records of those files of a copy of ``source`` that match the manifest."""
     try:
         found = read_manifest(folder / manifest)
     except StoreError:

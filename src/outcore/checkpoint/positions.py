@@ -1,4 +1,4 @@
-"""What config.json says of a model before it is opened: all of it, and how many tokens it has positions for."""
+"""What config.json says about a model before it is opened, above all its longest context."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from .lazy_model import one_line_of
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A model's config.json as mlx-lm reads it.
+    """Read a model's config.json as mlx-lm does.
 
     Raises:
-        CheckpointError: it cannot be, or a file beside it is none that mlx-lm can be let open.
+        CheckpointError: it is invalid, or another configuration file in the folder is unsafe to open.
     """
     check_files(folder)
     try:
         config: dict[str, Any] = mlx_lm.utils.load_config(folder)
         return config
-    except Exception as e:  # of generation_config.json too, which it looks into
+    except Exception as e:  # also for generation_config.json, which mlx-lm reads too
         raise CheckpointError(f"{folder}: its config.json cannot be loaded: {one_line_of(e)}") from e
 
 
+# The config key with the number of learned positions, by model type. All other types compute any position.
 LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_bigcode": "n_positions"}
-"""Types of mlx-lm's with a table of positions, and what its rows are called in config.json. All others compute theirs,
-for any position."""
 
 
 def longest_context(config: dict[str, Any]) -> int | None:
-    """Tokens that the model was made for, where its config says so: what it has learnt, or is stretched to by a scaling
-    of its rotations. mlx-lm goes on beyond them, in text that gets poorer."""
+    """Return the number of tokens that the model was made for, including a rope scaling; None if the config does not
+    say.
+
+    mlx-lm goes on beyond it, with text that gets worse.
+    """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         longest = part.get("max_position_embeddings")
@@ -43,7 +45,7 @@ def longest_context(config: dict[str, Any]) -> int | None:
 
 
 def _stretched(config: dict[str, Any], longest: int) -> int:
-    """Tokens that a rope scaling makes of those that were learnt; 0 without one."""
+    """Return the number of tokens that a rope scaling extends ``longest`` to; 0 without one."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, dict):
         return 0
@@ -53,6 +55,6 @@ def _stretched(config: dict[str, Any], longest: int) -> int:
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
-    """Tokens that the model has positions for at all; None: it computes them. Beyond its table there is nothing."""
+    """Return the number of positions in the model's table, which no text can exceed; None if it computes positions."""
     rows = config.get(LEARNED_POSITIONS.get(str(config.get("model_type")), ""))
     return rows if isinstance(rows, int) and rows > 0 else None

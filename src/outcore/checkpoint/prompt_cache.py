@@ -1,5 +1,4 @@
-"""Prompt caches as ``mlx_lm.cache_prompt`` saves them: read by mlx-lm, and believed only as far as the model agrees;
-and written, whole or not at all."""
+"""Reads and writes prompt caches in the format of ``mlx_lm.cache_prompt``."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from .manifest import first_fault
 
 
 class TokenizerSettings(BaseModel):
-    """Settings of a tokenizer, as ``mlx_lm.cache_prompt`` notes them. Any other could name files, or code."""
+    """The tokenizer settings that ``mlx_lm.cache_prompt`` stores. Others are refused, since they could name files or
+    code."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     trust_remote_code: bool | None = None
@@ -31,7 +31,7 @@ class TokenizerSettings(BaseModel):
 
 
 class _About(BaseModel):
-    """What the file says of itself: the model's name as it was given, and the tokenizer's settings as JSON."""
+    """The file's metadata: the model's name as it was given, and the tokenizer's settings as JSON."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     model: Annotated[str, Field(max_length=10_000)] | None = None
@@ -39,11 +39,13 @@ class _About(BaseModel):
 
 
 def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[str, Any], str | None]:
-    """A prompt cache for the model of that name, the settings of the tokenizer that it was made with, and the name of
-    the model that it was made with, if it says so.
+    """Open a prompt cache that was made with this model.
 
     Args:
-        model: None: whatever it was made with.
+        model: the model's name; None: accept any.
+
+    Returns:
+        The caches, the tokenizer's settings, and the model's name in the file, if it has one.
 
     Raises:
         UsageError: the file is no prompt cache, or was made with another model.
@@ -64,7 +66,7 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         raise UsageError(f"--prompt-cache-file {e}") from e
     except ValidationError as e:
         raise UsageError(f"{where}: {first_fault(e)}; make it again with mlx_lm.cache_prompt") from e
-    except Exception as e:  # mlx-lm looks at nothing before it uses it
+    except Exception as e:  # mlx-lm checks nothing before it uses it
         why = " ".join(str(e).split())[:200] or type(e).__name__
         what = "no prompt cache of mlx_lm.cache_prompt, or one of an older version: make it anew"
         raise UsageError(f"{where}: {what} ({why})") from e
@@ -74,17 +76,17 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are of one model: equal, or of one folder."""
+    """Whether two names are equal or name the same folder."""
     if one == other:
         return True
     try:
         return Path(one).expanduser().samefile(Path(other).expanduser())
-    except (OSError, RuntimeError, ValueError):  # no files, ~nobody, a zero byte
+    except (OSError, RuntimeError, ValueError):  # no such file, no such user (~name), a zero byte
         return False
 
 
 def _check_numbers(file: Path) -> None:
-    """Refuse names that would be places of a list longer than there are names: MLX fills it up, whatever it takes."""
+    """Refuse a name with a list index larger than the number of names: MLX would pad the list up to it."""
     found: Any = mx.load(str(file), return_metadata=True)
     names = [*found[0], *found[1]]
     for name in names:
@@ -97,25 +99,20 @@ _SUFFIX = ".safetensors"
 
 
 class PromptCacheFile:
-    """A prompt cache that is going to be saved. Until it is whole it has another name beside its own, and what was
-    there under its own is there until then.
+    """Saves a prompt cache atomically: an existing file stays until the new one is complete.
 
     Args:
-        name: MLX writes no file of another ending than ``.safetensors`` and adds it; so does this.
-
-    Attributes:
-        path: where it will be.
+        name: gets the suffix ``.safetensors`` if it lacks it, as in MLX.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the file cannot be written, or exists and is no prompt cache.
     """
 
     def __init__(self, name: str) -> None:
         if not name:
             raise UsageError("--prompt-cache-file: give a name")
         self.path = Path(name if name.endswith(_SUFFIX) else f"{name}{_SUFFIX}")
-        # Another file would take a link's place.
-        self._target = Path(os.path.realpath(self.path))
+        self._target = Path(os.path.realpath(self.path))  # renaming onto a link would replace the link
         self._partial = self._target.with_name(f".{self._target.name[:200]}.{os.getpid()}.partial")
 
     def __enter__(self) -> PromptCacheFile:
@@ -135,11 +132,11 @@ class PromptCacheFile:
             self._partial.unlink(missing_ok=True)
 
     def save(self, cache: list[Any], model: str, settings: Mapping[str, Any]) -> int:
-        """Write it, and give it its name; its size in bytes.
+        """Write the file; returns its size in bytes.
 
         Args:
-            model: its name, as it was given.
-            settings: of the tokenizer.
+            model: its name, as the user gave it.
+            settings: the tokenizer's.
 
         Raises:
             UsageError: it cannot be written.

@@ -1,1 +1,1 @@
-"""From files to slots: bytes and ranges, never a model."""
+"""Reads byte ranges of files into memory. Knows nothing about models."""

@@ -1,4 +1,4 @@
-"""One read of a file: around the page cache straight into a slot, or by way of a buffer."""
+"""One read of a file: directly into a slot, bypassing the page cache, or through a bounce buffer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ..sizes import BLOCK, PAGE, round_up
 from .disk_calls import DiskCalls
 from .open_file import OpenFile
 
+# Errors of the disk or the file. Any other may be about the memory that the read writes to.
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
-"""What a read fails with wherever it goes: anything else may be about the memory that it should go to."""
 
-PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}
-"""What says nothing about the next read."""
+PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}  # Errors that may not occur again at the next read.
 
 Move = Callable[[memoryview, memoryview], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A range of a file, and where it goes.
+    """A range of a file and where it goes in a slot.
 
     Attributes:
-        at: byte of ``slot`` that it begins at.
-        aligned: address and offset agree modulo ``BLOCK``, and nothing else lies in the blocks around it.
+        at: first byte in ``slot``.
+        aligned: memory address and file offset agree modulo ``BLOCK``, and no other data shares the range's outer
+            blocks.
     """
 
     file: OpenFile
@@ -39,14 +39,14 @@ class Chunk:
 
 
 class ShortRead(Exception):
-    """A file ended before a read did."""
+    """A file ended before the read was complete."""
 
     def __init__(self, missing: int) -> None:
         self.missing = missing
 
 
 class Bounce:
-    """A thread's own buffer for direct reads, made when first needed; in large pages, as slots are."""
+    """A thread's own buffer for direct reads, allocated on first use and backed by huge pages."""
 
     def __init__(self) -> None:
         self._view = memoryview(b"")
@@ -54,7 +54,7 @@ class Bounce:
     def take(self, nbytes: int) -> memoryview:
         if len(self._view) < nbytes:
             size = round_up(nbytes, PAGE)
-            # Private memory: the kernel gives shared mappings no large pages unless told to.
+            # Private memory: by default the kernel gives shared mappings no huge pages.
             view = memoryview(mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             start = -address_of(view) % PAGE
             prepare_slot(address_of(view) + start, size, "cpu")
@@ -66,13 +66,14 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces
     """Read one chunk.
 
     Args:
-        to: brings bytes to the slot from a buffer. ``bounces``: slots' memory is known to refuse reads.
+        to: copies bytes from a buffer to the slot.
+        bounces: an earlier read into a slot was refused, so go through the buffer at once.
 
     Returns:
         Bytes read from the file, and whether the slot's memory refused the read.
 
     Raises:
-        OSError, ShortRead: that could not be.
+        OSError, ShortRead: the read failed.
     """
     file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     place = chunk.slot[chunk.at : chunk.at + chunk.nbytes]
@@ -89,19 +90,19 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces
         try:
             return fill(calls, file.direct, blocks, first, end - first, step=BLOCK), False
         except OSError as e:
-            # A GPU's memory, perhaps: xnu answers EFAULT where it cannot wire it (cluster_io_type, vfs_cluster.c).
+            # This may be a GPU's memory: xnu fails with EFAULT if it cannot wire it (cluster_io_type, vfs_cluster.c).
             if e.errno in _DISK_ERRORS:
                 raise
             refused = e.errno or 0
     buffer = bounce.take(round_up(end, BLOCK) - first)
     done = fill(calls, file.direct, buffer, first, end - first, step=BLOCK)
     to(place, buffer[start - first : end - first])
-    # If it was refused, that is the memory's fault: the same read into other memory succeeded.
+    # The same read into other memory succeeded, so the slot's memory was the cause.
     return done, refused is not None and refused not in PASSING_ERRORS
 
 
 def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
-    """Read until ``need`` bytes are there. A read that ends off ``step`` has met the end of the file."""
+    """Read until ``need`` bytes are there. A read whose length is no multiple of ``step`` has met the end of the file."""
     done = 0
     while done < need:
         n = calls.preadv(fd, target[done:], offset + done)

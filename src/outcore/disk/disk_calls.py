@@ -1,9 +1,8 @@
-"""The system calls that files are read and written with: of Linux, of macOS, or a test's own.
+"""The system calls that read and write files, for Linux and macOS.
 
-Everything else asks ``system`` for them, so that ``using`` puts others in their place for the whole process: a test
-runs the reader and the calibration on a macOS that is not there.
-
-What is said of macOS was read in xnu's source (11417.101.15, bsd/ and osfmk/) and has not been measured.
+All other code gets them from ``system()``. Tests replace them for the whole process with ``using``, for example to run
+the reader and the calibration against a simulated macOS. Facts about macOS come from xnu's source (11417.101.15, bsd/
+and osfmk/); they were not measured.
 """
 
 from __future__ import annotations
@@ -18,33 +17,32 @@ from pathlib import Path
 
 from ..sizes import BLOCK
 
-F_RDAHEAD, F_NOCACHE = 45, 48
-"""macOS <sys/fcntl.h>; Python's module has the second there only, and the first nowhere."""
+F_RDAHEAD, F_NOCACHE = 45, 48  # macOS <sys/fcntl.h>. Python's fcntl has F_NOCACHE on macOS only, and F_RDAHEAD nowhere.
 
 
 class DiskCalls:
-    """What the reader, the calibration and the writers of files ask of the system: Linux's, with ``O_DIRECT`` and
-    ``posix_fadvise``.
+    """Linux's calls, with ``O_DIRECT`` and ``posix_fadvise``. All of them may raise ``OSError``.
 
     Attributes:
-        cache_first: direct reads bring what the page cache holds from there, so a disk is measured by a new file.
-        lanes: reads in flight that a calibration tries beside its usual ones.
+        cache_first: direct reads take cached pages from the page cache, so a disk's rate is measured with a new file.
+        lanes: further numbers of concurrent reads that a calibration tries.
     """
 
     cache_first = False
     lanes: tuple[int, ...] = ()
 
     def open(self, path: Path, flags: int = 0) -> int:
-        """A descriptor to read with, as it comes. Raises ``OSError``."""
         return os.open(path, os.O_RDONLY | flags | getattr(os, "O_CLOEXEC", 0))
 
     def open_cached(self, path: Path) -> int:
-        """A descriptor that reads through the page cache. Raises ``OSError``."""
+        """Open a file to read through the page cache."""
         return self.open(path)
 
     def open_direct(self, path: Path) -> int | None:
-        """A descriptor that reads around the page cache where offset, length and address are whole blocks
-        (``layout.BLOCK``); None where the file system refuses."""
+        """Open a file to read around the page cache, with offset, length and address at whole blocks (``sizes.BLOCK``).
+
+        Returns None if the file system does not support that.
+        """
         flag = getattr(os, "O_DIRECT", 0)
         if not flag:
             return None
@@ -62,57 +60,55 @@ class DiskCalls:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
         os.close(fd)
 
     def preadv(self, fd: int, target: memoryview, offset: int) -> int:
-        """Read into ``target`` from byte ``offset`` of the file on; bytes read, 0 at its end. Raises ``OSError``."""
+        """Read into ``target`` from file position ``offset``. Returns the number of bytes read; 0 at the end of the
+        file."""
         return os.preadv(fd, [target], offset)
 
     def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
-        """So many bytes, or fewer at the end of the file. Raises ``OSError``."""
         return os.pread(fd, nbytes, offset)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Write at the descriptor's place; bytes written. Raises ``OSError``."""
         return os.write(fd, data)
 
     def fsync(self, fd: int) -> None:
-        """Wait until what was written is on the disk. Raises ``OSError``."""
         os.fsync(fd)
 
     def around_cache(self, fd: int) -> bool:
-        """Ask that nothing read or written by this descriptor stays in the page cache; whether that is known here.
-        (Linux's flag is open(2)'s, and asks for whole blocks of those who write.)"""
+        """Ask that nothing read or written through this descriptor stays in the page cache. Returns whether that
+        worked.
+
+        Linux has only the flag of open(2), which would require writers to write whole blocks.
+        """
         return False
 
     def forget(self, fd: int, offset: int, nbytes: int) -> None:
-        """Ask that a range of the file is dropped from the page cache. Advice only."""
+        """Advise the system to drop a range of the file from the page cache."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def expect_random(self, fd: int) -> None:
-        """Advise that nothing be read ahead."""
+        """Advise the system to read nothing ahead."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 class DarwinCalls(DiskCalls):
-    """``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c).
+    """macOS: ``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c).
 
-    It is direct for whole blocks only. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
-    address is off the device's block size through the page cache as a whole (``cluster_read_copy``, which reads
-    nothing ahead then, and drops the pages again), and so the rest behind the last page of one that ends off a block.
-    Pages that the cache holds already are always taken from there (``cluster_copy_ubc_data_internal``).
+    Only whole blocks are read directly. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
+    address is off the device's block size through the page cache (``cluster_read_copy``, which then reads nothing ahead
+    and drops the pages again), and likewise the rest behind the last page of a request that ends off a block. Pages
+    already in the cache are always taken from there (``cluster_copy_ubc_data_internal``).
     """
 
     cache_first = True
-    lanes = (12,)
-    """Published for Apple silicon: 12 reads of 8 to 19 MB at once were faster than 32."""
+    lanes = (12,)  # Published for Apple silicon: 12 concurrent reads of 8 to 19 MB were faster than 32.
 
     def open_cached(self, path: Path) -> int:
         fd = self.open(path)
-        # Who opens /dev/fd/N, as a calibration does, is given N's own open file (dupfdopen, kern_descrip.c), flags and
-        # all: by itself, a new one has none.
+        # Opening /dev/fd/N, as calibration does, yields N's own open file with its flags (dupfdopen, kern_descrip.c).
         with contextlib.suppress(OSError):
             self.fcntl(fd, F_NOCACHE, 0)
         return fd
@@ -135,7 +131,7 @@ class DarwinCalls(DiskCalls):
         return True
 
     def forget(self, fd: int, offset: int, nbytes: int) -> None:
-        """There is no such call: what must be read from the disk is to be written around the cache first."""
+        """macOS has no such call: data whose disk rate is measured must be written around the cache."""
 
     def expect_random(self, fd: int) -> None:
         with contextlib.suppress(OSError):
@@ -149,13 +145,13 @@ _current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else DiskCalls()
 
 
 def system() -> DiskCalls:
-    """The calls to use now."""
+    """Return the calls in use."""
     return _current
 
 
 @contextlib.contextmanager
 def using(calls: DiskCalls) -> Iterator[None]:
-    """Have these used instead by whatever is opened while the block runs. Readers keep those that they began with."""
+    """Use other calls while the block runs. Readers keep the calls that they were opened with."""
     global _current
     before, _current = _current, calls
     try:

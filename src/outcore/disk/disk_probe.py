@@ -1,4 +1,4 @@
-"""Whether the reader's own reads bring the file's bytes here, and the device sees what is written into a slot."""
+"""Self-tests: the reader returns the file's bytes on this disk, and the device sees what is written into a slot."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from .layout import Source, place_unit
 from .reader import FileReader
 from .ring import Slot
 
+# Bytes from the start of the file. The third and the sixth were once read wrongly.
 ODD_OFFSETS = (0, 1, 1288, BLOCK - 1, BLOCK, 7936, 16385)
-"""Bytes from the start of the file; the third and the sixth were read wrongly once."""
 
-ALIGNMENTS = (1, 8, 256)
-"""Bytes that parameters are aligned to in a slot: a CPU's, the files' own, and a GPU's."""
+ALIGNMENTS = (1, 8, 256)  # Alignments of parameters in a slot, in bytes: a CPU's, the files' own and a GPU's.
 
 REWRITES = 100
 
 
 def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...]:
-    """Offset, alignment and way (``direct`` or ``cached``) of every read whose bytes were not the file's, of a file
-    that is opened as a model's are and read at odd offsets: milliseconds.
+    """Read a file at odd offsets, as a model's files are read, and compare with its bytes. Takes milliseconds.
+
+    Returns:
+        Offset, alignment and kind (``direct`` or ``cached``) of every read that returned wrong bytes.
 
     Raises:
-        ReadError: it cannot be opened, or the disk failed.
+        ReadError: the file cannot be opened, or the disk failed.
         UsageError: ``io="direct"`` on a file system without direct reads.
     """
     size, found = path.stat().st_size, []
@@ -53,10 +54,10 @@ def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...
 
 
 def unseen_rewrites(times: int = REWRITES) -> int:
-    """Write ``times`` random contents into one slot and have the device add up the first view that was made of it.
+    """Rewrite a slot ``times`` times and let the device sum the first view that was made of it.
 
     Returns:
-        How often its sum was not NumPy's: 0 where slots work, on which everything that is streamed relies.
+        How often its sum differed from NumPy's. Streaming needs 0.
     """
     nbytes = 16 * BLOCK
     slot = Slot(nbytes, device_kind())

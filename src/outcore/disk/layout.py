@@ -1,10 +1,10 @@
-"""Units → extents: where each parameter of a unit lands in a slot, and which file ranges are read to put it there.
+"""The layout of units in slots: where each parameter lands, and which file ranges are read to put it there.
 
 A unit's tensors may lie anywhere in one or more files. Neighbours in a file are read together as one extent. With
-direct I/O an extent is placed so that its address in the slot agrees with its file offset modulo the block size:
-then the disk writes straight into the slot, block by block, and what surrounds the extent in its first and last
-block lands in padding. Where the device needs a stricter alignment than the file gives (a GPU loads 16 bytes at a
-time), each tensor gets a place of its own and the reader copies it there from a bounce buffer.
+direct I/O an extent is placed so that its address in the slot agrees with its file offset modulo the block size: the
+disk then writes straight into the slot, and data around the extent in its outer blocks lands in padding. Where the
+device needs a stricter alignment than the file gives (a GPU loads 16 bytes at a time), each tensor gets a place of its
+own and the reader copies it there from a bounce buffer.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from pathlib import Path
 
 from ..sizes import BLOCK, GAP, round_up
 
-GPU_ALIGN = 256
-"""Bytes. What MLX's own GPU allocations are aligned to; kernels load up to 16 bytes at a time."""
+GPU_ALIGN = 256  # Bytes. MLX aligns its own GPU allocations to this; kernels load up to 16 bytes at a time.
 
+# Number of tokens from which a GPU with its own memory copies a weight once instead of reading it over the bus for each
+# product.
 COPY_ROWS = 128
-"""Tokens from which a GPU with memory of its own copies a weight once instead of reading it over the bus each time."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one parameter of a unit lies on disk, in the form that the model uses.
+    """One parameter of a unit on disk, stored as the model uses it.
 
     Attributes:
-        path: the parameter's dotted path from the unit, e.g. ``self_attn.q_proj.weight``.
+        path: dotted path from the unit, e.g. ``self_attn.q_proj.weight``.
         dtype: safetensors dtype name.
-        offset, nbytes: bytes in ``file``.
     """
 
     path: str
@@ -42,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SlotField:
-    """One parameter in a slot: ``nbytes`` from byte ``at``, seen as ``dtype`` and ``shape``."""
+    """One parameter in a slot: ``nbytes`` bytes from ``at``, viewed as ``dtype`` and ``shape``."""
 
     path: str
     dtype: str
@@ -53,9 +52,9 @@ class SlotField:
 
 @dataclass(frozen=True)
 class Extent:
-    """A byte range of a file (``offset``, ``nbytes``) and where it lands in a slot (``at``).
+    """A byte range of a file (``offset``, ``nbytes``) and its first byte in a slot (``at``).
 
-    ``in_place``: address and offset agree modulo ``BLOCK`` and nothing else lies in the blocks that it touches, so
+    ``in_place``: address and offset agree modulo ``BLOCK`` and no other data shares the blocks that it touches, so
     whole blocks may be read straight into the slot.
     """
 
@@ -68,7 +67,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """Bytes that are in memory already, and where they land in a slot."""
+    """Bytes already in memory and where they go in a slot."""
 
     source: memoryview
     at: int
@@ -76,7 +75,7 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is streamed as one piece: its place in a slot and the reads that fill it. All sizes in bytes."""
+    """What is streamed as one piece: its layout in a slot and the reads that fill it. Sizes in bytes."""
 
     name: str
     fields: tuple[SlotField, ...]
@@ -85,7 +84,7 @@ class Unit:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that the extents ask for (block rounding not counted)."""
+        """Bytes of the extents, without rounding to blocks."""
         return sum(e.nbytes for e in self.extents)
 
 
@@ -93,8 +92,8 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
     """Lay a unit's parameters out in a slot.
 
     Args:
-        direct: files will be read with direct I/O, so addresses should agree with file offsets modulo ``BLOCK``.
-        align: bytes that every parameter's address must be a multiple of; 1 where the device takes any.
+        direct: the files are read with direct I/O, so addresses should agree with file offsets modulo ``BLOCK``.
+        align: required alignment of every parameter in bytes; 1 if the device accepts any.
     """
     fields: list[SlotField] = []
     extents: list[Extent] = []
@@ -113,7 +112,7 @@ def place_unit(name: str, sources: Iterable[Source], *, direct: bool, align: int
                 fields.append(SlotField(s.path, s.dtype, s.shape, at, s.nbytes))
                 cursor = at + s.nbytes
         if direct:
-            # A direct read fills whole blocks: what follows must not share the extent's last one.
+            # A direct read fills whole blocks: the next extent must not share this one's last block.
             cursor = round_up(cursor, BLOCK)
     return Unit(name, tuple(fields), tuple(extents), cursor)
 

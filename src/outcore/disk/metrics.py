@@ -1,4 +1,4 @@
-"""What the engine counts while it runs. Written to by the engine, never asked by it."""
+"""Counters that the engine writes while it runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, fields
 
 @dataclass
 class ExpertCounters:
-    """Routed experts.
+    """Counters of routed experts.
 
     Attributes:
-        used: that calls were computed with out of pools; ``read``: of these, those that were not there and were read.
-        foreseen: read before they were asked for, and not in ``read``; ``wasted``: of these, those that were not asked
-            for then.
+        used: experts computed from the expert cache; ``read``: of these, cache misses that were read on demand.
+        foreseen: experts prefetched (not in ``read``); ``wasted``: of these, those that were then not used.
     """
 
     used: int = 0
@@ -25,7 +24,7 @@ class ExpertCounters:
 
 
 class _UnderWay:
-    """How many reads are under way, and since when there is one."""
+    """The number of reads in flight, and since when there is at least one."""
 
     def __init__(self) -> None:
         self.lock, self.count, self.since = threading.Lock(), 0, 0.0
@@ -36,14 +35,14 @@ class Metrics:
     """Counters of one streamed model since it was loaded, or since ``reset``.
 
     Attributes:
-        sweeps: forward passes that went over the streamed units. ``units``: streamed units computed; ``misses``: of
-            these, those that read-ahead had not foreseen and that were read on demand.
-        bytes_read: bytes read from files into slots, block rounding included; ``read_s``: seconds during which at least
-            one read was under way.
-        stall_s, ranks_s: seconds that the loop waited for a read, for other ranks.
-        rows_read: rows of embeddings read one by one; not in ``bytes_read``.
-        prompt_found: tokens of prompts that the prefix cache had. ``tokens``: of answers. ``drafted``, ``accepted``:
-            tokens that were drafted, and of them those that became part of the text.
+        sweeps: forward passes over the streamed units.
+        units: streamed units computed; ``misses``: of these, units that were not prefetched and were read on demand.
+        bytes_read: bytes read from files into slots, including rounding to blocks.
+        read_s: seconds with at least one read in flight.
+        stall_s, ranks_s: seconds that the loop waited for reads, and for other ranks.
+        rows_read: embedding rows read one by one; their bytes are not in ``bytes_read``.
+        prompt_found: prompt tokens found in the prefix cache. ``tokens``: generated tokens.
+        drafted, accepted: proposed and accepted draft tokens.
     """
 
     sweeps: int = 0
@@ -78,19 +77,19 @@ class Metrics:
                 self.read_s += self.clock() - reads.since
 
     def reading(self) -> tuple[int, float]:
-        """Bytes read, and seconds with a read under way, one that has not ended included."""
+        """Bytes read, and seconds with a read in flight, including the one that has not ended."""
         reads = self._reads
         with reads.lock:
             return self.bytes_read, self.read_s + (self.clock() - reads.since if reads.count else 0.0)
 
     @property
     def read_gbps(self) -> float:
-        """Bytes read per second of reading, in units of 1e9; 0 when nothing was read."""
+        """Bytes read per second of reading, in units of 1e9; 0 if nothing was read."""
         nbytes, seconds = self.reading()
         return nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
     def reset(self) -> None:
-        """Count from zero again; a read under way counts from now on."""
+        """Set all counters to zero; a read in flight counts from now on."""
         with self._reads.lock:
             for counter in fields(self):
                 if counter.default == 0:

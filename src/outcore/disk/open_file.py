@@ -1,4 +1,4 @@
-"""Files that are open to be read, and whether they are still what they were."""
+"""Open files, and the check that they have not changed since."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import xxhash
 from ..errors import ReadError, UsageError, called
 from .disk_calls import DiskCalls
 
-BLOCKS, BLOCK = 16, 4096
-"""How many blocks of a file are sampled, and bytes of each."""
+BLOCKS, BLOCK = 16, 4096  # Number of blocks of a file that are sampled, and bytes of each.
 
-AHEAD = 512 << 10
-"""Bytes that the system may read ahead."""
+AHEAD = 512 << 10  # Bytes that the system may read ahead.
 
 
 @dataclass(eq=False)
 class OpenFile:
-    """A file that is open: by descriptors that read through the page cache, and around it.
+    """An open file with descriptors that read through the page cache (``cached``) and around it (``direct``).
 
     Attributes:
-        calls: what it was opened with.
-        watched: nobody may write to it. Else it is a file of our own.
-        read: since it was last looked at, something was read from it.
+        watched: raise an error if the file is written to. False for Outcore's own files.
+        read: whether something was read since the last check.
     """
 
     path: Path
@@ -42,14 +39,14 @@ class OpenFile:
         self._blocks = self._sampled() if self.watched else 0
 
     def check(self) -> None:
-        """Look at the file, if something was read from it since the last look.
+        """Check the file if something was read from it since the last check.
 
         Raises:
-            ReadError, OSError: it was written to since it was opened, or cannot be looked at.
+            ReadError, OSError: it was written to since it was opened, or its status cannot be read.
         """
         if not self.read:
             return
-        self.read = False  # before it is looked at: what is read meanwhile is looked at the next time
+        self.read = False  # before the look: a read in the meantime causes another check
         try:
             self.look()
         except (ReadError, OSError):
@@ -57,14 +54,13 @@ class OpenFile:
             raise
 
     def look(self) -> None:
-        """See that nobody wrote to it, by its size and its times.
+        """Compare the file's size and times with those at opening.
 
-        Who copies a file with its times sets the one of its content back, but never the one of its status
-        (``st_ctime``). That one moves without a write too, with the file's names, its mode or its owner. Then some
-        blocks are looked at.
+        A copy that preserves times restores the content's time, but never the status's (``st_ctime``). That one also
+        changes without a write, with the file's links, mode or owner; then a sample of blocks is compared.
 
         Raises:
-            ReadError: somebody did.
+            ReadError: the file was written to.
         """
         now, was = os.fstat(self.cached), self._was
         times = now.st_ctime_ns == was.st_ctime_ns and now.st_mtime_ns == was.st_mtime_ns
@@ -78,17 +74,16 @@ class OpenFile:
         self._was = now
 
     def _sampled(self) -> int:
-        """A digest of blocks spread over the file."""
+        """Return a digest of blocks spread over the file."""
         digest, size = xxhash.xxh3_64(), self._was.st_size
         for n in range(BLOCKS):
             at = n * max(0, size - BLOCK) // (BLOCKS - 1)
             digest.update(self.calls.pread(self.cached, BLOCK, at))
-            # With what was read ahead of it: who reads around the page cache wants nothing there.
+            # Also drop what the system read ahead: direct readers want nothing in the page cache.
             self.calls.forget(self.cached, at - at % AHEAD, 2 * AHEAD)
         return digest.intdigest()
 
     def close(self) -> None:
-        """Close its descriptors. Safe to call twice."""
         opened, self.cached, self.direct = (self.cached, self.direct), -1, None
         for fd in opened:
             if fd is not None and fd >= 0:
@@ -125,7 +120,7 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
 
 
 def state_of(file: Path) -> tuple[int, ...]:
-    """What tells a file from what it was a moment ago; of one that is not there, nothing."""
+    """Return device, inode, size and modification time of a file, to see whether it changes; empty if there is none."""
     try:
         found = file.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The reader: a few threads that read extents of files into memory, in the order in which they were asked for."""
+"""The reader: a few threads that read extents of files into memory, in the order of the requests."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from .metrics import Metrics
 from .open_file import OpenFile, open_file
 
 CHUNK = 8 << 20
+# Concurrent reads. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23.
 THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
-"""Reads in flight. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23."""
 
-ROW_THREADS = 8
-"""Rows read at once, where a prompt asks for many."""
+ROW_THREADS = 8  # Concurrent reads of rows, of which a prompt needs many.
 
 
 class Read:
-    """Reads under way for one unit. ``wait`` returns when all bytes are in place, or raises what went wrong.
+    """The reads of one unit. ``wait`` returns when all bytes are in place, or raises the error.
 
     Args:
-        part_of: the read that this is a part of, which cancels it too.
-        then: called with this read when it has ended, before anybody who waits for it goes on.
+        part_of: the read that this is a part of; cancelling that one cancels this.
+        then: called with this read when it has ended, before waiting threads continue.
 
     Attributes:
-        nbytes: bytes that files gave so far, block rounding included.
-        passing: what went wrong says nothing about the file or its disk.
+        nbytes: bytes read from files so far, including rounding to blocks.
+        passing: the error may not occur again; it says nothing about the file or its disk.
     """
 
     def __init__(self, name: str, part_of: Read | None = None, then: Callable[[Any], None] | None = None) -> None:
@@ -48,7 +47,7 @@ class Read:
         self.nbytes = 0
         self._part_of, self._then = part_of, then
         self._cancelled = False
-        self._left = 1  # one is held by the submitter until every chunk is queued
+        self._left = 1  # the submitter adds the further chunks before it queues them
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -57,7 +56,7 @@ class Read:
             self._left += chunks
 
     def finish(self, error: ReadError | None = None, nbytes: int = 0) -> None:
-        """One chunk less."""
+        """Count one chunk as ended."""
         with self._lock:
             self.error = self.error or error
             self.nbytes += nbytes
@@ -70,17 +69,15 @@ class Read:
 
     @property
     def ready(self) -> bool:
-        """Whether every chunk has ended, well or badly."""
+        """Whether every chunk has ended, with or without an error."""
         return self._done.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended badly."""
         return self.error is not None and self.ready
 
     @property
     def cancelled(self) -> bool:
-        """Whether chunks that have not begun are skipped."""
         return self._cancelled or (self._part_of is not None and self._part_of.cancelled)
 
     def cancel(self) -> None:
@@ -88,15 +85,15 @@ class Read:
         self._cancelled = True
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for so long at most; whether it has ended, well or badly."""
+        """Wait at most ``seconds``; returns whether the read has ended."""
         return self._done.wait(seconds)
 
     def wait_quietly(self) -> None:
-        """Wait until no thread writes to the buffer any more; errors are ignored."""
+        """Wait until no thread writes to the buffer any more, ignoring errors."""
         self._done.wait()
 
     def ended(self) -> None:
-        """The same, but a signal that is held meanwhile is handled, and may raise."""
+        """Like ``wait_quietly``, but a deferred signal is handled meanwhile and may raise."""
         interrupts.wait(self._done)
 
     def wait(self) -> None:
@@ -106,10 +103,10 @@ class Read:
 
 
 class Reader(Protocol):
-    """What the ring needs of a reader; tests use one that reads from memory.
+    """What the ring needs of a reader. Tests use one that reads from memory.
 
     Attributes:
-        move: copies all of a second stretch of memory into a first; another, where some of it is on a device.
+        move: copies its second argument into its first; replaced where slots are in device memory.
     """
 
     move: Move
@@ -119,11 +116,10 @@ class Reader(Protocol):
         """Whether every file is read around the page cache."""
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        """Begin to read ``extents`` into ``target`` (bytes ``at`` and on), and to copy what is in memory already, and
-        return at once."""
+        """Start reading ``extents`` into ``target`` (from byte ``at`` of each) and copying ``copies``; returns at once."""
 
     def check(self) -> None:
-        """Raise ``ReadError`` if a file of which something was read since the last time was written to since it was
+        """Check the files that were read since the last call. Raises ``ReadError`` if one was written to since it was
         opened."""
 
     def close(self) -> None:
@@ -134,16 +130,15 @@ class FileReader:
     """Reads extents with a few threads.
 
     Args:
-        files: every file that extents will name; those that are open already are the reader's to close.
-        io: ``direct`` bypasses the page cache and fails where the file system refuses; ``cached`` reads through
-            it; ``random`` does so and asks for nothing ahead; ``auto`` is direct where it works, else cached.
-        threads: reads in flight at once.
+        files: every file that extents will name. The reader closes those that are passed open.
+        io: ``direct`` bypasses the page cache and fails if the file system refuses; ``cached`` reads through it;
+            ``random`` does so without read-ahead; ``auto`` is direct where it works, else cached.
+        threads: concurrent reads.
         chunk: bytes of one read, a multiple of 4096.
-        looks: look at a file after each chunk that was read from it, and not only in ``check``.
+        looks: check a file after each chunk read from it, and not only in ``check``.
 
     Attributes:
-        move: as in ``Reader``; what is read in place is not moved.
-        bounces: the system refused to read into slots, so all goes through buffers of the threads' own.
+        bounces: the system refused to read into slots, so all reads go through the threads' own buffers.
 
     Raises:
         ReadError: a file cannot be opened.
@@ -196,13 +191,13 @@ class FileReader:
         copies: Sequence[SlotCopy] = (),
         read: Read | None = None,
     ) -> Read:
-        """As in ``Reader``; ``read`` is told what becomes of it."""
+        """As in ``Reader``; ``read`` receives the result."""
         read = Read(name) if read is None else read
         address, end, tasks = address_of(target) if extents else 0, 0, list[Chunk | SlotCopy]()
         for extent in extents:
             end = max(end, extent.at + extent.nbytes)
             file = self._files[extent.file]
-            # What does not lie as it says would be wrong bytes, a refusal, or on macOS a read through the page cache.
+            # Checked, because a misaligned direct read returns wrong bytes, fails, or on macOS uses the page cache.
             whole = extent.in_place and address % BLOCK == 0 and (extent.at - extent.offset) % BLOCK == 0
             for offset, nbytes in pieces(extent, self._chunk):
                 at = extent.at + offset - extent.offset
@@ -212,10 +207,12 @@ class FileReader:
             tasks.append(copy)
         if end > len(target):
             raise ValueError(f"{name} does not fit in a buffer of {len(target)} bytes")
-        read.add(len(tasks))
+        if not tasks:
+            read.finish()
+            return read
+        read.add(len(tasks) - 1)
         for task in tasks:
             self._queue.put((read, task, target))
-        read.finish()
         return read
 
     def check(self) -> None:
@@ -243,7 +240,7 @@ class FileReader:
             if isinstance(what, Chunk):
                 self._read(read, what, bounce)
             else:
-                # Also where the read was cancelled: it takes no disk.
+                # Done even if the read was cancelled, since it needs no disk.
                 failed: ReadError | None = None
                 try:
                     self.move(target[what.at : what.at + len(what.source)], what.source)
@@ -276,14 +273,16 @@ class FileReader:
             end = chunk.offset + chunk.nbytes
             error = ReadError(f"{file.path}: reading {read.name}, bytes {chunk.offset} to {end}, failed: {why}")
             file.read = True
-        # Counted before the read is finished: who waits for it sees the bytes that it brought.
+        # Counted before the read is finished, so that a waiting thread sees the bytes.
         self.metrics.read_ended(done)
         read.finish(error, done)
 
 
 def pieces(extent: Extent, most: int) -> list[tuple[int, int]]:
-    """Offsets and bytes of an extent's parts, none of more than ``most`` bytes. They end at multiples of that in the
-    file, so that only the outer ones need rounding to blocks."""
+    """Split an extent into parts of at most ``most`` bytes, as (offset, bytes).
+
+    Parts end at multiples of ``most`` in the file, so only the outer ones need rounding to blocks.
+    """
     found, offset, end = [], extent.offset, extent.offset + extent.nbytes
     while offset < end:
         nbytes = min(end - offset, most - offset % most)
@@ -293,10 +292,10 @@ def pieces(extent: Extent, most: int) -> list[tuple[int, int]]:
 
 
 class RowReader:
-    """Reads single rows of tensors, wherever they lie, through the page cache: rows that come often stay in it.
+    """Reads single rows of tensors through the page cache, where frequent rows stay.
 
     Args:
-        make: what makes the reader.
+        make: constructs the reader.
 
     Raises:
         ReadError: a file cannot be opened.
@@ -311,7 +310,7 @@ class RowReader:
     def read(
         self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Rows of ``nbytes`` bytes each, the first of which begins at ``offset``; uint8 of shape (rows, nbytes).
+        """Read rows of ``nbytes`` bytes each; row 0 begins at ``offset``. Returns uint8 of shape (rows, nbytes).
 
         Raises:
             ReadError: the file is too short, or the disk failed.
@@ -325,7 +324,6 @@ class RowReader:
         return out
 
     def check(self) -> None:
-        """Raise ``ReadError`` if a file that rows were read from was written to since it was opened."""
         self._reader.check()
 
     def close(self) -> None:

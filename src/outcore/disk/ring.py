@@ -1,11 +1,11 @@
-"""The ring: a few long-lived slots that streamed units are read into, in the order in which they will be needed.
+"""The ring: a few long-lived slots that streamed units are read into, in the order of their use.
 
-Slots are used strictly in turn: the n-th unit of the run lies in slot n modulo the number of slots. So the slot of a
-unit is known before its turn has come, and a unit's graph can be built while its weights are still being read. Which
-unit comes n-th is learnt: the order of the sweep before is the forecast for the next, across the token boundary too.
-A unit that was not foreseen is read on demand: slower, never wrong.
+Slots are used strictly in turn: the n-th unit of the run lies in slot n modulo the number of slots. So a unit's slot is
+known in advance, and its graph can be built while its weights are still being read. The ring learns the order of units:
+it prefetches in the order of the pass before, across the token boundary too. A unit that comes out of order is read on
+demand, which is slower but never wrong.
 
-All methods are for one thread at a time; only the reader's threads run beside it, and they touch bytes alone.
+All methods are for one thread at a time. The reader's threads run concurrently, but touch bytes only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .reader import Read, Reader
 
 
 class Slot:
-    """One MLX buffer of at least ``nbytes`` payload bytes whose memory is written in place.
+    """One MLX buffer of at least ``nbytes`` payload bytes that is written in place.
 
     Attributes:
         array: uint8 array of the whole buffer.
-        base: where the payload starts in ``array``; its address is a multiple of ``slot_alignment(nbytes)``.
+        base: start of the payload in ``array``; its address is a multiple of ``slot_alignment(nbytes)``.
         payload: writable view of the payload.
 
     Raises:
-        BudgetError: this device makes no array, or no buffer, of that size.
+        BudgetError: the device makes no buffer of that size.
     """
 
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
@@ -55,7 +55,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Partly:
-    """A unit of which some is in memory elsewhere. ``begun`` is told of the read that fills the slot."""
+    """A unit of which a part is in memory already. ``begun`` is called with the read that fills the slot."""
 
     extents: Sequence[Extent]
     copies: Sequence[SlotCopy]
@@ -64,7 +64,7 @@ class Partly:
 
 @dataclass
 class Lease:
-    """One turn of the ring: unit ``unit`` in slot ``slot``, being read or in place."""
+    """One turn of the ring: a unit and the slot that it is read into."""
 
     turn: int
     unit: int
@@ -76,15 +76,14 @@ class Ring:
     """Slots in cyclic use, with the reads that run ahead of the compute.
 
     Args:
-        units: every unit that may be asked for, by index.
+        units: every unit that may be requested, by index.
         slots: number of slots, at least 2.
-        order: the order of units expected in the first sweep.
+        order: the expected order of units in the first pass.
 
     Attributes:
-        ahead: turns whose reads have begun and that were not taken; ``held``: those taken and not given back. Other
-            threads may look at them.
-        partly: of a unit, what is to be read and what to be copied, where some of it is in memory elsewhere; None: all
-            of it is read.
+        ahead: turns being read that were not taken yet; ``held``: turns taken and not released. Other threads may look
+            at both.
+        partly: returns for a unit what to read and what to copy, if a part of it is in memory; None: read all of it.
     """
 
     def __init__(
@@ -108,17 +107,17 @@ class Ring:
         self.slots = [Slot(largest, device) for _ in range(slots)]
         self._clock = clock
         self._order = list(order)
-        self._seen: list[int] = []  # the sweep so far
-        self._before: list[int] = []  # the sweep before
-        self._at = 0  # place in the order of the unit whose turn is next
+        self._seen: list[int] = []  # the units of this pass so far
+        self._before: list[int] = []  # the units of the pass before
+        self._at = 0  # the next unit's place in the order
         self._turn = 0  # the next turn to be taken
         self.ahead: list[Lease] = []
         self.held: dict[int, Lease] = {}
         self._closed = False
-        self._broken = False  # a sweep broke off: what is held is nobody's
+        self._broken = False  # a pass broke off: held turns will not be released
 
     def begin_sweep(self) -> None:
-        """A new pass over the units begins; the one before is what the next is expected to look like.
+        """Begin a pass over the units; the order of the one before becomes the forecast for the next.
 
         Raises:
             ClosedError: the ring was closed.
@@ -126,14 +125,14 @@ class Ring:
         self._check_open()
         if self._broken:
             self._recover()
-        # A sweep without some of the units has probably broken off half-way: it teaches nothing unless it comes twice.
+        # A pass that lacks units has probably broken off half-way: its order counts only if it comes twice.
         whole = set(self._order) <= set(self._seen)
         if self._seen and self._seen != self._order and (whole or self._seen == self._before):
             self._order, self._at = self._seen.copy(), 0
         self._before, self._seen = self._seen, []
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Between sweeps: expect other units, or another order, from now on. Reads ahead that still fit are kept."""
+        """Between passes: expect other units, or another order, from now on. Prefetched units that still fit are kept."""
         self._check_open()
         if not order:
             raise ValueError("a ring without units has nothing to do; close it")
@@ -144,7 +143,7 @@ class Ring:
         self.start()
 
     def take(self, unit: int) -> Lease:
-        """The turn for ``unit``. Its read may still be under way: see ``wait``.
+        """Take the turn for ``unit``. Its read may still be running: see ``wait``.
 
         Raises:
             ClosedError: the ring was closed.
@@ -157,7 +156,7 @@ class Ring:
             self._miss(unit)
         lease = self.ahead.pop(0) if self.ahead else self._begin(unit, 0)
         if lease.read.error is not None and lease.read.ready:
-            # Some time ago, ahead of anybody's wanting it: what was wrong may have passed.
+            # The prefetch failed some time ago; the error may have passed, so read once more.
             lease = self._begin(unit, 0)
         self.held[lease.turn] = lease
         self._turn += 1
@@ -167,15 +166,15 @@ class Ring:
         return lease
 
     def again(self, lease: Lease) -> None:
-        """Read what a turn has anew: it is not what it was when reading it began."""
+        """Read a turn's unit once more, because its parts in memory changed since the read began."""
         lease.read.cancel()
         lease.read.ended()
         lease.read = self._begin(lease.unit, lease.turn - self._turn).read
 
     def abandon(self) -> None:
-        """A sweep broke off: nobody will give back what is held. The next sweep begins with a whole ring.
+        """Give up the pass: held turns will not be released, and the next pass begins with a whole ring.
 
-        Nothing is waited for here, since a read may hang; slots are read anew only when it has ended.
+        Does not wait, since a read may hang. Slots are read into again only when their reads have ended.
         """
         self._broken = True
         for lease in [*self.held.values(), *self.ahead]:
@@ -196,7 +195,7 @@ class Ring:
 
     @property
     def next_slot(self) -> int:
-        """The slot of the next turn; those after it follow in cyclic order."""
+        """The slot of the next turn; those of later turns follow in cyclic order."""
         return self._turn % len(self.slots)
 
     def _miss(self, unit: int) -> None:
@@ -210,7 +209,7 @@ class Ring:
             self._at = (self._at + ahead) % n
 
     def _drop(self, keep: int) -> None:
-        """Give up all reads ahead but the first ``keep``."""
+        """Cancel all prefetches but the first ``keep``."""
         dropped = self.ahead[keep:]
         for lease in dropped:
             lease.read.cancel()
@@ -229,7 +228,7 @@ class Ring:
         return Lease(turn, unit, slot, read)
 
     def start(self) -> None:
-        """Begin to read ahead into all slots that are free: before the first unit is asked for, too."""
+        """Prefetch into all free slots, also before the first unit is requested."""
         while len(self.ahead) + len(self.held) < len(self.slots):
             ahead = len(self.ahead)
             unit = self._order[(self._at + ahead) % len(self._order)]
@@ -241,7 +240,7 @@ class Ring:
         """Return when the unit's bytes are in its slot.
 
         Raises:
-            ReadError: a file is gone, too short, or the disk failed.
+            ReadError: a file is missing or too short, or the disk failed.
         """
         if not lease.read.ready:
             began = self._clock()
@@ -250,7 +249,7 @@ class Ring:
         lease.read.wait()
 
     def release(self, lease: Lease) -> None:
-        """Nothing will read the slot any more: the next unit may be read into it."""
+        """Return the slot to the ring: nothing reads it any more, so the next unit may be read into it."""
         self.held.pop(lease.turn, None)
         if not self._closed and not self._broken:
             self.start()
@@ -259,7 +258,7 @@ class Ring:
         """Cancel the reads and free the slots. Safe to call twice.
 
         Args:
-            reader: it ends, too; else, between sweeps, it stays for another ring.
+            reader: close the reader too; otherwise (between passes) it stays open for another ring.
         """
         if not self._closed:
             self._closed = True
