@@ -207,7 +207,7 @@ def test_serve_takes_a_modelfile_of_one_model(file: Callable[..., str], quick_mo
     args, _ = settled("serve", "--modelfile", path, str(quick_model), "--top-k", "0")
     assert (serve.names_of(args), args.top_k) == ([str(quick_model)], 0)
     args, _ = settled("serve", "--modelfile", path, str(quick_model), "--model", "other")
-    with pytest.raises(UsageError, match="Modelfile: it is of one model"):
+    with pytest.raises(UsageError, match="Modelfile: it names one model"):
         serve.open_service(args, serve.names_of(args))
 
 
@@ -240,7 +240,7 @@ def test_what_stands_in_a_prompt_cache_is_not_said_again(
     run("cache-prompt", str(quick_model), "--prompt", "import os", "--prompt-cache-file", cache)
     path = file(f"FROM {quick_model}", TURN, "SYSTEM be brief")
     status, record, _ = run("generate", "--modelfile", path, "--prompt-cache-file", cache)
-    assert status == 2 and "line 6: what stands before the question" in record["error"]
+    assert status == 2 and "line 6: the text before the question" in record["error"]
 
 
 def answered(*pieces: str) -> Any:

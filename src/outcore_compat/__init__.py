@@ -1,1 +1,1 @@
-"""Where people already are: mlx-lm's own programs, and those who come from mlx-flash and LM Studio."""
+"""Compatibility: mlx-lm's own programs, mlx-flash, LM Studio, and Ollama's Modelfiles."""

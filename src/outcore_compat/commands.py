@@ -1,4 +1,4 @@
-"""The flag that this package brings to commands of the core, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+"""The flag that this package adds to the core's commands, as ``outcore.cli.commands`` finds it. Imports no MLX."""
 
 from __future__ import annotations
 

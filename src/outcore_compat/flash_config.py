@@ -1,7 +1,7 @@
-"""mlx-flash's settings, for those who come from there: each means something here, or is refused by name.
+"""mlx-flash's settings: each either works here or is refused by name.
 
-Fields and defaults are those of every version of it (0.1 to 0.3.2). A field that has mlx-flash's default counts as not
-given, so that a configuration that was written down whole can be read.
+The fields are those of all versions from 0.1 to 0.3.2. A field with mlx-flash's default counts as not given, so that
+complete configurations can be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outcore.errors import UsageError
 from outcore.options import LoadOptions
 
 EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
-"""Ways of reading that are like its ways of forgetting what was read: around the page cache, or through it."""
+"""The way of reading for each of its ways to drop what was read: around the page cache, or through it."""
 
 DEFAULTS: dict[str, Any] = {
     "enabled": False, "ram_budget_gb": 2.0, "eviction_strategy": "free", "n_io_threads": 4, "pipeline_depth": 2,
@@ -36,7 +36,7 @@ MEANT = frozenset({
     "kv_bits", "kv_cache_quantized", "kv_cache_bits", "prefill_chunk_size", "pipelined_execution", "disk_kv_enabled",
     "disk_kv_dir", "kv_cache_dir",
 })  # fmt: skip
-"""Those that mean something here. The others would change answers, or there is no such thing."""
+"""The fields that work here. The others would change answers, or have no counterpart."""
 
 _Fields: Any = dataclasses.make_dataclass(
     "_Fields",
@@ -46,26 +46,26 @@ _Fields: Any = dataclasses.make_dataclass(
 
 
 class FlashConfig(_Fields):
-    """mlx-flash's configuration of that name; what each field means here: docs/integrations.md.
+    """mlx-flash's configuration class; docs/integrations.md says what each field does here.
 
-    ``ram_budget_gb`` is memory in units of 1e9 bytes, for weights, slots, caches and activations together; in mlx-flash
-    for weights alone. Fields that are not ``MEANT`` are refused when the configuration is used, unless they have their
-    default.
+    ``ram_budget_gb`` is memory in units of 1e9 bytes for weights, slots, caches and activations together; in mlx-flash
+    it is for weights alone. Other fields than ``MEANT`` are refused when the configuration is used, unless they have
+    their default.
 
     Raises:
-        UsageError: a value is of another kind, or out of range.
+        UsageError: a value has the wrong type, or is out of range.
     """
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> FlashConfig:
-        """A configuration of a dictionary, such as one that was read from JSON. Names that mlx-flash never had are
-        warned of."""
+        """Makes a configuration from a dictionary, such as one read from JSON. Warns of names that mlx-flash never
+        had."""
         if unknown := sorted(str(name) for name in d if name not in DEFAULTS):
             warnings.warn(f"unknown to FlashConfig, and without effect: {', '.join(unknown)}", stacklevel=2)
         return cls(**{k: v for k, v in d.items() if k in DEFAULTS})
 
     def validate(self) -> None:
-        """Check what can be without a model.
+        """Checks the values that can be checked without a model.
 
         Raises:
             UsageError: names the field.
@@ -80,17 +80,17 @@ class FlashConfig(_Fields):
                 whole(name, getattr(self, name), 1)
 
     def options(self) -> LoadOptions:
-        """How models are held in memory, in Outcore's words.
+        """Returns the ``LoadOptions`` that correspond.
 
         Raises:
-            UsageError: a field means nothing here, or would change answers.
+            UsageError: a field has no counterpart here, or would change answers.
         """
         self.validate()
         given = {name: v for name, default in DEFAULTS.items() if (v := getattr(self, name)) != default}
         if name := next((name for name in given if name not in MEANT), None):
-            why = "it means nothing here, or would change answers (docs/integrations.md says which): leave it out"
+            why = "it has no effect here, or would change answers (docs/integrations.md says which): leave it out"
             raise UsageError(f"{name}={given[name]!r}: {why}")
-        # Layers that are read ahead, and the one that is computed; the ring has at least two.
+        # The layers that are read ahead, and the one being computed; the ring has at least two slots.
         slots = [n for n in (given.get("pipeline_depth"), given.get("prefetch_layers", -1) + 1) if n]
         chunk = given.get("prefill_chunk_size")
         return LoadOptions(
@@ -104,10 +104,10 @@ class FlashConfig(_Fields):
         )
 
     def generation(self) -> dict[str, Any]:
-        """Arguments of ``stream_generate``.
+        """Returns arguments of ``stream_generate``.
 
         Raises:
-            UsageError: they exclude each other.
+            UsageError: two of them exclude each other.
         """
         found: dict[str, Any] = {}
         if self.max_kv_size is not None:

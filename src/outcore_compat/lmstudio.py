@@ -1,10 +1,11 @@
-"""For those who come from mlx-flash: its names, with Outcore behind them, also where LM Studio's engine loads models.
+"""mlx-flash's names with Outcore behind them, also inside LM Studio's engine.
 
     from outcore.integrations.lmstudio import FlashConfig, apply_flash_patch
 
     apply_flash_patch(FlashConfig(enabled=True, ram_budget_gb=10.0))
 
-That engine loads texts' models by mlx-vlm's ``load_model`` too: those are streamed, others refused.
+That engine loads text models by mlx-vlm's ``load_model``, too. These are streamed; models for images or sound are
+refused.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ from .swapped_names import SwappedNames
 __all__ = ["FlashConfig", "apply_flash_patch", "remove_flash_patch"]
 
 SEES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
-"""What the configuration of a model has that takes more than text."""
+"""Configuration keys of models that take more than text."""
 
 _log = logging.getLogger("outcore.integrations")
 
 
 _applied = ExitStack()
-"""Gives back what the configuration that is applied has put in place."""
+"""Undoes what the applied configuration has put in place."""
 
 
 def apply_flash_patch(config: FlashConfig | None = None) -> None:
-    """Have mlx-lm's functions, and mlx-vlm's ``load_model``, stream models by this configuration, if it is ``enabled``.
+    """Has mlx-lm's functions, and mlx-vlm's ``load_model``, stream models by this configuration if it is
+    ``enabled``.
 
-    In place of the one that was applied before. ``ram_budget_gb`` is memory for all, not for weights alone as in
-    mlx-flash: a number from there may be too small here.
+    It replaces the configuration that was applied before. ``ram_budget_gb`` is for everything, not for weights alone as
+    in mlx-flash: a number from there may be too small here.
 
     Raises:
-        UsageError: a field means nothing here, or would change answers; says what to do instead.
+        UsageError: a field has no counterpart here, or would change answers; says what to do instead.
     """
     config = config or FlashConfig()
     settings = None
@@ -72,13 +74,13 @@ def apply_flash_patch(config: FlashConfig | None = None) -> None:
 
 
 def remove_flash_patch() -> None:
-    """Every name is what it was. Safe to call twice."""
+    """Restores every name. Safe to call twice."""
     with applied_lock:
         _applied.close()
 
 
 def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in the place of mlx-vlm's ``load_model``."""
+    """Returns the replacement of mlx-vlm's ``load_model``."""
 
     @functools.wraps(original)
     def load_text_model(model_path: Any, lazy: bool = False, **kwargs: Any) -> Any:
@@ -89,12 +91,12 @@ def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         _, config = read_object(folder / CONFIG, CONFIG_BYTES)
         if found := next((name for name in SEES if config.get(name)), None):
             raise UsageError(
-                f"{folder.name}: a model that takes images or sound ({found}), and Outcore streams models of texts "
-                "alone: end the patch to load it with mlx_vlm, or take the text model of its family"
+                f"{folder.name}: a model that takes images or sound ({found}), and Outcore streams text models only: "
+                "end the patch to load it with mlx_vlm, or take the text model of its family"
             )
         if lazy:
-            # Somebody looks how it could be run. Caches that cannot be merged say: by mlx-lm's functions, one text at
-            # a time; for that LM Studio's engine loads it anew.
+            # LM Studio's engine looks at the caches to choose how to run the model. Since these cannot be merged, it
+            # loads the model anew and runs it by mlx-lm's functions, one text at a time.
             return SimpleNamespace(make_cache=lambda: [object()])
         options = replace(settings.options, trust_remote_code=bool(kwargs.get("trust_remote_code")))
         return load_by(settings, folder, options, load_model)[0]

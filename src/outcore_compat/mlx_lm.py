@@ -1,4 +1,4 @@
-"""mlx-lm's own programs, streamed: its functions are replaced wherever they have been imported, and given back.
+"""Streams the models of mlx-lm's own programs: replaces mlx-lm's functions wherever they have been imported.
 
     from outcore_compat.mlx_lm import apply_patch, remove_patch
 
@@ -7,7 +7,7 @@
     model, tokenizer = mlx_lm.load("mlx-community/Qwen3.5-9B-MLX-6bit")  # any program, unchanged
     remove_patch()
 
-A program runs so without a changed line: ``python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server ...``.
+Or, without a changed line: ``python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server ...``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _names = SwappedNames(PAIRS, except_in="outcore")
 
 
 class Patch:
-    """One that is applied; ``remove`` ends it, and so does leaving a ``with`` block that it was made for."""
+    """An applied patch. ``remove``, or the end of its ``with`` block, ends it."""
 
     def __init__(self, settings: PatchSettings) -> None:
         self._settings = settings
@@ -37,7 +37,7 @@ class Patch:
             guard_requests()
 
     def remove(self) -> None:
-        """End this one. mlx-lm is as it was if there is no other. Safe to call twice."""
+        """Ends this patch. Restores mlx-lm if there is no other. Safe to call twice."""
         with applied_lock:
             if self._settings in applied:
                 applied.remove(self._settings)
@@ -51,28 +51,28 @@ class Patch:
 
 
 def apply_patch(**options: Any) -> Patch:
-    """From now on, have ``mlx_lm.load`` stream models that are larger than memory, and mlx-lm's functions run them.
+    """Has ``mlx_lm.load`` stream models that are larger than memory, and mlx-lm's functions run them.
 
     Every name in a loaded module that is mlx-lm's ``load``, ``generate``, ``stream_generate``, ``batch_generate``,
-    ``BatchGenerator`` or ``LRUPromptCache`` becomes Outcore's. Programs that are imported later get those too. Models
-    that are loaded already stay as they are, and those loaded meanwhile stay streamed afterwards.
+    ``BatchGenerator`` or ``LRUPromptCache`` becomes Outcore's; programs that are imported later get these, too. Models
+    that are already loaded stay as they are, and those loaded meanwhile stay streamed afterwards.
 
-    Patches nest: the one that was applied last counts, until it is removed.
+    Patches nest: the last one counts until it is removed.
 
     Args:
-        options: fields of ``outcore.LoadOptions``, for every model that is loaded; ``memory`` is shared by all of them.
+        options: fields of ``outcore.LoadOptions`` for every model that is loaded; all models share ``memory``.
 
     Returns:
-        what ends this patch alone; in a ``with`` statement its block does.
+        The patch, to end it alone; it is also a context manager.
 
     Raises:
-        UsageError: an option cannot be meant.
+        UsageError: an option is invalid.
     """
     return Patch(PatchSettings(LoadOptions(**options)))
 
 
 def remove_patch() -> None:
-    """End all patches: every name is what it was, also in modules that were imported meanwhile. Safe to call twice."""
+    """Ends all patches: restores every name, also in modules that were imported meanwhile. Safe to call twice."""
     with applied_lock:
         if applied:
             applied.clear()

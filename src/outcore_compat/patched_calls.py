@@ -1,6 +1,4 @@
-"""What stands in the places of mlx-lm's functions while it is patched. Each is mlx-lm's own for a model that Outcore
-has not loaded.
-"""
+"""The replacements of mlx-lm's functions. Each calls mlx-lm's own for a model that Outcore has not loaded."""
 
 from __future__ import annotations
 
@@ -49,13 +47,13 @@ def load(*args: Any, **kwargs: Any) -> Any:
     options = replace(settings.options, **{name: asked[name] for name in names})
     folder = resolve_model(str(asked["path_or_hf_repo"]), asked["revision"])
     found = load_by(settings, folder, options, lambda f, o: loader.load_with_tokenizer(f, o, asked["tokenizer_config"]))
-    # A program that sets a seed and then loads draws what it draws with mlx-lm, whose modules draw their first weights.
+    # mlx-lm's modules draw their first weights at random. A program that sets a seed and loads then continues alike.
     set_random_state(found[0].outcore.profile.lazy.random_after)
     return found if asked["return_config"] else found[:2]
 
 
 def _arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a function would be called with, defaults included, by name."""
+    """Returns the arguments of a call by name, with defaults."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -67,8 +65,9 @@ def load_by(
     options: LoadOptions,
     load: Callable[[Path, LoadOptions], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
-    """What ``load`` returns, of which the model comes first, within what the models of these settings share."""
-    guard_requests()  # of a server that was imported since
+    """Loads a model within the budget that these settings' models share. Returns what ``load`` returns; the model is
+    first."""
+    guard_requests()  # a server may have been imported since
     found = settings.budget.load(folder, options, lambda o: load(folder, o))
     session: Session = found[0].outcore
     log.info("%s: %r", folder.name, session)
@@ -96,7 +95,7 @@ def _stream(
         plan = session.plan
         for response in generation.stream_generate(model, wrapper, ids, max_tokens, **given):
             yield response
-            if session.plan is not plan:  # a longer text takes what the budget left over
+            if session.plan is not plan:  # a longer text takes more of the budget
                 plan = session.plan
                 cache_room.keep_to()
 
@@ -117,18 +116,18 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = Fals
 def _prepared(
     model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The arguments as Outcore's functions take them, and room for the text."""
+    """Yields the arguments as Outcore's functions take them, with room for the text."""
     settings = current_settings()
     given = (dict(settings.generation) if settings is not None else {}) | dict(kwargs)
-    given.pop("stream", None)  # that of the thread it is
+    given.pop("stream", None)  # it is the thread's
     if given.get("draft_model") is None:
-        # As in mlx-lm: it says how much a model drafts, and there is none.
+        # As in mlx-lm, num_draft_tokens has no effect without a draft model.
         given.pop("draft_model", None)
         given.pop("num_draft_tokens", None)
     caches: list[Any] | None = given.get("prompt_cache")
     count = len(make_prompt_cache(model)) if caches is not None and "draft_model" in given else None
     if caches is not None and count is not None and len(caches) > count:
-        # Behind the model's there are those of what drafts, which has its own here.
+        # The caches after the model's are the draft model's, which has its own here.
         given["prompt_cache"] = caches[:count]
     held = cached_tokens(given.get("prompt_cache") or ())
     tokens = held + int(ids.size) + (max_tokens if max_tokens > 0 else session.plan.context)
@@ -137,7 +136,7 @@ def _prepared(
             yield given
         finally:
             if caches is not None:
-                caches[:count] = given["prompt_cache"]  # caches may have become quantized ones
+                caches[:count] = given["prompt_cache"]  # they may have been quantized
 
 
 @functools.wraps(their_batch_generate)
@@ -148,15 +147,15 @@ def batch_generate(model: nn.Module, *args: Any, **kwargs: Any) -> BatchResponse
     asked = _arguments(their_batch_generate, (model, *args), kwargs)
     more = asked.pop("kwargs")
     if more.pop("max_kv_size", None) is not None:
-        raise UsageError("max_kv_size: sequences that share sweeps keep all their tokens; leave it out")
-    # How many prompts are computed at once is the plan's to say, and the stream is that of the thread.
+        raise UsageError("max_kv_size: sequences of a batch keep all their tokens; leave it out")
+    # The plan sets how many prompts are computed at once, and the stream is the thread's.
     more = {name: value for name, value in more.items() if name not in ("prefill_batch_size", "stream")}
     with cache_room.texts(session, len(asked["prompts"]), session.plan.context):
         return batch.batch_generate(**asked, **more)
 
 
 class RefusingBatchGenerator(BatchGenerator):
-    """mlx-lm's class, for its own models alone: with a streamed one it would take more memory than is planned."""
+    """mlx-lm's class, for its own models only: a streamed one would take more memory than is planned."""
 
     def __new__(cls, model: nn.Module, **_: Any) -> RefusingBatchGenerator:
         if getattr(model, "outcore", None) is not None:
@@ -172,4 +171,4 @@ PAIRS: tuple[tuple[Any, Any], ...] = (
     (BatchGenerator, RefusingBatchGenerator),
     (LRUPromptCache, BoundedPromptCache),
 )
-"""mlx-lm's, and ours in its place."""
+"""mlx-lm's names, and their replacements."""

@@ -1,6 +1,4 @@
-"""mlx-lm's server, so that it serves a streamed model one request after the other, and a prompt that there is no room
-for is answered with an error.
-"""
+"""Has mlx-lm's server run a streamed model's requests one by one, and refuse prompts that do not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ GUARDED = ("_tokenize", "_is_batchable")
 
 
 def guard_requests() -> None:
-    """Replace two methods of the server's, if it is loaded. Safe to call twice."""
+    """Replaces two methods of the server if it is loaded. Safe to call twice."""
     server: Any = sys.modules.get(SERVER)
     if server is None or hasattr(server.ResponseGenerator._tokenize, "unguarded"):
         return
@@ -29,7 +27,7 @@ def guard_requests() -> None:
 
 
 def unguard_requests() -> None:
-    """The server as mlx-lm made it. Safe to call twice."""
+    """Restores the server's methods. Safe to call twice."""
     server: Any = sys.modules.get(SERVER)
     for name in GUARDED if server is not None else ():
         method = getattr(server.ResponseGenerator, name)
@@ -46,10 +44,10 @@ def _instead(original: Callable[..., Any], guarded: Callable[..., Any]) -> Calla
 
 
 def _tokenize(original: Callable[..., Any], generator: Any, *args: Any) -> Any:
-    """Makes tokens of a request, to a tuple of which they are the first. An error here answers the request.
+    """Tokenizes a request and checks its length. The server answers the request with the error.
 
     Raises:
-        PromptError: the model has no positions for so many, or there can be no memory for them.
+        PromptError: the model has too few positions or too little memory for the prompt.
     """
     found, session = original(generator, *args), _session(generator)
     if session is None:
@@ -67,7 +65,7 @@ def _tokenize(original: Callable[..., Any], generator: Any, *args: Any) -> Any:
 
 
 def _is_batchable(original: Callable[..., Any], generator: Any, *args: Any) -> bool:
-    """Batches of the server's own would take more memory than is planned for."""
+    """Keeps streamed models out of the server's own batches, which would take more memory than is planned."""
     return _session(generator) is None and bool(original(generator, *args))
 
 

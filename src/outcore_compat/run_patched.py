@@ -1,4 +1,4 @@
-"""Any program that uses mlx-lm, streamed, without a changed line of it: ``python -m outcore.integrations.mlx_lm``."""
+"""``python -m outcore.integrations.mlx_lm``: runs any program that uses mlx-lm with its models streamed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ NUMBERS = ("resident", "slots", "context", "prompt", "prefill_step_size", "cpu_s
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the options that stand before the program."""
     p = argparse.ArgumentParser(
         prog="outcore.integrations.mlx_lm",
         usage=USAGE,
-        description="Runs a program with mlx-lm patched: the models that it loads are streamed where they are larger "
-        "than the memory that it may use. Options that are not given are chosen; outcore.LoadOptions tells of them.",
+        description="Runs a program with mlx-lm patched: models that are larger than the memory that it may use are "
+        "streamed. Options that are not given are chosen; outcore.LoadOptions describes them.",
         epilog="Example: python -m outcore.integrations.mlx_lm --memory 4GB -m mlx_lm.server --model owner/name",
         allow_abbrev=False,
     )
@@ -43,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what the command line says, as ``python`` would. Ends the process where there is nothing to run, or where a
-    model cannot be loaded."""
+    """Runs the program as ``python`` would. Ends the process if there is none, or if a model cannot be loaded."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, program = _parted(words)
     p = parser()
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options, each with a value, and the program with its arguments."""
+    """Splits Outcore's options, each with a value, from the program and its arguments."""
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-m":
         at += 1 if "=" in words[at] or words[at] in ("-h", "--help") else 2
@@ -77,7 +75,7 @@ def _run(program: Sequence[str]) -> None:
         return
     module, sys.argv = program[1], list(program[1:])
     if module.startswith("mlx_lm."):
-        # Run anew as a program, mlx_lm.generate would have functions of its own, which nobody has patched.
+        # Run as __main__, mlx_lm.generate would be a second module, whose functions are not patched.
         importlib.import_module(module).main()
         return
     runpy.run_module(module, run_name="__main__", alter_sys=True)

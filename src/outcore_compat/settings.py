@@ -1,6 +1,5 @@
-"""What was asked for when mlx-lm was patched, as its functions find it when they are called, and the budget that the
-models of one patch share: a program may load a second one beside the first, which took all of it.
-"""
+"""The settings of applied patches, and the budget that one patch's models share: a program may load a second model next
+to the first one, which took all of it."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ Load = Callable[[LoadOptions], tuple[Any, ...]]
 
 
 class SharedBudget:
-    """The models that share a budget. The first gets all of it; each further one what it takes to be in memory as a
-    whole, or as much of that as those before it can do without."""
+    """Models that share a budget. The first one gets all of it. Each further one gets what it needs to be all in
+    memory, or as much of that as the others can do without."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -40,22 +39,22 @@ class SharedBudget:
 
     @property
     def sessions(self) -> list[Session]:
-        """Of the models that are still there."""
+        """The sessions of the models that still exist."""
         found = [model.outcore for ref in list(self._models) if (model := ref()) is not None]
         return [s for s in found if s.state is not State.CLOSED]
 
     def load(self, folder: Path, options: LoadOptions, load: Load) -> tuple[Any, ...]:
-        """Load one more model.
+        """Loads one more model.
 
         Raises:
-            BudgetError: there is no room for it beside the others, which keep what they had.
+            BudgetError: there is no room for it next to the others, which keep what they had.
         """
         with self._lock:
             if not options.asked:
-                # Made of what is free, of which the others are no part.
+                # Without --memory the budget is what is free, which excludes the other models.
                 return self._kept(load(options))
             if self.sessions:
-                gc.collect()  # a model that nobody has any more may be there until then
+                gc.collect()  # ends models that nothing refers to but cycles
             others = self.sessions
             if not others:
                 self._total = asked_budget(options.memory)
@@ -83,7 +82,7 @@ class SharedBudget:
         return max(0, self._total - sum(s.plan.budget_bytes for s in sessions))
 
     def _lower(self, session: Session, nbytes: int) -> None:
-        """Have a model do with so much less, or with what it needs at least; a long text under way keeps its room."""
+        """Takes ``nbytes`` from a model's budget, down to its smallest. A running long text keeps its room."""
         if nbytes > 0:
             with contextlib.suppress(BudgetError):
                 session.allow(max(session.plan.smallest_budget_bytes, session.plan.budget_bytes - nbytes))
@@ -96,12 +95,12 @@ class SharedBudget:
 
 @dataclass(frozen=True, eq=False)
 class PatchSettings:
-    """Of one patch.
+    """The settings of one patch.
 
     Attributes:
-        options: by which models are loaded; of ``model_config``, ``adapter_path`` and the like the call's count.
-        generation: arguments of ``stream_generate`` where the caller gives none.
-        budget: shared by all models that are loaded by this patch.
+        options: for loading models; a call's own ``model_config``, ``adapter_path`` and the like take precedence.
+        generation: arguments of ``stream_generate`` that the caller does not give.
+        budget: shared by all models that this patch loads.
     """
 
     options: LoadOptions
@@ -110,11 +109,11 @@ class PatchSettings:
 
 
 applied: list[PatchSettings] = []
-"""The patches of this process; the one that was applied last counts. Changed under ``applied_lock``."""
+"""The patches of this process; the last one counts. Changed under ``applied_lock``."""
 applied_lock = threading.RLock()
 
 
 def current_settings() -> PatchSettings | None:
-    """The settings that count; None: mlx-lm is as it was."""
+    """Returns the settings of the last patch; None if mlx-lm is not patched."""
     with applied_lock:
         return applied[-1] if applied else None

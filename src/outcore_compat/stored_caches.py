@@ -1,6 +1,5 @@
-"""Caches of texts that nobody computes now, as mlx-lm's server keeps them: they take what is set aside for caches and
-not in use, and are dropped, the oldest first, where a text needs it.
-"""
+"""Bounds the caches that mlx-lm's server stores for later requests to the planned cache memory that running texts
+leave; the oldest are dropped when a text needs room."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from outcore.engine.session import Session
 
 
 class CacheRoom:
-    """What the caches of texts under way take, of what is planned for; the rest is for those that are stored."""
+    """Planned cache memory: running texts take theirs, and stored caches get the rest."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -28,19 +27,19 @@ class CacheRoom:
         self._texts: list[_TextsUnderWay] = []
 
     def join(self, model: nn.Module) -> None:
-        """Count a model's memory in."""
+        """Adds a model's cache memory."""
         with self.lock:
             self._models = [ref for ref in self._models if ref() is not None]
             self._models.append(weakref.ref(model))
 
     def store(self, store: BoundedPromptCache) -> None:
-        """Keep one more store to the room that there is."""
+        """Bounds one more store."""
         with self.lock:
             self._stores.add(store)
 
     @contextmanager
     def texts(self, session: Session, sequences: int, tokens: int) -> Iterator[None]:
-        """Texts under way: at most so many at once, of so many tokens each."""
+        """Reserves room for running texts: at most ``sequences`` at once, of ``tokens`` tokens each."""
         texts = _TextsUnderWay(session, sequences, tokens)
         with self.lock:
             self._texts.append(texts)
@@ -52,7 +51,7 @@ class CacheRoom:
                 self._texts.remove(texts)
 
     def keep_to(self) -> None:
-        """Drop what is stored and has no room any more."""
+        """Drops stored caches that have no room any more."""
         with self.lock:
             sessions = [model.outcore for ref in self._models if (model := ref()) is not None]
             sessions = [s for s in sessions if s.state is not State.CLOSED]
@@ -65,7 +64,7 @@ class CacheRoom:
                     store.trim_to(n_bytes=store.nbytes - excess)
 
     def _unused(self, session: Session) -> int:
-        """Bytes that are planned for a model's caches and that no text under way takes."""
+        """Bytes planned for a model's caches that no running text takes."""
         taken = sum(texts.nbytes for texts in self._texts if texts.session is session)
         return max(0, session.plan.cache_bytes - taken)
 
@@ -78,17 +77,16 @@ class _TextsUnderWay:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that their caches take when they are as long as that, and of what growing them takes."""
+        """Bytes of their caches at full length, and of what growing them takes."""
         size = replace(self.session.size, sequences=self.sequences, shared=0, joining=0)
         return size.at_context(self.tokens).caches(1.0)
 
 
 cache_room = CacheRoom()
-"""This process's."""
 
 
 class BoundedPromptCache(LRUPromptCache):
-    """mlx-lm's store of prompt caches, kept to the room that there is beside texts under way."""
+    """mlx-lm's store of prompt caches, bounded to the room that running texts leave."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

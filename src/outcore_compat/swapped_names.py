@@ -1,7 +1,7 @@
-"""Names all over a process that stand for something else for a while, and are given back exactly.
+"""Replaces objects under every name in a process, and restores each exactly.
 
-``from mlx_lm import load`` makes a name in the module that says so. To have every such module use another function,
-each name that *is* the function is found and set; later each that is the replacement is set back.
+``from mlx_lm import load`` makes a name in the importing module. To have every such module use another function, each
+name that *is* the function is set to the replacement, and later set back.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from typing import Any
 
 
 class SwappedNames:
-    """Objects, and what stands in their places in all modules that are loaded, but for some.
+    """Replaces objects in all loaded modules but some.
 
     Args:
         pairs: originals and their replacements.
-        except_in: a package whose modules keep what they have, and those of packages that are named after it.
+        except_in: a package whose modules, and those of packages named after it, are left as they are.
     """
 
     def __init__(self, pairs: Iterable[tuple[object, object]], except_in: str) -> None:
         self._pairs = tuple(pairs)
         self._except_in = except_in
-        self._own: set[tuple[str, str]] | None = None  # names that were replacements before any was put
+        self._own: set[tuple[str, str]] | None = None  # names that were replacements to begin with
 
     def put(self) -> None:
-        """Put the replacements in place, also in modules that were loaded since. Safe to call twice."""
+        """Puts the replacements in place, also in modules that were loaded since. Safe to call twice."""
         if self._own is None:
             known = {id(new) for _, new in self._pairs}
             self._own = {(module, name) for module, _, name, value in self._names() if id(value) in known}
         self._exchange({id(original): new for original, new in self._pairs})
 
     def give_back(self) -> None:
-        """Put the originals back, also in modules that were loaded meanwhile and got the replacements. Safe to call
-        twice."""
+        """Restores the originals, also in modules that were loaded meanwhile. Safe to call twice."""
         self._exchange({id(new): original for original, new in self._pairs})
         self._own = None
 
@@ -44,11 +43,11 @@ class SwappedNames:
                 names[name] = instead[id(value)]
 
     def _names(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-        """A module's name and namespace, and a name and a value there."""
+        """Yields each module's name and namespace, with a name and a value in it."""
         for module, loaded in list(sys.modules.items()):
             own = module.partition(".")[0].partition("_")[0] == self._except_in
             if isinstance(loaded, ModuleType) and not own:
-                # Not getattr and setattr: some modules make attributes when they are asked for them.
+                # Not getattr: some modules make attributes on demand.
                 names: dict[str, Any] = object.__getattribute__(loaded, "__dict__")
                 for name, value in list(names.items()):
                     yield module, names, name, value

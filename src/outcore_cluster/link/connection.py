@@ -73,14 +73,14 @@ class LinkConnection:
     def post(self, into: memoryview) -> int:
         """Posts a receive for the next message. Returns the message's number, from 1."""
         self.posted += 1
-        self._buffers.put(into)
+        self._buffers.put(into.cast("B") if into.nbytes else memoryview(b""))
         return self.posted
 
     def put(self, kind: Kind, payload: memoryview) -> None:
         """Sends a frame. A thread sends what does not leave at once."""
         header = _HEADER.pack(kind, payload.nbytes)
         small = payload.nbytes <= SMALL
-        frame = [memoryview(header + payload)] if small else [memoryview(header), payload]
+        frame = [memoryview(header + payload)] if small else [memoryview(header), payload.cast("B")]
         with self._sending:
             idle = not self.leaving
             if small and idle:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -126,12 +127,11 @@ class SocketLink:
 
     def send(self, to: int, data: memoryview) -> None:
         self.check()
-        self._data[to].put(Kind.DATA, _as_bytes(data))
+        self._data[to].put(Kind.DATA, data)
 
     def receive(self, source: int, into: memoryview) -> Receive:
         self.check()
-        connection = self._data[source]
-        return Receive(self, connection, connection.post(_as_bytes(into)))
+        return Receive(self, self._data[source], self._data[source].post(into))
 
     def agree(self, value: bytes) -> bytes:
         self.check()
@@ -164,7 +164,9 @@ class SocketLink:
 
     def check(self) -> None:
         self._movement.note()
-        self._raise_fault()
+        if self.fault is not None:
+            self._told = True
+            raise LinkError(str(self.fault), self.fault.rank)  # a new one, as a traceback grows with each raise
 
     def flush(self) -> None:
         """Waits until the kernel has taken all queued messages."""
@@ -211,13 +213,9 @@ class SocketLink:
                         return
                 if ended:
                     self._blame(Blame(rank, LEFT))
-                self._raise_fault()
+                if self.fault is not None:
+                    self.check()
                 interrupts.check()
-
-    def _raise_fault(self) -> None:
-        if self.fault is not None:
-            self._told = True
-            raise LinkError(str(self.fault), self.fault.rank)  # a new one, as a traceback grows with each raise
 
     def _value(self, kind: Kind, rank: int) -> bytes:
         values = self._peers[rank].values[kind]
@@ -243,22 +241,20 @@ class SocketLink:
                 return
             if blame.what == GONE and blame.rank in self._peers and self._peers[blame.rank].ended:
                 blame = Blame(blame.rank, LEFT)
+            if self.rank == 0:  # told before the main thread may end the process
+                self._tell(Kind.BLAME, json.dumps(blame).encode())
             self.fault = LinkError(f"{self._me.who(blame.rank)}: {blame.what}", blame.rank)
             self._changed.notify_all()
-        if self.rank == 0:
-            self._tell(Kind.BLAME, json.dumps(blame).encode())
         if self._leave is not None:
             threading.Thread(target=self._end, args=(self._leave,), name="outcore-link-end", daemon=True).start()
 
     def _end(self, leave: Callable[[int], None]) -> None:
         """Ends the process if the main thread does not: it may be in a C call that no exception interrupts."""
         time.sleep(self._limits.grace)
-        if not self._told:
-            # The reader of standard error may have stopped, and Python's own streams may be locked for ever.
-            line = f"{printable(f'outcore: {self.fault}')}\n".encode(errors="backslashreplace")
-            telling = threading.Thread(target=os.write, args=(2, line), daemon=True)
-            telling.start()
-            telling.join(TELL_S)
+        line = f"{printable(f'outcore: {self.fault}')}\n".encode(errors="backslashreplace")
+        # Python's own streams may be locked for ever, and the reader of standard error may have stopped.
+        if not self._told and select.select([], [2], [], TELL_S)[1]:
+            os.write(2, line)
         leave(1)
 
     def _beat(self, alone: Callable[[], str | None]) -> None:
@@ -266,7 +262,11 @@ class SocketLink:
             while True:
                 sign = self._movement.look()
                 self._tell(Kind.BEAT, json.dumps(sign).encode())
-                blame = self._judged(sign)
+                peers = {rank: peer for rank, peer in self._peers.items() if not peer.gone}
+                heard = {rank: peer.heard_at for rank, peer in peers.items()}
+                blame = silent(self.rank, self._me.names, heard, time.monotonic(), self._limits.silence)
+                if blame is None and self.rank == 0:
+                    blame = stuck({0: sign} | {rank: peer.sign for rank, peer in peers.items()}, self._limits.stall)
                 if blame is None and (reason := alone()) is not None:
                     blame = Blame(self.rank, reason)
                 if blame is not None and self.fault is None:
@@ -275,14 +275,6 @@ class SocketLink:
                     return
         except Exception as e:  # without heartbeats this rank would seem to be silent
             self._decide(Blame(self.rank, f"its link broke: {one_line(e)}"))
-
-    def _judged(self, sign: Sign) -> Blame | None:
-        peers = {rank: peer for rank, peer in self._peers.items() if not peer.gone}
-        heard = {rank: peer.heard_at for rank, peer in peers.items()}
-        blame = silent(self.rank, self._me.names, heard, time.monotonic(), self._limits.silence)
-        if blame is None and self.rank == 0:
-            blame = stuck({0: sign} | {rank: peer.sign for rank, peer in peers.items()}, self._limits.stall)
-        return blame
 
     # Called by the connections' threads.
 
@@ -320,7 +312,3 @@ class SocketLink:
             connection.sock.shutdown(socket.SHUT_WR)  # so the peer knows
         else:
             peer.values[kind].append(payload)
-
-
-def _as_bytes(data: memoryview) -> memoryview:
-    return data.cast("B") if data.nbytes else memoryview(b"")

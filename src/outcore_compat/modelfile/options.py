@@ -1,4 +1,4 @@
-"""What a Modelfile asks for, as one record: every instruction is honoured, or refused with its line's number."""
+"""What a Modelfile says, as one record: each instruction is applied, or refused with its line number."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .syntax import UNSUPPORTED, Instruction, LineError, decoded, parse
 from .template import GoTemplate, parse_template
 
 LONGEST = 1 << 20
-"""Bytes of a Modelfile, as of other small files that users write."""
+"""Most bytes of a Modelfile."""
 
 LONGEST_STOP = 1000
-"""Characters of a stop string, so many of which may be held back."""
+"""Most characters of a stop string; as many may be held back."""
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?")
@@ -40,21 +40,19 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-1e6, 1e6),
     "draft_num_predict": (0, 1024),
 }
-"""Ollama's parameters that are honoured, with the least and the most; whole numbers where these are."""
+"""Ollama's parameters that are applied, with the least and the most; the types of these are the parameter's."""
 
 
 @dataclass(frozen=True)
 class Modelfile:
-    """What a Modelfile says; None: nothing of that.
+    """What a Modelfile says; None for what it leaves out.
 
     Attributes:
-        path: its own.
-        model: a folder, absolute if the Modelfile means one beside it, or a name on the Hub. ``adapter``: a folder.
-            ``draft``: as ``model``.
-        messages: as chat templates take them: ``role`` and ``content``, said before the first message of the user.
-        values: parameters by their names (``num_predict`` -1: as many as there is room for; ``top_k`` 0: of all;
-            ``seed`` negative: another one each time).
-        lines: of each of these that the Modelfile says something of: the number of its (first) line.
+        model, draft: a name on the Hub, or a folder; absolute if it is next to the Modelfile. ``adapter``: a folder.
+        messages: in the form of chat templates (``role`` and ``content``), before the user's first message.
+        values: parameters by name (``num_predict`` -1: no limit; ``top_k`` 0: all tokens; a negative ``seed``: a new
+            one each time).
+        lines: the line number at which each of these is first given.
     """
 
     path: Path
@@ -69,16 +67,16 @@ class Modelfile:
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def get(self, name: str) -> Any:
-        """An attribute, or one of ``values``; None: it is not said."""
+        """Returns an attribute, or one of ``values``; None if it is not given."""
         return self.values.get(name, getattr(self, name, None))
 
     def line(self, attribute: str) -> str:
-        """Where it says something, for errors."""
+        """Returns the place of a value, for errors."""
         return f"{self.path}: line {self.lines[attribute]}"
 
     def penalties(self) -> dict[str, float | int]:
-        """Arguments of ``mlx_lm.sample_utils.make_logits_processors``, and fields of ``serve.events.Sampling``;
-        none where nothing is punished."""
+        """Returns arguments of ``mlx_lm.sample_utils.make_logits_processors``, which are also fields of
+        ``serve.events.Sampling``; empty if there are no penalties."""
         last = self.values.get("repeat_last_n", 64)
         last = COUNT if last < 0 else last
         found: dict[str, float | int] = {}
@@ -91,10 +89,10 @@ class Modelfile:
 
 
 def read_modelfile(path: str | Path) -> Modelfile:
-    """A Modelfile.
+    """Reads a Modelfile.
 
     Raises:
-        UsageError: it cannot be read, or says what is not understood or cannot be honoured; names the line.
+        UsageError: it cannot be read, or a line is not understood or cannot be applied; names the line.
     """
     try:
         file = Path(path).expanduser()
@@ -108,10 +106,10 @@ def read_modelfile(path: str | Path) -> Modelfile:
 
 
 def parse_modelfile(text: str, path: Path = Path("Modelfile")) -> Modelfile:
-    """What the text of a Modelfile says.
+    """Parses the text of a Modelfile.
 
     Args:
-        path: where it lies; relative folders in it are beside it.
+        path: of the file; relative folders in it are next to it.
 
     Raises:
         LineError: as in ``read_modelfile``.
@@ -130,13 +128,13 @@ def parse_modelfile(text: str, path: Path = Path("Modelfile")) -> Modelfile:
             found[attribute] = value
         lines.setdefault(attribute, instruction.line)
     if "model" not in found:
-        raise LineError(last, "there is no FROM in all of it: add FROM with a model's folder or its name on the Hub")
+        raise LineError(last, "there is no FROM: add FROM with a model's folder or its name on the Hub")
     own = {name: found.pop(name) for name in list(found) if name in Modelfile.__dataclass_fields__}
     return Modelfile(path=path, values=found, lines=lines, **own)
 
 
 def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
-    """The attribute that an instruction sets, and its value; of several instructions, tuples are joined."""
+    """Returns the attribute that an instruction sets, and its value. Tuples of several instructions are joined."""
     name, value = instruction.name, instruction.value
     if name in UNSUPPORTED:
         raise instruction.refused(UNSUPPORTED[name])
@@ -152,7 +150,7 @@ def _meaning(instruction: Instruction, folder: Path) -> tuple[str, Any]:
 
 
 def _place(instruction: Instruction, folder: Path) -> str:
-    """A folder, beside the Modelfile unless it is absolute; or a name, as it is given."""
+    """Returns a folder, relative to the Modelfile's, or a name as it is given."""
     given = instruction.value.strip()
     if not given:
         raise instruction.refused("give a folder, or a model's name on the Hugging Face Hub")
@@ -184,7 +182,7 @@ def _parameter(instruction: Instruction) -> tuple[str, Any]:
         raise instruction.refused(f"{number}: 0, or at least {LEAST_TEMPERATURE:g}")
     if name == "num_predict" and number == 0:
         raise instruction.refused("0: ask for at least one token, or -1 for no limit")
-    # -2, until the context is full, is what -1 does here; and no number of tokens below 0 is chosen of.
+    # num_predict -2 (until the context is full) is what -1 does here; a negative top_k means all tokens, as 0 does.
     return name, max(number, {"num_predict": -1, "top_k": 0}.get(name, number))
 
 

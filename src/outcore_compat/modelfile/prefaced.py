@@ -1,4 +1,4 @@
-"""A service whose conversations begin with what its owner said: a system prompt, and messages before the first one."""
+"""A service that begins every conversation with a system prompt and messages of its owner."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outcore.serve.service import ModelService
 
 @dataclass(frozen=True)
 class Prefaced:
-    """Another service's answers, to asks with what they do not say themselves; of Ollama's rule for a model of its own.
+    """Another service whose requests get what they leave out, by Ollama's rules for its own models.
 
     Attributes:
-        system: of conversations that do not begin with a system message; None: none.
-        messages: that stand before a conversation's own.
-        stop: where an ask has no stop strings.
+        system: for conversations that do not begin with a system message; None: no system prompt.
+        messages: go before a conversation's own.
+        stop: for requests without stop strings.
     """
 
     service: ModelService
@@ -25,23 +25,21 @@ class Prefaced:
     messages: tuple[Mapping[str, Any], ...] = ()
     stop: tuple[str, ...] = ()
 
-    def asked(self, request: GenerationRequest) -> GenerationRequest:
-        """The ask with all that is said before it."""
+    def prefaced(self, request: GenerationRequest) -> GenerationRequest:
+        """Returns the request with system prompt, messages and stop strings added."""
         messages = request.messages
         if messages is not None:
             own = bool(messages) and messages[0].get("role") == "system"
             system = [{"role": "system", "content": self.system}] if self.system is not None and not own else []
-            # What a client says to the model stays the first word.
+            # The client's own system message stays first.
             messages = (*messages[:own], *system, *self.messages, *messages[own:])
         return replace(request, messages=messages, stop=request.stop or self.stop)
 
     def answer(self, *requests: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """As ``ModelService`` has it."""
-        return self.service.answer(*map(self.asked, requests))
+        return self.service.answer(*map(self.prefaced, requests))
 
     async def count(self, request: GenerationRequest) -> int:
-        """As ``ModelService`` has it."""
-        return await self.service.count(self.asked(request))
+        return await self.service.count(self.prefaced(request))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.service, name)

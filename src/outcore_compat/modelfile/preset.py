@@ -1,4 +1,4 @@
-"""``--modelfile``: flags that were not given, and what no flag says. Light: no MLX until it is used."""
+"""``--modelfile``: sets flags that were not given, and what no flag can set. Imports no MLX until it is used."""
 
 from __future__ import annotations
 
@@ -37,28 +37,26 @@ FLAGS = {
     "seed": "seed",
     "draft_num_predict": "num_draft_tokens",
 }
-"""What a Modelfile may say, and the flag that says the same."""
+"""What a Modelfile may give, and the flag that gives the same."""
 
 
 def add_flag(parser: ArgumentParser) -> None:
-    """Add ``--modelfile`` to a command that runs a model."""
     parser.add_argument(
         "--modelfile",
         metavar="FILE",
-        help="Take the model, its template and options from Ollama's Modelfile; flags go before what it says. "
-        "Default: none.",
+        help="Take the model, its template and options from an Ollama Modelfile; flags take precedence. Default: none.",
     )
     parser.fill = settle
 
 
 def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
-    """Fill in what a Modelfile says and no flag; ``args.preset`` is the rest.
+    """Sets flags that the Modelfile gives and the command line does not; ``args.preset`` applies the rest.
 
     Returns:
-        What was filled in, by its name in ``args``, and where it was said.
+        The flags that were set, by name in ``args``, with the place in the Modelfile.
 
     Raises:
-        UsageError: the file cannot be used; says which line and why.
+        UsageError: the file cannot be used; names the line and the reason.
     """
     if args.modelfile is None:
         return {}
@@ -83,7 +81,7 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
 
 
 def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
-    """The names of what is given in a command line that the parser has taken, and does not have its default."""
+    """Returns the names of the flags on a command line."""
     defaults = [(action, action.default) for action in parser._actions]
     try:
         for action, _ in defaults:
@@ -96,19 +94,18 @@ def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
 
 
 class ModelfilePreset(Preset):
-    """What a Modelfile says and no flag can."""
+    """Applies what a Modelfile gives and no flag can. The methods are ``Preset``'s."""
 
     def __init__(self, said: Modelfile) -> None:
         self.said = said
         self.messages, self.stop = said.messages, said.stop
 
     def prepare(self, tokenizer: TokenizerWrapper, *, template: bool = True, cached: bool = False) -> None:
-        """As ``Preset`` has it, with the Modelfile's ``TEMPLATE``; so are the others."""
         said = self.said
         before = next((name for name in ("system", "messages") if name in said.lines), None)
         if before is not None and cached:
             raise UsageError(
-                f"{said.line(before)}: what stands before the question is in --prompt-cache-file already; leave "
+                f"{said.line(before)}: the text before the question is in --prompt-cache-file already; leave "
                 "it out, or the cache"
             )
         if template and said.template is not None:
@@ -121,7 +118,6 @@ class ModelfilePreset(Preset):
             )
 
     def answer_tokens(self, prompt: int, most: int) -> int:
-        """By ``num_ctx`` too."""
         context = self.said.get("num_ctx")
         if context is None:
             return most
@@ -134,7 +130,6 @@ class ModelfilePreset(Preset):
         return room if most < 0 else min(room, most)
 
     def options(self) -> dict[str, Any]:
-        """Penalties."""
         penalties: dict[str, Any] = self.said.penalties()
         if not penalties:
             return {}
@@ -143,25 +138,22 @@ class ModelfilePreset(Preset):
         return {"logits_processors": make_logits_processors(None, **penalties)}
 
     def defaults(self, defaults: Defaults) -> Defaults:
-        """Penalties and the seed."""
         seed = self.said.get("seed")
         seed = None if seed is None or seed < 0 else seed
         penalties: dict[str, Any] = self.said.penalties()
         return replace(defaults, sampling=replace(defaults.sampling, seed=seed, **penalties))
 
     def service(self, service: ModelService) -> ModelService:
-        """One whose conversations begin with what the Modelfile says."""
         from .prefaced import Prefaced
 
         return cast("ModelService", Prefaced(service, self.said.system, self.said.messages, self.said.stop))
 
     def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
-        """``TEMPLATE``, unless ``--chat-template`` is given."""
         from outcore.checkpoint.find_model import resolve_model
         from outcore.checkpoint.tokenizer import load_tokenizer
 
         if len(names) != 1:
-            raise UsageError(f"--modelfile {self.said.path}: it is of one model; serve that alone")
+            raise UsageError(f"--modelfile {self.said.path}: it names one model; serve that one alone")
         folder = resolve_model(names[0], args.revision)
         if args.chat_template is not None or self.said.template is None:
             given: str | None = args.chat_template
@@ -171,6 +163,7 @@ class ModelfilePreset(Preset):
 
 
 def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:
-    """A Modelfile's template for this tokenizer: Ollama lets it put its first token in front of every text."""
+    """Returns the Modelfile's template for this tokenizer. Ollama has the tokenizer put its first token in front of
+    every text."""
     begins = tokenizer.bos_token_id is not None and list(tokenizer.encode("a"))[:1] == [tokenizer.bos_token_id]
     return template.jinja(str(tokenizer.bos_token) if begins else "")

@@ -1,7 +1,7 @@
-"""A Modelfile's lines: instructions with their values and the numbers of their lines. What they mean is not known here.
+"""Parses a Modelfile into instructions with their values and line numbers.
 
-The syntax is that of Ollama's own parser: a line is an instruction and its value; ``#`` at a line's beginning is a
-comment; a value that begins with ``\"`` or ``\"\"\"`` goes on until a line ends with the same.
+The syntax is that of Ollama's own parser: a line is an instruction and its value; ``#`` at the beginning of a line
+starts a comment; a value that begins with ``\"`` or ``\"\"\"`` goes on until a line ends with the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNSUPPORTED = {
     "parser": "code that is built into Ollama; leave it out",
     "requires": "a version of Ollama, which this is not; leave it out",
 }
-"""Instructions that cannot be honoured, and why."""
+"""Instructions that cannot be applied, and why."""
 
 INSTRUCTIONS = (
     "from", "parameter", "system", "template", "message", "adapter", "license", "draft", *UNSUPPORTED,
@@ -30,11 +30,11 @@ EXAMPLES = {"parameter": "PARAMETER temperature 0.7", "message": "MESSAGE user W
 ROLES = ("system", "user", "assistant")
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""Characters that no text has."""
+"""Characters that text does not contain."""
 
 
 class LineError(UsageError):
-    """What is wrong with a line of a Modelfile; the message begins with its number, from 1."""
+    """An error in a line of a Modelfile; the message begins with its number, from 1."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(f"line {line}: {text}")
@@ -43,13 +43,13 @@ class LineError(UsageError):
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction.
+    """One instruction.
 
     Attributes:
-        name: in small letters.
-        argument: the parameter's name, in small letters, of ``parameter``; the role of ``message``; else empty.
-        value: without the quotation marks around it.
-        line: that it begins in, from 1; so does the value.
+        name: in lower case.
+        argument: the name of a ``parameter``, in lower case, or the role of a ``message``; else empty.
+        value: without its quotation marks.
+        line: where the instruction begins, from 1.
     """
 
     name: str
@@ -58,16 +58,15 @@ class Instruction:
     line: int
 
     def refused(self, why: str) -> LineError:
-        """The error for one that is not taken."""
         called = " ".join([self.name.upper(), *[self.argument] * (self.name == "parameter")])
         return LineError(self.line, f"{called}: {why}")
 
 
 def decoded(data: bytes) -> str:
-    """A Modelfile's text, which is UTF-8; line ends are ``\\n``.
+    """Decodes a Modelfile's UTF-8 text, with ``\n`` as line ends.
 
     Raises:
-        LineError: it is no text.
+        LineError: it is not text.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -81,10 +80,10 @@ def decoded(data: bytes) -> str:
 
 
 def parse(text: str) -> Iterator[Instruction]:
-    """The instructions of a Modelfile, in order.
+    """Yields the instructions of a Modelfile in order.
 
     Raises:
-        LineError: a line is none.
+        LineError: a line is no instruction.
     """
     lines = text.split("\n")
     at = 0
@@ -115,13 +114,13 @@ def parse(text: str) -> Iterator[Instruction]:
 
 
 def _cut(line: str) -> tuple[str, str]:
-    """The first word, and what comes after it."""
+    """Returns the first word and the rest."""
     word, *rest = re.split(r"[ \t]+", line, maxsplit=1)
     return word, rest[0] if rest else ""
 
 
 def _value(rest: str, lines: list[str], at: int) -> tuple[str, int]:
-    """A value whose first line is ``rest``, and the index of the line after it.
+    """Returns the value whose first line is ``rest``, and the index of the line after it.
 
     Raises:
         LineError: its quotation marks are not closed.

@@ -1,7 +1,7 @@
-"""``TEMPLATE``: the part of Go's templates that Ollama's describe a turn with, as a Jinja chat template.
+"""``TEMPLATE``: translates the part of Go's templates that Ollama's use for a turn into a Jinja chat template.
 
-A template of ``.System``, ``.Prompt`` and ``.Response`` stands for one turn. Ollama runs it once for every answer of a
-conversation, and a last time up to ``.Response``, where the model goes on; what is made here does the same.
+A template of ``.System``, ``.Prompt`` and ``.Response`` describes one turn. Ollama runs it once for each answer of a
+conversation, and a last time up to ``.Response``, where the model continues; the Jinja template does the same.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ from outcore.text import shortened
 from .syntax import Instruction, LineError
 
 LONGEST = 1 << 16
-"""Characters of a template."""
+"""Most characters of a template."""
 
 DEEPEST = 20
-"""Conditions within each other: Python compiles what Jinja makes of them, and has a limit."""
+"""Deepest nesting of conditions; Python limits that of the code that Jinja compiles."""
 
 SPACE = r"[ \t\r\n]"
 ACTION = re.compile(
     rf"(?:(?<!{SPACE}){SPACE}*\{{\{{-(?={SPACE})|\{{\{{)(.*?)(?:(?<={SPACE})-\}}\}}{SPACE}*|\}}\}})", re.DOTALL
 )
-"""What stands in braces, with the white space that it trims."""
+"""An action in braces, with the white space that it trims."""
 FIELD = re.compile(r"\.(System|Prompt|Response)")
 IF = re.compile(rf"if (not )?{FIELD.pattern}")
 
 
 @dataclass(frozen=True)
 class GoTemplate:
-    """A turn of a conversation.
+    """The template of one turn.
 
     Attributes:
         text: as it stands in the Modelfile.
-        body: the same in Jinja, of ``System``, ``Prompt``, ``Response``, and ``mark``, which stands where the first
-            ``.Response`` ends.
+        body: the same in Jinja, with ``System``, ``Prompt``, ``Response``, and ``mark`` after the first ``.Response``.
     """
 
     text: str
     body: str
 
     def jinja(self, begin: str = "") -> str:
-        """A chat template for ``tokenizer.apply_chat_template``; its messages are of system, user and assistant.
+        """Returns a chat template for ``tokenizer.apply_chat_template``, for the roles system, user and assistant.
 
         Args:
-            begin: what every text begins with: the token that the tokenizer puts in front, if it does.
+            begin: the token that the tokenizer puts in front of every text, if it does.
         """
         parts = {"turn": self.body, "mark": _literal(MARK), "begin": _literal(begin)}
         return (CONVERSATION % parts).rstrip("\n")
@@ -87,17 +86,17 @@ CONVERSATION = """\
 
 
 def parse_template(instruction: Instruction) -> GoTemplate:
-    """The template of an instruction. One without ``.Response`` has it at its end, as in Ollama.
+    """Parses a template. ``.Response`` is added at the end if it is missing, as in Ollama.
 
     Raises:
-        LineError: it is none, or of what only Ollama can do; says in which line.
+        LineError: it is invalid, or uses what only Ollama supports; names the line.
     """
     text, at = instruction.value, 0
     if len(text) > LONGEST:
         raise instruction.refused(f"{len(text)} characters; at most {LONGEST}")
-    written: list[str] = []  # in Jinja: nothing there depends on how its white space is treated
-    opened: list[int] = []  # where conditions began
-    ended = named = False  # .Response stands before this, or is named
+    written: list[str] = []  # Jinja that does not depend on its white space options
+    opened: list[int] = []  # where open conditions began
+    ended = named = False  # .Response was written, or is named
 
     def error(at: int, why: str) -> LineError:
         return LineError(instruction.line + text.count("\n", 0, at), f"TEMPLATE: {why}")
@@ -126,7 +125,7 @@ def parse_template(instruction: Instruction) -> GoTemplate:
                 f"{DEEPEST} within each other, are understood here; use them, or leave TEMPLATE out: then the model's "
                 "own chat template is used",
             )
-        # Ollama runs a template up to .Response without what comes after it.
+        # Ollama runs a template for the model's turn up to .Response only.
         if ended:
             written.append("{{- mark -}}")
     written.append(_written(text[at:]))
@@ -142,5 +141,5 @@ def _written(text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A string of Jinja's. JSON's escapes are among those that it knows, but for halves of characters."""
+    """Returns a Jinja string. Jinja knows JSON's escapes, but not surrogates."""
     return json.dumps(text, ensure_ascii=False)
