@@ -196,9 +196,9 @@ def test_serve_answers_as_the_modelfile_says(file: Callable[..., str], short_mod
         assert said.card("").template == said.models()[0].template != ""
         assert "macro turn" in said.card("").template
     assert isinstance(said, Prefaced)
-    assert said.asked(asks[0]).stop == ("never said",)
-    assert said.asked(GenerationRequest(stop=("mine",))).stop == ("mine",)
-    asked = said.asked(asks[2]).messages
+    assert said.prefaced(asks[0]).stop == ("never said",)
+    assert said.prefaced(GenerationRequest(stop=("mine",))).stop == ("mine",)
+    asked = said.prefaced(asks[2]).messages
     assert asked is not None and [m["content"] for m in asked] == ["mine", "import os", "import sys", PROMPT]
 
 
