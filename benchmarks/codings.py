@@ -101,7 +101,7 @@ def counted(model: Path, folder: Path) -> list[dict[str, Any]]:
             {
                 "coding": coding,
                 "read": sum(layer.read for layer in profile.size.layers),
-                "weights": sum(sum(f.nbytes for f in u.fields) for u in profile.units if u is not None),
+                "weights": sum(sum(f.nbytes for f in p.unit.fields) for p in profile.parts if p.unit is not None),
                 "stays": sum(d.nbytes for d in decoders.values()),
                 SPLIT: len(split),
                 "escapes": escapes,

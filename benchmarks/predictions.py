@@ -154,7 +154,7 @@ def jobs_of(folder: Path, dtype: str | None, args: argparse.Namespace) -> list[B
 
 
 def weight_files(prepared: Preparation) -> list[Path]:
-    return sorted({e.file for u in prepared.profile.units if u is not None for e in u.extents})
+    return sorted({e.file for p in prepared.profile.parts if p.unit is not None for e in p.unit.extents})
 
 
 def read_once(file: Path) -> None:

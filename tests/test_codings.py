@@ -190,7 +190,8 @@ def test_answers_are_the_same_bits(model_type: str, tmp_path: Path) -> None:
 
 def test_bytes_of_a_sweep(made: Path) -> None:
     def read(folder: Path) -> int:
-        return sum(f.nbytes for u in prepare(folder, memory="1GB").profile.units if u is not None for f in u.fields)
+        parts = prepare(folder, memory="1GB").profile.parts
+        return sum(f.nbytes for p in parts if p.unit is not None for f in p.unit.fields)
 
     assert read(made / "compact") == pytest.approx(read(made / "plain") * 0.75, rel=0.001)
 

@@ -35,7 +35,7 @@ from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, Usag
 from outcore.modules.cache_check import check_cache
 from outcore.modules.call_values import flat
 from outcore.options import LoadOptions
-from outcore_kv.offloaded_cache import Offloaded
+from outcore_kv.cache_store import Offloaded
 from outcore_kv.scratch import Scratch
 
 TOKENS = 300

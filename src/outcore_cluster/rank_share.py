@@ -89,7 +89,7 @@ class RankShare:
 
 def cuts_of(profile: ModelProfile) -> Cuts:
     tables = [t.layer for t in profile.tables]
-    return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.evaluates)
+    return find_cuts(profile.lazy.model, profile.layers, tables, profile.cast.target, evaluates=profile.trace.evaluates)
 
 
 def share_out(
@@ -103,7 +103,7 @@ def share_out(
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
-    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.evaluates, filled)
+    share = RankShare(link, cuts, ranks, profile.layers, heads, profile.trace.evaluates, filled)
     return _of_rank(profile, share)
 
 

@@ -82,7 +82,7 @@ def shared_out(
             mine = owners(draft)
             name = None if draft is None else draft.name
             by_layer = dict(zip(cuts.order, mine, strict=True))
-            if is_filled(draft) and (profile.evaluates or not fillable(cuts, by_layer)):
+            if is_filled(draft) and (profile.trace.evaluates or not fillable(cuts, by_layer)):
                 raise UsageError(
                     f"{called('draft')} {name}: a copy of this model cannot draft over several machines; ngram or "
                     "another model can"

@@ -37,7 +37,7 @@ def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
     o, size = opening.options, profile.size
     streamable = [each.streamable for each in size.layers]
     # Among float16's smallest numbers a draft's scales are rounded at other places than the model's.
-    if o.dtype == "float16" or not any(streamable) or profile.evaluates:
+    if o.dtype == "float16" or not any(streamable) or profile.trace.evaluates:
         return profile
     if any(each.experts is not None for each in size.layers):
         return profile

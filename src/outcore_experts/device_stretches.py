@@ -34,7 +34,7 @@ class CudaDriver:
 
     def keep(self, address: int, nbytes: int) -> int:
         at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
-        # Advice: where it is refused memory stays right, and is slower.
+        # Only advice: without it memory is slower, never wrong.
         self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
         self._cuda.cuMemPrefetchAsync(at, n, device, None)
         return int(self._cuda.cuCtxSynchronize())
@@ -56,7 +56,7 @@ class DeviceMemory:
 
     def __init__(self, driver: CudaDriver | None = None) -> None:
         self._driver = driver or CudaDriver()
-        self._kept: dict[int, int] = {}  # where each begins, and its end
+        self._kept: dict[int, int] = {}  # start and end of each range
         self._mine, self._streams = threading.local(), list[Any]()
         self._lock = threading.Lock()
 
@@ -86,7 +86,6 @@ class DeviceMemory:
         _check(self._driver.copy(to, of, len(source), self._mine.stream))
 
     def close(self) -> None:
-        """Destroys the streams. No copy may be running."""
         self._mine = threading.local()
         while self._streams:
             self._driver.destroy(self._streams.pop())

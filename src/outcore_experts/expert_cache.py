@@ -39,20 +39,22 @@ STAGED = 8
 
 @dataclass(frozen=True)
 class Stacked:
-    """A tensor that is stacked by expert. ``info`` locates all of it on disk; ``dtype`` is that in memory, None: as on
-    disk."""
+    """A tensor that is stacked by expert; ``read_bytes`` on disk and ``held_bytes`` in memory are of one expert.
+
+    Attributes:
+        info: location of the whole tensor on disk.
+        dtype: in memory; None: as on disk.
+    """
 
     info: TensorInfo
     dtype: mx.Dtype | None = None
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of one expert on disk."""
         return self.info.nbytes // self.info.shape[0]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of one expert in memory."""
         if self.dtype is None:
             return self.read_bytes
         return self.read_bytes // DTYPES[self.info.dtype].size * self.dtype.size
@@ -116,7 +118,7 @@ class ExpertCache:
         for t, start in zip(self.tensors, self._starts, strict=True):
             n = t.read_bytes
             offset, at = t.info.offset + expert * n, start + slot * n
-            # Its neighbours are other experts: blocks can be read in place only where they are its own.
+            # Its neighbours are other experts, so only whole blocks of its own can be read in place.
             in_place = self._placed is None and not (offset % BLOCK or at % BLOCK or n % BLOCK)
             found.append(Extent(t.info.file, offset, n, at, in_place=in_place))
         return found
@@ -128,7 +130,6 @@ class ExpertCache:
         return self.memory.payload[at : at + n]
 
     def move(self, target: memoryview, source: memoryview) -> None:
-        """Copies to or from a ``place``."""
         try:
             (move if self._placed is None else self._placed.move)(target, source)
         except OSError as e:
@@ -167,7 +168,7 @@ class CachedSwitch:
         self.cache = ExpertCache(unit.tensors, slots, device, placed)
         self.table, self._inside, self.stays = table, inside, False
         self._absent = absent(self.cache.arrays)
-        # What is in memory as a whole, by expert, while something else is in its place.
+        # Resident parameters by expert, while gathered ones are in their place.
         self._own: list[mx.array] | None = None
         mx.eval(table, inside)
         self._slots, self._experts = np.array(table, copy=False), np.array(inside, copy=False)
@@ -208,7 +209,6 @@ class CachedSwitch:
         self._experts[: self.policy.slots] = np.maximum(self.policy.expert_in, 0)
 
     def withdraw(self) -> None:
-        """Takes the cache's arrays out of the switch."""
         self.stays = False
         put(self.unit.parameters, self._absent)
         if self._own is not None:
@@ -284,7 +284,6 @@ class ExpertReads:
             self._metrics.stall_s += self._metrics.clock() - began
 
     def prefetch(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
-        """Starts reading experts that may be needed, and returns at once."""
         mx.eval(switch.last)
         switch.last = []
         self._empty(switch, loads)
@@ -296,7 +295,7 @@ class ExpertReads:
         """Empties the slots of these loads and waits for everything that uses them."""
         switch.free()
         switch.arrived({int(switch.policy.expert_in[slot]) for _, slot in loads}, cancel=True)
-        # Until all of it is there nothing is: what breaks off must not be taken for an expert.
+        # The slots count as empty until all bytes have arrived, so that a failed read is never used.
         switch.policy.vacate([slot for _, slot in loads])
 
     def _begin(self, switch: CachedSwitch, load: Load) -> Read:

@@ -163,7 +163,7 @@ class OnDemand:
                 reading = missing * experts.read / calibration.read_gbps / 1e9
                 groups = -(-min(experts.count, experts.used * size.sequences) // slots[i])
                 if groups > 1:
-                    # One after the other, each read, waited for and computed with for all tokens; nothing is foreseen.
+                    # Groups run one after the other, each read and computed for all tokens, without prefetching.
                     share = experts.used * experts.resident / active_bytes(layer)
                     seconds += (groups - 1) * (compute * share + calibration.sync_s + calibration.read_latency_s)
                 else:
@@ -184,7 +184,7 @@ def active_bytes(layer: LayerSize) -> int:
 
 
 def _bare(size: ModelSize, rings: Sequence[int], steps: Sequence[int]) -> Iterator[Plan]:
-    """Yields plans with everything but experts in memory, without caches yet."""
+    """Yields plans with everything but experts in memory, still without caches."""
     pooled = _experts(size)
     stay = frozenset(i for i in range(len(size.layers)) if i not in pooled)
     kept = tuple(

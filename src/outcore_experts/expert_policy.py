@@ -43,7 +43,7 @@ class ExpertPolicy:
         self.slot_of = np.full(experts, -1, np.int64)
         self._counts = np.zeros((len(HALF_LIVES), experts))
         self._decay = 0.5 ** (1 / np.array(HALF_LIVES))[:, None]
-        # Each pace's counts as shares of tokens, so that a long memory does not count more for being long.
+        # Scale counts to shares of tokens, so that a long half-life does not count more for being long.
         self._weights = np.array(PACES)[:, None] * (1 - self._decay)
 
     @property
@@ -90,22 +90,20 @@ class ExpertPolicy:
             yield Group(tuple(here), ())
             return
         if self.slots == len(self.slot_of):
-            # Each has its own, so that a pool of all of them is what the layer's own arrays would be.
+            # Each expert has its own slot, so that a full cache equals the layer's own arrays.
             yield Group((*here, *missing), tuple((e, e) for e in missing))
             return
         scores = self.scores
         missing = sorted(missing, key=lambda e: (scores[e], e))
-        spare = self._spare(here, scores)
-        # The most valuable stay longest, so they come last.
+        spare = self.spare(here, scores)
+        # The most valuable come last, so that they stay longest.
         now, missing = missing[: len(spare)], missing[len(spare) :]
         if here or now:
             yield Group((*here, *now), tuple(zip(now, spare, strict=False)))
         while missing:
-            # Of all there are and will be, the worst places are given up, one at least.
+            # Give up the slots of the least valuable experts, one at least.
             best = set(self.best(missing))
-            spare = [s for s in self._spare((), scores) if self.expert_in[s] not in best] or [
-                self._spare((), scores)[0]
-            ]
+            spare = [s for s in self.spare((), scores) if self.expert_in[s] not in best] or [self.spare((), scores)[0]]
             now, missing = missing[: len(spare)], missing[len(spare) :]
             yield Group(tuple(now), tuple(zip(now, spare, strict=False)))
 
@@ -142,11 +140,8 @@ class ExpertPolicy:
         own = slots == len(self.slot_of)
         return other, [(expert, expert if own else slot) for slot, expert in enumerate(stay)]
 
-    def spare(self, wanted: Collection[int], most: int) -> list[int]:
-        """Returns at most so many slots that hold none of these experts, the least valuable first."""
-        return self._spare(wanted, self.scores)[:most]
-
-    def _spare(self, wanted: Collection[int], scores: npt.NDArray[np.float64]) -> list[int]:
+    def spare(self, wanted: Collection[int], scores: npt.NDArray[np.float64]) -> list[int]:
+        """Returns the slots that hold none of these experts, by these scores the least valuable first."""
         worth = np.where(self.expert_in < 0, -1.0, scores[self.expert_in])
         taken = self.slot_of[np.fromiter(wanted, np.int64, len(wanted))]
         worth[taken[taken >= 0]] = np.inf

@@ -50,31 +50,31 @@ class ExpertPrefetch:
         self._next = {id(a): b for a, b in itertools.pairwise(switches)}
         self._reads = reads
         self._metrics = metrics
-        self._foreseen: dict[int, set[int]] = {}  # of the switches whose call comes next, by id
-        self._idle: float | None = None  # seconds in which the disk has nothing to do, a layer
-        self._stall = 0.0  # seconds that a layer waits for the disk
+        self._prefetched: dict[int, set[int]] = {}  # experts prefetched for the next switches, by id
+        self._idle: float | None = None  # idle seconds of the disk per layer
+        self._stall = 0.0  # seconds per layer spent waiting for the disk
         self._since: float | None = None
         self._routed = 0.0
-        self._credit = 0.0  # experts that could have been read in that time
-        self._sweep = 0  # of a cycle
+        self._credit = 0.0  # experts that the disk could have read while idle
+        self._pass = 0  # pass number within a cycle
         self._on = True
-        self._spent, self._calls = 0.0, 0  # seconds of this sweep's calls
-        # Seconds and calls of sweeps that foresaw, and of those that did not; what was long ago counts less.
+        self._spent, self._calls = 0.0, 0  # seconds and calls of this pass
+        # Seconds and calls of passes with and without prefetching; older ones count less.
         self._took = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
     def begin(self) -> None:
         self._since = None
-        self._foreseen = {}
+        self._prefetched = {}
         if not self._calls:
             return
-        if self._sweep < TRIED and self._sweep % RUN:
+        if self._pass < TRIED and self._pass % RUN:
             took = self._took[self._on]
             took[0], took[1] = took[0] + self._spent, took[1] + self._calls
         self._spent, self._calls = 0.0, 0
-        self._sweep = (self._sweep + 1) % CYCLE
-        if self._sweep < TRIED:
-            self._on = self._sweep // RUN % 2 == 0
-        elif self._sweep == TRIED:
+        self._pass = (self._pass + 1) % CYCLE
+        if self._pass < TRIED:
+            self._on = self._pass // RUN % 2 == 0
+        elif self._pass == TRIED:
             on, off = (seconds / calls for seconds, calls in (self._took[True], self._took[False]))
             self._on = on <= GAIN * off
             self._took = {which: [seconds / 2, calls / 2] for which, (seconds, calls) in self._took.items()}
@@ -93,7 +93,7 @@ class ExpertPrefetch:
         except Routed as routed:
             return routed.indices
         except (TypeError, ValueError, AttributeError, IndexError):
-            # It is called in another way, or its experts are given something else.
+            # The block is called in another way, or its experts get another input.
             del self._next[id(switch)]
         finally:
             self.predicting = False
@@ -106,9 +106,9 @@ class ExpertPrefetch:
             self._spent += idle
             self._idle = idle if self._idle is None else self._idle + (idle - self._idle) / RECENT
             each = self._reads.expert_s
-            # Nothing was ever waited for: then there is nothing to foresee either.
+            # Without any wait for the disk there is nothing to prefetch.
             self._credit = min(MOST, self._credit + (self._idle / each if each else 0.0))
-        foreseen = self._foreseen.pop(id(switch), None)
+        foreseen = self._prefetched.pop(id(switch), None)
         if foreseen is None:
             return
         self._metrics.experts.wasted += len(foreseen - wanted)
@@ -119,12 +119,12 @@ class ExpertPrefetch:
         policy, scores = after.policy, after.policy.scores
         missing = sorted((e for e in likely if policy.slot_of[e] < 0), key=lambda e: (-scores[e], e))
         missing = missing[: int(self._credit)]
-        # What is likely stays, and so does what is on its way.
-        spare = policy.spare({*likely, *after.arriving}, len(missing))
+        # Keep likely and arriving experts.
+        spare = policy.spare({*likely, *after.arriving}, scores)
         loads = list(zip(missing, spare, strict=False))
         if loads:
             self._credit -= len(loads)
-            self._foreseen[id(after)] = {e for e, _ in loads}
+            self._prefetched[id(after)] = {e for e, _ in loads}
             self._metrics.experts.foreseen += len(loads)
             self._reads.prefetch(after, loads)
 

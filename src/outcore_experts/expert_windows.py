@@ -58,9 +58,9 @@ class Windows:
     def __init__(self, switches: Sequence[CachedSwitch], units: Sequence[StreamedUnit], ring: Ring) -> None:
         self._ring = ring
         self._stacks: dict[int, list[_Stack]] = {}
-        self._windows: dict[int, _Window] = {}  # by switch's module
+        self._windows: dict[int, _Window] = {}  # by the id of the switch's module
         self._of_unit: dict[int, _Window] = {}
-        self._filling: dict[int, Read] = {}  # of each unit, the last that copied out of a pool
+        self._filling: dict[int, Read] = {}  # the latest read of each unit that copied from a cache
         for switch in switches:
             if switch.unit.cast:
                 continue
@@ -105,7 +105,7 @@ class Windows:
                 if n < LEAST:
                     continue
                 for first, end in _runs(inside):
-                    # Up to what is in the pool; blocks at the edges are its own bytes, on disk and in the slot.
+                    # Read up to the cached expert, with the same block edges on disk and in the slot.
                     start = extent.offset + stack.at - extent.at + first * n
                     if start > begin:
                         extents.append(_part(extent, begin, start))
@@ -131,7 +131,7 @@ class Windows:
             window.loads = _wanted(switch, window.routed)
             switch.policy.vacate([place for _, place in window.loads])
         if lease.unit in self._filling:
-            # Of this sweep it has long ended; where there are fewer units than slots, the next one's is under way.
+            # This pass's read has ended; with fewer units than slots, the next pass's may be running.
             self._filling.pop(lease.unit).ended()
         for stack in self._stacks[lease.unit]:
             n = switch.unit.tensors[stack.tensor].read_bytes

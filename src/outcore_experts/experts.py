@@ -82,7 +82,6 @@ class Experts:
             swap(each.unit.switch.module, "Pooled", self._call(each))
 
     def bind(self, ring: Ring, units: Sequence[StreamedUnit]) -> None:
-        """Reads missing experts by this ring's reader, and streams all experts through its slots in long passes."""
         self._reads.reader = ring.reader
         if self._placed is not None:
             ring.reader.move = self._placed.move
@@ -92,10 +91,9 @@ class Experts:
     def slots(self) -> list[int]:
         return [each.policy.slots for each in self._switches]
 
-    # Sweeps
+    # A pass
 
     def begin(self, tokens: int | None) -> bool:
-        """Begins a pass over so many tokens (None: many). Returns whether it uses the caches."""
         self._pending = None
         shapes = [(s.unit.switch.experts, s.unit.used, s.policy.slots) for s in self._switches]
         self.pooled = tokens is not None and reads_experts(tokens, shapes)
@@ -105,7 +103,7 @@ class Experts:
             self.prefetch.begin()
         for each in self._switches:
             if not self.pooled:
-                # Who copies out of pools, and into them, knows nothing of what is on its way.
+                # Copies between ring and caches ignore experts that are still arriving.
                 each.arrived(each.arriving, cancel=True)
             if each.policy.slots == each.unit.switch.experts:
                 self._fill(each)
@@ -126,7 +124,7 @@ class Experts:
     def abandon(self) -> None:
         self._pending = None
         for switch in self._switches:
-            # Wait for what the device has of it; of what it has not, parts may be missing. Nobody wants either.
+            # Wait for the work that the device has; the rest cannot be evaluated. No caller needs the results.
             with contextlib.suppress(RuntimeError):
                 mx.eval(switch.last)
             switch.last = []
@@ -152,7 +150,7 @@ class Experts:
                 if self._windows is not None:
                     self._windows.route(switch, indices)
                 return original(*args, **kwargs)
-            # What was computed with this pool before reads its table, and its slots.
+            # Earlier work with this cache must be done before its table and slots change.
             mx.eval(switch.last)
             switch.last = []
             if self._eager or min(indices.size, switch.unit.switch.experts) > switch.policy.slots:
@@ -174,7 +172,6 @@ class Experts:
         return call
 
     def settle(self) -> None:
-        """Brings the experts of the last called switch into its cache."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -315,7 +312,7 @@ class ExpertIndices:
         self._width = indices.shape[-1]
         self.arrays = [indices]
         if scalars is not None and indices.size <= MOST_SCALARS:
-            # Cast last: a slice would be part of a larger array.
+            # Cast last, as a slice would refer to a larger array.
             flat, each = indices.reshape(-1), SCALAR // scalars.size
             self.arrays = [flat[n : n + each].astype(scalars) for n in range(0, indices.size, each)]
 
@@ -339,7 +336,6 @@ def _tables(experts: Sequence[int], device: str) -> list[mx.array]:
 
 
 def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[mx.array, mx.array, dict[str, Any]]:
-    """Returns a switch call's hidden states, expert indices and other arguments."""
     rest = dict(kwargs)
     values = list(args)
     for name in ("x", "indices")[len(values) :]:

@@ -51,7 +51,7 @@ class Pools:
 
     def __init__(self, session: Session, calibration: Calibration) -> None:
         self.session, self._calibration = session, calibration
-        self._before: Counts | None = None  # slots, before they were fewer
+        self._before: Counts | None = None  # slots before they were reduced
 
     @property
     def spare(self) -> list[int]:
@@ -68,7 +68,7 @@ class Pools:
         wanted = max(len(whole), min(_slots(whole), _slots(now) - slots))
         share = wanted / max(1, _slots(whole))
         counts = {i: max(1, int(n * share)) for i, n in whole}
-        for i, n in whole:  # those that are left over by rounding down
+        for i, n in whole:  # distribute what rounding down left over
             counts[i] += counts[i] < n and sum(counts.values()) < wanted
         if (changed := tuple(counts.items())) == now:
             return 0
@@ -79,7 +79,7 @@ class Pools:
     def fit(self, size: ModelSize, step: int | None, allowed: int) -> None:
         plan, fitting = self.session.plan, None
         steps = [step] if step else [s for s in prefill_steps(size.prompt) if s <= ENOUGH_STEP]
-        # Less may be free than was to be used: then what there is must do, as it does while a model is loaded.
+        # Less than the budget may be free: if nothing fits into that, plan for the budget, as loading does.
         for room in (allowed, plan.budget_bytes):
             fitting = fitting or ON_DEMAND.best(
                 size,
@@ -91,7 +91,7 @@ class Pools:
                 calibration=self._calibration,
             )
         if fitting is None:
-            # What was streamed cannot be in memory again: its arrays are gone.
+            # Streamed layers cannot become resident here: their arrays are gone.
             fitting = another(self.session, size, plan.budget_bytes, prefill_step=step, resident=0)
         self._before = None
         self._change(replace(fitting, budget_bytes=plan.budget_bytes))

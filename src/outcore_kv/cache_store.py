@@ -15,14 +15,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from outcore.disk.layout import Extent
 from outcore.modules.cache_rollback import KEEPER
 from outcore.modules.hooks import handle
 from outcore.sizes import BLOCK, round_up
 
-from .offloaded_cache import Offloaded, as_offloaded, as_plain
 from .scratch import Region, Scratch
 
 TOKENS = 256
@@ -63,7 +62,6 @@ class Form:
         return places
 
     def head(self, t: Tensor) -> int:
-        """Returns the bytes from one head to the next."""
         return round_up(self.tokens * t.row, BLOCK)
 
     def slot_places(self, room: int) -> list[int]:
@@ -112,14 +110,14 @@ class CacheStore:
             if away:
                 self.leave(cache)
             else:
-                # It could not be put away.
+                # It could not be stored.
                 as_plain(cache)
                 cache.__dict__.update(own)
             cache.offset = offset
 
         return back
 
-    # Out of memory
+    # To disk
 
     def leave(self, cache: Any) -> None:
         """Drops the cache's arrays: this store has their contents."""
@@ -144,7 +142,7 @@ class CacheStore:
             base = 0
         base = min(base, offset)
         if base < held.written:
-            # Taken back, into what is on disk.
+            # The cache was trimmed to less than what is on disk.
             held = replace(held, written=base, tail=(), changes=held.changes + 1)
         whole = offset // TOKENS * TOKENS
         plain = [a for _, a in arrays]
@@ -165,7 +163,7 @@ class CacheStore:
                     at = held.region.offset + place + h * held.form.head(t) + first * t.row
                     self.scratch.write(at, part[h].reshape(-1).data)
 
-    # Into memory
+    # To memory
 
     def on_disk(self, offset: int) -> int:
         return min(self.held.written, offset)
@@ -268,3 +266,90 @@ def _longer(held: StoredTokens, arrays: Sequence[mx.array], base: int, offset: i
     for tail, more in zip(held.tail, new, strict=True):
         tail[:, first:end] = more
     return held.tail
+
+
+KEPT = ("keys", "values")
+
+
+class Offloaded:
+    """Mixed in before a cache's own class while its keys and values are on disk. Trimming only changes its offset.
+
+    Reading keys or values loads them for the caller. Assigning to them, or adding tokens outside of a streamed layer,
+    brings them back to memory for good.
+    """
+
+    offset: int
+    outcore_away = True
+    """Read by ``cache_rollback``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in KEPT:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._whole(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in KEPT:
+            self._keeper.bring_back(self)
+        object.__setattr__(self, name, value)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self._whole()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Copies and pickles as a cache in memory."""
+        whole = self._whole()
+        return _made, (type(whole), whole.__dict__)
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        self._keeper.bring_back(self)
+        cache: Any = self  # now of its own class
+        return cache.update_and_fetch(keys, values)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """As mlx-lm's, but when the cache is needed next."""
+        return self._keeper.quantized(self, group_size, bits)
+
+    def empty(self) -> bool:
+        return not self.offset
+
+    @property
+    def nbytes(self) -> int:
+        return self._keeper.nbytes
+
+    @property
+    def _keeper(self) -> CacheStore:
+        keeper: CacheStore = self.__dict__[KEEPER]
+        return keeper
+
+    def _whole(self) -> Any:
+        made = _made(type(self), self.__dict__)
+        self._keeper.bring_back(made)
+        return made
+
+
+def _made(kind: Any, attributes: dict[str, Any]) -> Any:
+    made: Any = kind.__new__(kind)
+    made.__dict__.update(attributes)
+    return made
+
+
+_OFFLOADED: dict[type, type] = {
+    # Named like mlx-lm's classes, as prompt cache files store the class name.
+    KVCache: type("KVCache", (Offloaded, KVCache), {"__module__": __name__}),
+    QuantizedKVCache: type(
+        "QuantizedKVCache", (Offloaded, QuantizedKVCache), {"__module__": __name__, "to_quantized": property()}
+    ),
+}
+_PLAIN = {away: plain for plain, away in _OFFLOADED.items()}
+
+PLAIN = tuple(_OFFLOADED)
+
+
+def as_offloaded(cache: Any) -> None:
+    for name in KEPT:
+        cache.__dict__.pop(name, None)
+    cache.__class__ = _OFFLOADED.get(type(cache), type(cache))
+
+
+def as_plain(cache: Any) -> None:
+    cache.__class__ = _PLAIN.get(type(cache), type(cache))

@@ -33,8 +33,7 @@ from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.sizes import format_size
 
-from .cache_store import CacheStore
-from .offloaded_cache import PLAIN, Offloaded
+from .cache_store import PLAIN, CacheStore, Offloaded
 from .scratch import Scratch, try_folder
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class KvDisk:
         self._reader = FileReader([scratch.file], threads=threads, metrics=metrics)
         self._open: dict[int, _OwnCaches] = {}
         self._order: list[int] = []
-        self._last: list[list[weakref.ref[Any]]] = [[] for _ in layers]  # whom each layer served last
+        self._last: list[list[weakref.ref[Any]]] = [[] for _ in layers]  # caches that each layer used last
         self._nothing = mx.zeros((0,), dtype=mx.uint8)
         self._read: weakref.WeakKeyDictionary[Read, list[_Was]] = weakref.WeakKeyDictionary()
         self._ring = self._make_ring(slot_bytes)
@@ -141,12 +140,12 @@ class KvDisk:
                 cache = each[n] if n < len(each) else None
                 kept = keeper_of(cache)
                 if isinstance(kept, CacheStore) and kept.scratch is not self._scratch:
-                    # Another model's, of the same weights perhaps.
+                    # It belongs to another model, perhaps with the same weights.
                     in_memory([cache])
                 if type(cache) in PLAIN and keeper_of(cache) is None and _alone(cache):
                     CacheStore(self._scratch, self._tokens).put_away(cache, 0)
 
-    # A sweep
+    # A pass
 
     def begin_sweep(self) -> None:
         for turn in self._open.values():
@@ -164,7 +163,7 @@ class KvDisk:
             return
         turn = self._open.get(unit)
         if turn is not None:
-            # Another pass: quantizing makes others of them.
+            # A further pass: quantizing replaces the caches.
             turn.caches = [self._replaced(old, c) for old, c in zip(turn.caches, _kept(caches), strict=True)]
             return
         mine = _kept(caches)
@@ -233,7 +232,7 @@ class KvDisk:
                 if _alone(cache):
                     kept.put_away(cache, base)
                 else:
-                    cache.__dict__.pop(KEEPER, None)  # of several sequences: it stays
+                    cache.__dict__.pop(KEEPER, None)  # several sequences stay in memory
         del self._open[unit]
         if turn.lease is not None:
             self._ring.release(turn.lease)
@@ -253,7 +252,7 @@ class KvDisk:
         """Returns the reads for a layer: the stored tokens of the caches that it used last."""
         turn = self._open.get(unit)
         if turn is not None and not turn.there:
-            # Its graph was built before its turn has come.
+            # Its graph is built, but it is not computed yet.
             needed = turn.needed
         else:
             caches = [c for ref in self._last[unit] if isinstance(c := ref(), Offloaded) and c.offset]
@@ -270,7 +269,6 @@ class KvDisk:
         return Partly(extents, (), begun)
 
     def _is_there(self, turn: _OwnCaches) -> bool:
-        """Whether the prefetch matches what is needed now."""
         assert turn.lease is not None
         needed = [(k, (k.held.region, k.held.changes), k.held.room, k.on_disk(base)) for k, base in turn.needed]
         was = self._read.get(turn.lease.read, [])

@@ -58,14 +58,14 @@ class Scratch:
     """
 
     def __init__(self, folder: Path, io: str = "auto") -> None:
-        with contextlib.suppress(RuntimeError):  # "~" and no user of that name: a folder may have it
+        with contextlib.suppress(RuntimeError):  # "~name" without such a user: it may be a folder
             folder = folder.expanduser()
         self.folder = folder
         self._calls = disk_calls.system()
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._held: dict[weakref.ref[Region], tuple[int, int]] = {}  # their offsets and bytes
-        # Appended to by the interpreter, with no line of Python in which a Ctrl-C could get lost.
+        self._held: dict[weakref.ref[Region], tuple[int, int]] = {}  # offset and bytes
+        # The interpreter appends without running Python code, in which a Ctrl-C could get lost.
         self._gone: deque[weakref.ref[Region]] = deque()
         try:
             self.made = not folder.is_dir()
@@ -89,7 +89,7 @@ class Scratch:
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-        # Where that is not by advice: what was written is to go to the disk, not to stay in memory.
+        # Written data should go to the disk, not stay in the page cache (macOS sets this per file).
         self._calls.around_cache(self._fd)
         self._closed = False
 
@@ -120,7 +120,7 @@ class Scratch:
             offset, nbytes = self._held.pop(self._gone.popleft())
             self._free.setdefault(nbytes, []).append(offset)
             if sys.platform == "linux":
-                # What it takes is given back sooner or later, where the file system cannot.
+                # File systems without it free the space when the file goes.
                 with contextlib.suppress(AttributeError):
                     call = ctypes.CDLL(None).fallocate
                     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -145,7 +145,6 @@ class Scratch:
             raise StoreError(f"{self.folder}: keys and values could not be read: {why}") from e
 
     def close(self) -> None:
-        """Closes the file once nothing reads from it; safe to call twice."""
         if not self._closed:
             self._closed = True
             os.close(self._fd)
@@ -153,7 +152,7 @@ class Scratch:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this model was closed, and with it went what its caches had on disk")
+            raise ClosedError("this model is closed, and its caches on disk are gone")
 
     def _failed(self, e: OSError, nbytes: int) -> StoreError:
         advice = "free some, or name another folder (OUTCORE_CACHE, or kv_dir)"

@@ -132,7 +132,7 @@ def prepare(
         opened = replace(opened, planning=planning, draft=planning.draft)
     profile, kind = opened.profile, opened.planning.kind
     if o.most_sequences > 1:
-        alone = profile.evaluates or not mergeable(profile.lazy.model)
+        alone = profile.trace.evaluates or not mergeable(profile.lazy.model)
         plan_for = partial(_plan_for_several, profile.size, alone=alone, budget=budget, calibration=opened.calibration)
         size, plan = plan_for(o)
         if ranks is not None:

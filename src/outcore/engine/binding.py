@@ -77,7 +77,7 @@ def ring_units(profile: ModelProfile, plan: Plan) -> tuple[list[StreamedUnit], l
         numbers.setdefault(part.layer, []).append(len(units))
         units.append(_streamed_unit(profile, part))
     for i in {i for i, n in numbers.items() if len(n) == 1}:
-        # One part of a layer is bound for the layer's whole call, which costs less than one for each piece.
+        # A layer with a single unit is bound for its whole call, which is cheaper than for each of its modules.
         units[numbers[i][0]] = dataclasses.replace(units[numbers[i][0]], modules=())
     if plan.head_streamed:
         for i, table in enumerate(profile.tables, start=len(profile.layers)):
@@ -150,10 +150,10 @@ def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Pr
         done += sum(a.nbytes for a in arrays)
         targets = [profile.cast.target(p.path, a.dtype) for p, a in zip(groups[i], arrays, strict=True)]
         arrays = [a if to is None else a.astype(to) for a, to in zip(arrays, targets, strict=True)]
-        # What is stacked (experts) must lie row by row: ``modules.layers`` says why.
+        # Stacked experts must be contiguous by row: ``modules.layers`` says why.
         arrays = [mx.contiguous(a) if a.ndim > 2 else a for a in arrays]
         if not lazy:
-            # What is decoded or cut takes memory on its way: one after the other, of one at a time.
+            # Decoding and cutting take extra memory, so evaluate one array at a time.
             for each in [[a] for a in arrays] if profile.lazy.decoders or profile.lazy.reshape else [arrays]:
                 mx.eval(each)
         put(groups[i], arrays)
@@ -167,9 +167,9 @@ def check_when_read(profile: ModelProfile) -> None:
     unread = [weakref.ref(a) for _, a in named_parameters(model)]
 
     def read(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Before MLX reads, too: what fails there may be counted as under way for ever (``allocator.mistrust``).
+        # Check before MLX reads as well: MLX may count memory of a failed read forever (``allocator.mistrust``).
         profile.lazy.checkpoint.check()
-        # Those that are still there, and not the model's parameters: those may be others', or a transformation's.
+        # The original arrays that still exist: the model's parameters may have been replaced or transformed.
         try:
             mx.eval([a for a in (weak() for weak in unread) if a is not None])
         except RuntimeError:

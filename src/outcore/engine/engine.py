@@ -65,8 +65,8 @@ class Engine:
         self.exclusive: AbstractContextManager[object] = contextlib.nullcontext() if exclusive is None else exclusive
         self.streaming: Streaming | None = None
         self._closed = False
-        self._unbound: Plan | None = None  # could not be bound while the model ran: whoever calls it next tries again
-        # They run when the model is closed, or dropped unclosed: nothing of theirs refers to it.
+        self._unbound: Plan | None = None  # plan whose binding failed; the next call tries again
+        # They run when the model is closed or garbage-collected, so they must not refer to it.
         self._give_back: Callable[[], object] | None = None
         self._close_files: weakref.finalize[Any, Any] | None = None
         clear_cache()
@@ -97,7 +97,7 @@ class Engine:
             return State.CLOSED
         return State.RESIDENT if self.streaming is None else State.STREAMING
 
-    # What changes it, between passes
+    # Changes between passes
 
     def adopt(self, plan: Plan, size: ModelSize | None = None) -> None:
         """Runs by another plan from now on, for a model of another size if ``size`` is given, and sets MLX's cache
@@ -108,7 +108,6 @@ class Engine:
         self.hold(plan)
 
     def resize(self, size: ModelSize) -> None:
-        """Replaces the model's size before there is a plan for it."""
         self.size, self.profile = size, replace(self.profile, size=size)
 
     def stream(self, plan: Plan) -> None:
@@ -124,9 +123,9 @@ class Engine:
         try:
             self._bind(plan)
         except BaseException:
-            # Its weights are neither in memory nor bound to a ring.
+            # The weights are neither in memory nor bound to a ring.
             self._unbound = plan
-            unswap(model)  # it may have got as far as the ring
+            unswap(model)  # it may have been bound to the ring
             swap(model, "Unbound", again)
             raise
         self._unbound, self.plan = None, plan
@@ -149,7 +148,7 @@ class Engine:
             if self._give_back is not None:
                 self._give_back()
 
-    # How it is done
+    # Internals
 
     def _connect(self) -> Stage:
         return Stage()
@@ -163,11 +162,10 @@ class Engine:
             return
         left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
         needs = Needs(
-            # Where nothing is streamed, what the budget leaves over is the allocator's.
+            # If nothing is streamed, the allocator may cache what the budget leaves over.
             cache=plan.allocator_bytes + left_over,
-            # MLX allocates for queued work ahead of its turn, as much as there is room for. Behind each operation that
-            # took it past this limit it waits for work to finish; freed memory is not counted there, or makes room
-            # late.
+            # MLX allocates for queued work in advance, as much as there is room for. After an operation that exceeds
+            # this limit it waits for work to finish; there freed memory counts late or not at all.
             memory=plan.budget_bytes - plan.allocator_bytes - self.size.ahead,
             waits=plan.streams,
             wired=plan.peak_bytes,
@@ -189,11 +187,11 @@ class Engine:
         reader = reading.reader(sorted({e.file for u in units for e in u.unit.extents}), self.metrics)
         tables: list[StreamedTable] = []
         try:
-            # It was opened a while ago, or long ago, where memory got short since. From here on the reader looks.
+            # The files were opened some time ago. From here on the reader checks them.
             if reading.readable:
                 profile.lazy.checkpoint.check()
             tables = streamed_tables(profile, plan, units, reading, self.metrics)
-            # Weights that are in memory and shall not be: freed before slots are made.
+            # Free weights that will be streamed before the slots are made.
             gone = [*(units[n].layer for n in streamed), *(t.table.layer for t in tables)]
             forget(gone)
             ring = Ring(
@@ -213,7 +211,7 @@ class Engine:
                     bound,
                     metrics=self.metrics,
                     copies=profile.copies,
-                    evaluates=profile.evaluates,
+                    evaluates=profile.trace.evaluates,
                     exclusive=self.exclusive,
                     transport=self.transport,
                 )

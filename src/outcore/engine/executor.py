@@ -65,7 +65,7 @@ class LayerExecutor:
         self._metrics, self._after_unit = metrics, after_unit
         self._evaluates, self._transport = evaluates, transport
         self._pending: deque[tuple[Lease, list[mx.array]]] = deque()  # oldest first
-        self._open: Recorded | None = None  # the part of a layer whose modules are called now, one after the other
+        self._open: Recorded | None = None  # unit of a layer whose modules are being called
 
     def bind(self, layers: StreamedLayers) -> None:
         self._layers = layers
@@ -120,7 +120,7 @@ class LayerExecutor:
                     self._enter(unit, args, kwargs)
                 out = original(*args, **kwargs)
                 if (last := self._open) is not None:
-                    # Of several passes each has its caches from the one before: held here, all of them would be there.
+                    # Recorded passes hand caches on: holding them here would keep all versions in memory.
                     last.arrays += handles(out) if self.recording is not None else handles(out, args, kwargs)
                     last.leaving = (
                         [] if self._transport.alone else self._transport.leaving(self._layers.module(unit), out)
@@ -149,7 +149,7 @@ class LayerExecutor:
                 mx.eval(arrays)
         self._pending.clear()
 
-    # A unit's turn
+    # The work of a unit
 
     def _begin(self, unit: int, args: Any, kwargs: Any) -> Recorded:
         """Puts a unit's weights, which may still be on their way, into the model; a recorded pass reserves its slot in
@@ -166,9 +166,9 @@ class LayerExecutor:
             return turn
         lease = ring.take(unit)
         if not lease.read.ready:
-            # Resident layers since the last streamed one are in the inputs' graph and on no queue yet.
+            # Compute the resident layers before this one, which are in the graph of its inputs, during the read.
             self.settle()
-            # What caches hold is left out, so that their buffers can be reused.
+            # Leave caches out, so that their buffers can be reused.
             mx.async_eval([a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)])
         if self._evaluates:
             self.arrive(lease)
@@ -231,7 +231,7 @@ class LayerExecutor:
         if lease.read.ready:
             lease.read.wait()
         else:
-            # Waiting for the disk anyway: the slot that is being computed from may as well be read into next.
+            # The thread waits for the disk anyway, so release the slot that is being computed from for the next read.
             self.drain()
             self._layers.ring.wait(lease)
         if not self._transport.alone:
@@ -249,7 +249,7 @@ class LayerExecutor:
         if self._transport.alone:
             return
         if self._transport.waits:
-            # Others compute meanwhile: the slot that was computed from may as well be read into next.
+            # The other ranks compute meanwhile, so release the slot that was computed from for the next read.
             self.drain()
         self._transport.settle()
 
@@ -260,7 +260,7 @@ class LayerExecutor:
             self._transport.depart(leaving)
         return out
 
-    # What it takes to go back
+    # Undo
 
     def moved(self) -> Moved:
         return [] if self.undo is None else self.undo.moved()

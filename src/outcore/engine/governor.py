@@ -86,23 +86,22 @@ class Governor:
     """Decides for one model while it runs. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int, Pressure]] = deque()  # lately: bytes held, and what was read
+        self._seen: deque[tuple[float, int, Pressure]] = deque()  # recent (time, bytes held, reading)
         self._due_at = -math.inf
-        self._window: tuple[float, Pressure] | None = None  # where the rates of this window begin
-        self._paging_s = 0.0  # for how long memory has been paged by now
-        self._swapping = False  # in the last window
-        self._swept = True  # a pass has ended since memory was given up last
-        self._pass_s = 0.0  # of the last one
+        self._window: tuple[float, Pressure] | None = None  # start of the window for rates
+        self._paging_s = 0.0  # seconds of paging so far
+        self._swapping = False  # whether pages were swapped in during the last window
+        self._swept = True  # whether a pass has ended since memory was last given up
+        self._pass_s = 0.0  # of the last pass
         self._shed_at: float | None = None
-        self._grown = False  # since memory was given up last
+        self._grown = False  # whether memory came back since it was last given up
         self._calm_s = CALM_S
         self._calm_since: float | None = None
-        self._answered = False  # macOS's warning
+        self._answered = False  # whether macOS's warning was acted on
         self._had_room = False
-        self._starved: tuple[float, int] | None = None  # since when, and what was free then
+        self._starved: tuple[float, int] | None = None  # time, and bytes free then
 
     def growth(self, pressure: Pressure) -> int:
-        """Returns the bytes that new memory may take: none while macOS warns."""
         free = room(pressure.limits)
         return min(0, free) if _warns(pressure) else free
 
@@ -140,7 +139,7 @@ class Governor:
         self._note_paging(now, pressure)
         self._had_room = self._had_room or limit.available >= STARVED * wanted
         if self._shed_at is not None and now - self._shed_at >= 2 * MOST_CALM_S:
-            self._calm_s, self._grown, self._shed_at = CALM_S, False, None  # it hurt long ago
+            self._calm_s, self._grown, self._shed_at = CALM_S, False, None  # forget old failures
         missing, why = max(1, spare), ran_out
         if not ran_out:
             missing, why = self._missing(now, pressure, limit, free, again, spare, away)
@@ -179,7 +178,9 @@ class Governor:
             return max(1, spare), "macOS says that memory pressure is critical"
         paging = self._paging_s >= HOLD_S
         settled = self._shed_at is None or (self._swept and now - self._shed_at >= WINDOW_S)
-        if paging and settled and self._shed_at is not None and not self._grown:  # else it goes with what came back
+        if (
+            paging and settled and self._shed_at is not None and not self._grown
+        ):  # otherwise paging came with what grew back
             return max(1, spare), "memory is still being paged"
         if free - again < wanted / 2:
             taken = f", and others have taken {format_size(again)} of late" if again > wanted / 8 else ""
@@ -229,7 +230,7 @@ class Governor:
             self._starved = None
             return False
         since, then = self._starved = self._starved or (now, free)
-        # There may be no time for another look where others go on taking.
+        # If other processes keep taking memory, there may be no time for another reading.
         return now - since >= LOOK_S if low else now - since >= 2 * ALERT_S and free < then
 
     def _growth(self, now: float, pressure: Pressure, spare: int, away: Sequence[int], promised: int) -> int:
@@ -242,7 +243,7 @@ class Governor:
             return 0
         free = min(x.available - 2 * reserve(x) for x in pressure.limits)
         if pressure.warning_room is not None:
-            # What comes back is wired, and a warning that it brings about takes it away again.
+            # Regrown weights are wired and may cause a warning that takes them away again.
             free = min(free, pressure.warning_room)
         growth = min(free - promised, sum(away), max(max(away), int((spare + sum(away)) * SHARE)))
         return growth if growth >= away[0] else 0
@@ -251,10 +252,10 @@ class Governor:
 def _ran_out(before: Pressure, now: Pressure) -> str:
     """Says for the user how memory ran out since the last reading; empty if it did not."""
     if now.oom_kill > before.oom_kill:
-        return "the kernel has ended a process of this control group for want of memory"
+        return "the kernel killed a process of this control group because memory ran out"
     if now.oom > before.oom:
         return "the control group ran out of memory"
-    return "tasks of the control group wait for memory that is not there" if now.under_oom else ""
+    return "tasks of the control group are waiting for memory" if now.under_oom else ""
 
 
 def _warns(pressure: Pressure) -> bool:

@@ -213,7 +213,6 @@ def resident_bytes(table: Table) -> int:
 
 
 def head_size(tables: Sequence[Table], place: Place) -> LayerSize | None:
-    """Returns the size of all tables outside of layers that are multiplied with, as one."""
     if not tables:
         return None
     cast = max(resident_bytes(t) if any(t.casts) else 0 for t in tables)
@@ -261,9 +260,9 @@ def activations(
         "token": int(HEADROOM * item * (widest + 8 * hidden)),
         "hidden": item * hidden,
         "between": item * 2 * hidden,
-        # And a mask, made of positions.
+        # 8 bytes for a mask made of positions.
         "score": heads * scores * item + 8,
-        # Logits, log-probabilities, and what a sampler sorts.
+        # Logits, log-probabilities and the sampler's sorted copies.
         "logits": vocab * 4 * LOGITS_COPIES,
     }
 
@@ -274,7 +273,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> int:
-    """Returns the size of an output number: that of ``dtype``, or of the dtype that most scales of the weights have."""
+    """Returns the bytes of an output number: that of ``dtype``, or of the dtype of most weights' scales."""
     floats: dict[int, int] = {}
     for a in parameters.values():
         if mx.issubdtype(a.dtype, mx.floating):

@@ -42,9 +42,9 @@ class Watch:
         self._read = read or read_pressure
         self._clock = clock
         self._passes = 0
-        self._since = 0  # passes since the last look
-        self._ended = False  # a pass has, since the last look
-        self._pending: Decision | None = None  # found in the middle of a pass
+        self._since = 0  # passes since the last reading
+        self._ended = False  # whether a pass has since the last reading
+        self._pending: Decision | None = None  # decided in the middle of a pass
         self.attach()
 
     def attach(self) -> None:
@@ -79,14 +79,13 @@ class Watch:
                 self._pending = decision
 
     def room(self) -> int:
-        """Returns the bytes that may still be taken without touching the reserve."""
         return self.governor.growth(self._read())
 
     def _look(self, within: bool = False) -> Decision:
         layers, plan, streaming = self.residency.layers, self.engine.plan, self.engine.streaming
         kept = mx.get_cache_memory()
         held = mx.get_active_memory() + kept
-        # What the next prompt will be computed with is free until it comes; while one is computed, it is taken.
+        # Activations of a prompt are free memory until it comes, and in use while it is computed.
         prompt = within and streaming is not None and streaming.pass_tokens > 1
         needed = 0 if prompt else max(0, plan.activation_bytes - kept)
         pass_s = streaming.pass_s if streaming is not None and self._ended else None

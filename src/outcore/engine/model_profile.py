@@ -97,14 +97,6 @@ class ModelProfile:
     kept_apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     share: Any = None
 
-    @property
-    def units(self) -> list[Unit | None]:
-        return [each.unit for each in self.parts]
-
-    @property
-    def evaluates(self) -> bool:
-        return self.trace.evaluates
-
 
 def profile_of(
     lazy: LazyModel,
@@ -131,12 +123,12 @@ def profile_of(
     to = Cast(lazy.model, dtype)
     place = Place(lazy.origins if where is None else where, direct, device_alignment())
     layers = _layers_on_disk(lazy, place.where)
-    rehearsal, pieces, candidates, notes = _rehearse(lazy, layers, to, experts)
-    item, called = item_bytes(dict(named_parameters(lazy.model)), dtype), set(rehearsal.order)
+    trace, pieces, candidates, notes = _traced(lazy, layers, to, experts)
+    item, called = item_bytes(dict(named_parameters(lazy.model)), dtype), set(trace.order)
     sizes, parts = list[LayerSize](), list[LayerParts]()
     for i, layer in enumerate(layers):
         casts = tuple(to.target(f"{layer.path}.{p.path}", p.array.dtype) for p in layer.parameters)
-        split, used = i in rehearsal.pieces, rehearsal.used.get(i, 0)
+        split, used = i in trace.pieces, trace.used.get(i, 0)
         switch, numbers = None, None
         if experts is not None and split:
             switch, numbers = experts.experts(layer, pieces[i], casts, place, used, to)
@@ -145,16 +137,16 @@ def profile_of(
         parts.append(LayerParts(pieces[i], casts, _decoders(lazy, layer, place), None, switch))
     sizes, too_large = _within_slots(sizes, layers)
     resident = {i for i, size in enumerate(sizes) if not size.streamable}
-    tables, order = _tables(lazy, candidates, to, rehearsal, len(layers))
+    tables, order = _tables(lazy, candidates, to, trace, len(layers))
     order = [i for i in order if i not in resident] or [i for i in range(len(layers)) if i not in resident]
-    own = {} if rehearsal.evaluates else {i: n for i, n in rehearsal.own.items() if i not in resident}
+    own = {} if trace.evaluates else {i: n for i, n in trace.own.items() if i not in resident}
     unbounded = {
-        k for k, c in enumerate(rehearsal.caches) if c.growing is not None and c.growing[1] is None and not c.fixed
+        k for k, c in enumerate(trace.caches) if c.growing is not None and c.growing[1] is None and not c.fixed
     }
     kept_apart = {i: n for i, n in own.items() if unbounded.issuperset(n)}
     copies = on_cuda() and (together or min(context, prompt) >= COPY_ROWS)
-    kept_bytes = tuple((i, rehearsal.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n)
-    weighed = _model_size(lazy, to, layers, sizes, tables, rehearsal, place, copies, context, prompt)
+    kept_bytes = tuple((i, trace.growing_of(k)) for i, n in sorted(kept_apart.items()) for k in n)
+    weighed = _model_size(lazy, to, layers, sizes, tables, trace, place, copies, context, prompt)
     return ModelProfile(
         lazy=lazy,
         layers=tuple(layers),
@@ -165,7 +157,7 @@ def profile_of(
         tables=tuple(tables),
         cast=to,
         order=tuple(order),
-        trace=rehearsal,
+        trace=trace,
         size=replace(weighed, kept_apart=kept_bytes),
         notes=(*notes, *too_large),
         place=place,
@@ -180,7 +172,7 @@ def _decoders(lazy: LazyModel, layer: Layer, place: Place) -> tuple[Decoder | No
     for p in layer.parameters:
         where, module = place.where[f"{layer.path}.{p.path}"], cast(Any, p.module)
         if hasattr(type(module), STREAMED):
-            found.append(module)  # it decodes what is read of it by itself
+            found.append(module)  # decodes its own weights
         else:
             found.append(None if where.stored is None else lazy.decoders[where.name])
     return tuple(found)
@@ -208,21 +200,21 @@ def _within_slots(sizes: Sequence[LayerSize], layers: Sequence[Layer]) -> tuple[
 
 
 def _tables(
-    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, rehearsal: Trace, layers: int
+    lazy: LazyModel, candidates: Sequence[Layer], to: Cast, trace: Trace, layers: int
 ) -> tuple[list[Table], list[int]]:
     """Returns the tables that a pass uses, and the order of units; numbers beyond those of layers are tables'."""
     tables: list[Table] = []
     numbers: dict[int, int] = {}
-    behind = max((at for at, n in enumerate(rehearsal.order) if n < layers), default=-1)
+    behind = max((at for at, n in enumerate(trace.order) if n < layers), default=-1)
     for n, table in enumerate(candidates, start=layers):
-        multiplied, looked_up = n in rehearsal.order, n in rehearsal.looked_up
+        multiplied, looked_up = n in trace.order, n in trace.looked_up
         if multiplied or looked_up:
             where = tuple(lazy.origins[f"{table.path}.{p.path}"] for p in table.parameters)
             casts = tuple(to.target(f"{table.path}.{p.path}", p.array.dtype) for p in table.parameters)
             numbers[n] = layers + len(tables)
-            head = multiplied and rehearsal.order.index(n) > behind
+            head = multiplied and trace.order.index(n) > behind
             tables.append(Table(table, where, casts, looked_up, multiplied, head))
-    return tables, [numbers.get(i, i) for i in rehearsal.order]
+    return tables, [numbers.get(i, i) for i in trace.order]
 
 
 def _model_size(
@@ -231,14 +223,14 @@ def _model_size(
     layers: Sequence[Layer],
     sizes: Sequence[LayerSize],
     tables: Sequence[Table],
-    rehearsal: Trace,
+    trace: Trace,
     place: Place,
     copies: bool,
     context: int,
     prompt: int,
 ) -> ModelSize:
     parameters = dict(named_parameters(lazy.model))
-    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, rehearsal.passing.scores)
+    taken: dict[str, Any] = activations(lazy.config, layers, parameters, to.dtype, trace.passing.scores)
     rest = sum(nbytes(a, to.target(path, a.dtype)) for path, a in parameters.items()) - sum(s.resident for s in sizes)
     rest += sum(decoder.nbytes for decoder in lazy.decoders.values())
     if on_cuda():
@@ -246,28 +238,28 @@ def _model_size(
         rest = int(rest * CUDA_ROUNDING)
         taken["workspace"] = CUDA_WORKSPACE
         taken["token"] = max(taken["token"], graph_operations() * CUDA_OPERATION * taken["hidden"])
-    # Rows that were looked up wait as they were read until the first unit computes with them.
-    taken["hidden"] = max(taken["hidden"], rehearsal.passing.passed, sum(t.row_bytes for t in tables if t.looked_up))
+    # Rows that were looked up stay in memory until the first unit computes with them.
+    taken["hidden"] = max(taken["hidden"], trace.passing.passed, sum(t.row_bytes for t in tables if t.looked_up))
     # GPUs have kernels for recurrences; on the CPU device mlx-lm computes them token by token (gated_delta.py).
     by_token = on_cpu()
     if not by_token:
-        # A GPU takes all that there is room for (H200), so it keeps its larger allowances until that is understood.
+        # A GPU takes all the room there is (H200), so it keeps larger allowances until that is understood.
         taken["between"] += max((sum(p.out for p in s.pieces) for s in sizes), default=0)
         sizes = [replace(s, pieces=tuple(replace(p, out=0) for p in s.pieces)) for s in sizes]
     return ModelSize(
         layers=tuple(sizes),
         non_layer=rest,
-        cache=rehearsal.cache_bytes(context),
-        growing=rehearsal.growing,
-        fixed=rehearsal.fixed_bytes,
-        window=rehearsal.window_bytes,
-        versions=rehearsal.passing.versions,
-        masked=rehearsal.passing.masked,
-        expanded=rehearsal.passing.expanded,
-        state=rehearsal.state_bytes * (UNDER_WAY_OPERATIONS if rehearsal.rewritten else 1) if by_token else 0,
-        rest=REST_BYTES if by_token and rehearsal.known else UNKNOWN_BYTES,
+        cache=trace.cache_bytes(context),
+        growing=trace.growing,
+        fixed=trace.fixed_bytes,
+        window=trace.window_bytes,
+        versions=trace.passing.versions,
+        masked=trace.passing.masked,
+        expanded=trace.passing.expanded,
+        state=trace.state_bytes * (UNDER_WAY_OPERATIONS if trace.rewritten else 1) if by_token else 0,
+        rest=REST_BYTES if by_token and trace.known else UNKNOWN_BYTES,
         copied=COPIED if by_token else COPIED_ELSEWHERE,
-        recurrences=rehearsal.recurrences if by_token else 0,
+        recurrences=trace.recurrences if by_token else 0,
         context=context,
         prompt=prompt,
         tables=sum(resident_bytes(t) for t in tables if not t.multiplied),
@@ -286,7 +278,7 @@ def _on_disk(lazy: LazyModel, table: Layer) -> bool:
     return bool(paths) and len(rows) == 1 and all(path in lazy.origins for path in paths)
 
 
-def _rehearse(
+def _traced(
     lazy: LazyModel, layers: Sequence[Layer], to: Cast, experts: ExpertFinder | None
 ) -> tuple[Trace, list[tuple[Projection, ...]], list[Layer], list[str]]:
     """Traces a pass. Returns the trace, each layer's pieces in call order, the tables that need not be in memory, and
@@ -295,13 +287,13 @@ def _rehearse(
     if not layers:
         return _all_resident(model), pieces, [], ["no layer lists were found: the whole model stays resident"]
     tables = [t for t in find_tables(model, layers) if _on_disk(lazy, t)]
-    # The large ones: small products between layers are not worth a place in the ring.
+    # Small products between layers are not worth a place in the ring.
     largest = max((t.nbytes for t in tables), default=0)
     tables = [t for t in tables if t.nbytes * 8 >= largest]
     routed = {} if experts is None else {i: experts.switches_in(layer) for i, layer in enumerate(layers)}
     found = rehearse(model, layers, tables, pieces, to.target, routed)
     if found.failure is not None and tables:
-        # Something reads a table's weights by itself; layers can perhaps be streamed all the same.
+        # Something reads a table's weights directly; layers may be streamable all the same.
         tables = []
         found = rehearse(model, layers, (), pieces, to.target, routed)
     if found.failure is not None:
@@ -315,11 +307,11 @@ def _rehearse(
 
 def _all_resident(model: nn.Module) -> Trace:
     """Traces a model with all weights in place. Raises UnsupportedModelError if even then its pass cannot be built."""
-    rehearsal = rehearse(model, [])
-    if rehearsal.failure is not None:
-        why = " ".join(rehearsal.failure.split())[:200]
-        raise UnsupportedModelError(f"mlx-lm cannot run this model ({why}): its config.json is wrong, or mlx-lm is")
-    return rehearsal
+    trace = rehearse(model, [])
+    if trace.failure is not None:
+        why = " ".join(trace.failure.split())[:200]
+        raise UnsupportedModelError(f"mlx-lm cannot run this model ({why}): is its config.json right?")
+    return trace
 
 
 def _list(names: Sequence[str]) -> str:

@@ -83,7 +83,6 @@ class RecordedPass:
         self.seen.update(map(id, caches_in(*values)))
 
     def end(self, *values: Any) -> None:
-        """Ends the recording; ``values`` are the arguments of the model's call."""
         caches = caches_in(*values)
         last = max((i for i, c in enumerate(caches) if id(c) in self.seen), default=-1)
         self.tail += handles(caches[last + 1 :])
@@ -99,18 +98,18 @@ def in_turn(
         reached: called with caches that are about to be computed after the last unit.
     """
     if any([r.unit for r in p.units] != [r.unit for r in passes[0].units] for p in passes):
-        raise OutcoreError("this model runs its layers in another order from pass to pass; use one pass a sweep")
+        raise OutcoreError("this model calls its layers in a different order in each pass: run one pass at a time")
     alone = heads if wanted is not None else ()
     kept = [p for n, p in enumerate(passes) if _is(n, wanted)]
     for unwanted in (r for n, p in enumerate(passes) if not _is(n, wanted) for r in p.units if r.unit in alone):
         unwanted.arrays = []
     for turn, first in enumerate(passes[0].units):
         if first.unit in alone:
-            # What resident layers behind the last streamed one wait for was noted with the head.
+            # The inputs of resident layers after the last streamed one were recorded with the head.
             for awaited in (a for p in passes for a in p.units[turn].arriving):
                 awaited.wait()
             _finish(passes, reached, wanted)
-        # Where nobody wants a result the head's turn comes all the same, with nothing to compute.
+        # The head takes its slot even if no result is wanted, with nothing to compute.
         yield [p.units[turn] for p in (kept or passes[-1:] if first.unit in alone else passes)]
     if wanted is not None:
         _finish(passes, reached, wanted)

@@ -62,12 +62,12 @@ class Residency:
         step = step or self.chunk
         if tokens <= plan.context and prompt <= size.prompt and kept <= size.kept:
             if step is None and plan.prefill_step < min(ENOUGH_STEP, prompt):
-                # Chunks may have become small for want of room, or because they were asked to be once.
+                # Chunks may have become short for lack of room, or at a caller's request.
                 self._lengthen()
             if step is None or min(step, prompt) <= plan.prefill_step:
                 return step or session.plan.prefill_step
         kept = max(kept, size.kept)
-        # Room for more than what is asked for, so that it is not asked for with every token; else for that.
+        # Reserve more than requested if possible, so that not every token asks for room.
         grown = [-(-tokens // GROWTH) * GROWTH, tokens] if tokens > plan.context else [plan.context]
         if session.max_context is not None:
             grown[0] = max(tokens, min(grown[0], session.max_context))
@@ -75,9 +75,9 @@ class Residency:
         steps = prefill_steps(larger[-1].prompt)
         if step:
             steps = [min(step, prompt)]
-        elif prompt <= 1:  # for an answer no larger ones than there are
+        elif prompt <= 1:  # an answer needs no longer chunks
             steps = [plan.prefill_step, *(s for s in steps if s < plan.prefill_step)]
-        # Room for longer prompts is the last to give way: it is asked for again as they come.
+        # The last candidate drops the room for longer prompts, which reserve it again when they come.
         least = replace(self._grown(size, grown[-1], prompt, least=True), kept=kept, drafted=0)
         try:
             self._fit_one_of([*larger, *(replace(each, drafted=0) for each in larger if each.drafted), least], steps)
@@ -87,7 +87,7 @@ class Residency:
                 return self.reserve(tokens, prompt, step, kept)
             raise self._refusal(least, tokens, prompt, kept, steps[-1]) from None
         if size.drafted and not session.size.drafted and session.drafting is not None and session.plan.streams:
-            session.note(f"nothing is drafted: beside a text of {tokens} tokens the budget has no room for guesses")
+            session.note(f"nothing is drafted: with a text of {tokens} tokens the budget has no room for draft tokens")
         return step or session.plan.prefill_step
 
     def accommodate(self, larger: ModelSize, steps: Sequence[int] | None = None, *, keep_draft: bool = False) -> None:
@@ -126,14 +126,14 @@ class Residency:
             return
         layers.replan(session.plan.resident)
         if session.plan.peak_bytes > session.plan.budget_bytes:
-            # Fewer, but with room for a longer one, or for drafts: layers may have come back meanwhile.
+            # Fewer sequences with a longer context or drafts may need more, as layers may have come back meanwhile.
             step = self.chunk
             steps = prefill_steps(smaller.prompt) if step is None else [min(step, smaller.prompt)]
             self._fit_one_of([smaller, replace(smaller, drafted=0)], steps)
         else:
             layers.take(session.plan.budget_bytes if layers.room is None else layers.room())
 
-    # What would be needed
+    # Candidates
 
     def _grown(self, size: ModelSize, tokens: int, prompt: int, *, least: bool = False) -> ModelSize:
         """Returns the size with at least this context and prompt; ``least``: without room for prompts beyond
@@ -143,7 +143,7 @@ class Residency:
         return replace(size.at_context(tokens), prompt=max(longest, min(prompt, tokens)))
 
     def _could_hold(self, tokens: int, prompt: int, size: ModelSize) -> bool:
-        # What is drafted gives way to the text, and so does room for longer prompts.
+        # Drafts give way to the text, and so does room for longer prompts.
         for least in (False, True):
             larger = replace(self._grown(size, tokens, prompt, least=least), drafted=0)
             step = self.chunk or prefill_steps(larger.prompt)[-1]
@@ -154,7 +154,7 @@ class Residency:
 
     def _refusal(self, larger: ModelSize, tokens: int, prompt: int, kept: int, step: int) -> BudgetError:
         of_these = f", {prompt} of them a prompt's" if prompt > 1 else ""
-        of_these += ", beside a prompt cache to go on with," if kept else "," if of_these else ""
+        of_these += ", continuing a prompt cache," if kept else "," if of_these else ""
         smallest = None
         try:
             another(self.session, replace(larger, drafted=0), 1, for_context=True, prefill_step=step)
@@ -173,12 +173,11 @@ class Residency:
         plan, room = self.session.plan, self.layers.room
         if room is None:
             return plan.budget_bytes
-        # What is held, with what the plan keeps free for MLX to use again.
+        # Memory in use, with the freed memory that the plan leaves in MLX's cache.
         held = mx.get_active_memory() + max(mx.get_cache_memory(), plan.allocator_bytes)
         return min(plan.budget_bytes, held + room())
 
     def _fits_undrafted(self, larger: ModelSize, steps: Sequence[int]) -> bool:
-        """Whether giving up the draft would make enough room."""
         draft, plan = self.layers.draft, self.session.plan
         if draft is None:
             return False
@@ -190,7 +189,7 @@ class Residency:
             return True
         return False
 
-    # How room is made
+    # Making room
 
     def _fit_one_of(self, sizes: Sequence[ModelSize], steps: Sequence[int]) -> None:
         *others, last = sizes
@@ -210,7 +209,7 @@ class Residency:
             elif session.plan.streams:
                 self._fit_streamed(larger, steps)
             else:
-                # Beside a model that is all in memory, or by streaming from now on.
+                # Keep everything resident if it fits; otherwise stream from now on.
                 whole = (self._with(larger, session.plan.resident, each) for each in steps)
                 if (fits := next((p for p in whole if p.peak_bytes <= session.plan.budget_bytes), None)) is not None:
                     session.adopt(fits, larger)
@@ -232,7 +231,7 @@ class Residency:
 
         best: tuple[Plan, list[int]] | None = None
         for step in [s for s in steps if s <= ENOUGH_STEP] or steps:
-            # The most that may stay: what is needed grows with each.
+            # Find the most layers that may stay, as the need grows with each.
             needs = [need(thin(before, n), step) for n in range(len(before) + 1)]
             stay = thin(before, max(0, bisect_right(needs, allowed) - 1))
             planned = self._with(larger, sorted({*fixed, *stay}), step)
@@ -245,7 +244,7 @@ class Residency:
             layers.move([i for i in before if i not in stay])
             layers.replan(self.session.plan.resident)
             return
-        # Through smaller slots; layers that stayed in memory come back as far as they fit.
+        # Use smaller slots; resident layers come back as far as they fit.
         smaller = self._fit_anew(larger, resident=0, prefill_step=steps[0] if len(steps) == 1 else None)
         room = plan.budget_bytes - smaller.peak_bytes
         if layers.room is not None:

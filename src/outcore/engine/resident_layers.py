@@ -67,12 +67,12 @@ class ResidentLayers:
     @property
     def sheddable(self) -> list[int]:
         """Resident layers that could be streamed, through the current slots if there are any."""
-        plan, units = self.session.plan, self.session.profile.units
+        plan, parts = self.session.plan, self.session.profile.parts
         if plan.streams:
             return sheddable(self.session.profile, plan)
-        return [i for i in plan.resident if units[i] is not None]
+        return [i for i in plan.resident if parts[i].unit is not None]
 
-    # Bytes that are given up, and taken back
+    # Bytes
 
     def movable(self) -> tuple[int, list[int]]:
         """Returns the bytes that can be given up, and the bytes of each part that can come back within the budget.
@@ -80,7 +80,7 @@ class ResidentLayers:
         The first number counts resident layers or expert caches; if there are none, the draft, or else slots.
         """
         plan, session = self.session.plan, self.session
-        # Planning takes its time, and this is asked at every look.
+        # Cached, as planning is slow and this is called at every reading of memory.
         state = len(self.shed_layers), self.draft is None, session.streaming is None
         if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
             if (pools := self.pools) is not None:
@@ -105,7 +105,7 @@ class ResidentLayers:
             count = min(len(parts), 1 + sum(total < nbytes for total in accumulate(parts)))
             count = self.shed(count) if pools is None else pools.move(count)
             return count, f"{counted(count, 'expert' if pools else 'resident layer')} shed" if count else ""
-        what = "what drafts given up, for" if self.draft is not None else "slots made smaller by"
+        what = "draft given up, freeing" if self.draft is not None else "slots made smaller by"
         return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
 
     def take(self, nbytes: int) -> tuple[int, str]:
@@ -125,11 +125,11 @@ class ResidentLayers:
             stay = thin(before, max(0, len(before) - count))
             self.move([i for i in before if i not in stay])
             return len(before) - len(stay)
-        # It was all in memory: the slots are made of what is freed.
+        # Everything was resident: the slots use memory that this frees.
         whole = replan(size, plan, plan.resident, self._calibration).peak_bytes
         room = min(plan.budget_bytes, whole - max(self.nbytes(thin(before, count)), 1))
         try:
-            # The chunk stays: it is memory that is given back, not speed of prompts.
+            # Keep the chunk length, and so the speed of prompts.
             smaller = at_least(lambda n: another(self.session, size, n, prefill_step=plan.prefill_step), room)
         except BudgetError:
             return 0
@@ -143,9 +143,9 @@ class ResidentLayers:
         if self.session.streaming is None or plan.pools:
             return []
 
-        # The last of what is streamed stays so: a ring without units could not be filled again.
+        # One streamed layer remains: a ring without units could not be filled again.
         most = len(shed) if plan.head_streamed else min(len(shed), len(plan.streamed) - 1)
-        # Not up to the first that is too many: what is streamed in parts takes room, too, and less of it is then.
+        # Try every count: layers streamed in parts take room as well, and there are fewer of them with each.
         for n in range(most, 0, -1):
             back = farthest(shed, plan.resident, n, len(size.layers))
             if replanned_bytes(size, plan, [*plan.resident, *back]) <= plan.budget_bytes:
@@ -162,12 +162,11 @@ class ResidentLayers:
         streaming, coming = self.session.streaming, self.coming
         back, modules = self.returning(len(coming) + count), self.modules
         if streaming is not None:
-            # Those that come already are among them, or have no room any more.
+            # Includes the layers that are coming already, as far as they still fit.
             streaming.layers.adopt([modules[i] for i in back])
         return max(0, len(back) - len(coming))
 
     def note_arrivals(self) -> None:
-        """Updates the plan with the layers that came back with the last pass."""
         if self.shed_layers and (streaming := self.session.streaming) is not None:
             modules = self.modules
             back = {i for i in self.shed_layers if streaming.layers.is_resident(modules[i])}
@@ -183,7 +182,7 @@ class ResidentLayers:
         self.shed_layers |= set(layers)
         stay = [i for i in session.plan.resident if i not in layers]
         self.replan(stay)
-        # Layers that are streamed in parts take memory for each token of a prompt. Long ones ask for room as they come.
+        # Layers streamed in parts take memory per prompt token. Long prompts reserve room when they come.
         while session.plan.peak_bytes > session.plan.budget_bytes and session.size.prompt > 1:
             session.resize(replace(session.size, prompt=session.size.prompt // 2))
             self.replan(stay)
@@ -194,7 +193,7 @@ class ResidentLayers:
         if plan.kv_slot and streaming is not None and streaming.kv is not None:
             streaming.kv.resize(plan.kv_slot)
 
-    # Slots, and what drafts
+    # Slots and the draft
 
     def _without_residents(self, budget: int) -> Plan:
         """Returns the plan without residents for that budget, or the smallest plan there is."""
@@ -251,9 +250,9 @@ class ResidentLayers:
             return 0
         self.draft = None
         if not draft.drafter.intact:
-            # High bits would be read from it that are not the model's: it stays in memory.
+            # The model's high bits would be read from these files, so the draft stays in memory.
             logging.getLogger("outcore").warning(
-                "the draft's files in the cache were written to or are gone: it cannot be given up"
+                "the draft's files in the cache were changed or deleted: the draft stays in memory"
             )
             return 0
         self.given_up = draft, before.head_streamed
@@ -262,9 +261,9 @@ class ResidentLayers:
         if profile.parts is parts:
             self.replan(before.resident)
             return before.peak_bytes - self.session.plan.peak_bytes
-        # Other units, whose slots are larger: layers that stayed in memory come back as there is room.
+        # The units have changed and are larger: start without residents, which come back as there is room.
         smaller = self._without_residents(before.peak_bytes - nbytes)
-        self.shed_layers = {i for i, unit in enumerate(self.session.profile.units) if unit is not None}
+        self.shed_layers = {i for i, part in enumerate(profile.parts) if part.unit is not None}
         self.session.stream(smaller)
         return before.peak_bytes - smaller.peak_bytes
 
@@ -312,9 +311,9 @@ def at_least(plan: Callable[[int], Plan], budget: int) -> Plan:
 def _made(
     size: ModelSize, budget: int, streamed: bool, stays: bool | None, calibration: Calibration, options: dict[str, Any]
 ) -> Plan:
-    # A head that is streamed stays so: its arrays are gone.
+    # A streamed head stays streamed: its arrays are gone.
     stays = False if streamed else stays
-    if stays is None:  # it cannot come back, so it goes only where nothing else would fit
+    if stays is None:  # it cannot come back, so it is streamed only if nothing else fits
         with contextlib.suppress(BudgetError):
             return make_plan(size, budget, head_resident=True, calibration=calibration, **options)
     return make_plan(size, budget, head_resident=stays, calibration=calibration, **options)

@@ -43,8 +43,7 @@ class KVOffloader(Protocol):
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
         """Called before a layer; ``building``: only its graph is built for now."""
 
-    def arrive(self, module: int) -> None:
-        """Waits for the keys and values of a layer."""
+    def arrive(self, module: int) -> None: ...
 
     def computed(self, module: int) -> None:
         """Called once all of the layer is computed."""

@@ -120,7 +120,7 @@ class Session(Engine):
         if govern and self.residency.layers.movable()[0]:
             self.watch = Watch(self, self.residency)
 
-    # What it is
+    # Properties
 
     @property
     def forms(self) -> tuple[CacheForm, ...]:
@@ -154,7 +154,7 @@ class Session(Engine):
         if line not in self._notes:
             self._notes = (*self._notes, line)
 
-    # What changes it, between passes
+    # Changes between passes
 
     def stream(self, plan: Plan) -> None:
         pack_overlay(self.profile.lazy, self.profile.layers, self.profile.overlay, self.reading.progress)
@@ -186,7 +186,7 @@ class Session(Engine):
                     steps = [s for s in prefill_steps(self.size.prompt) if s <= before.prefill_step]
                     self.residency.accommodate(self.size, steps or [before.prefill_step])
             except BudgetError:
-                # What drafted may have been given up, all the same.
+                # The draft may have been given up nevertheless.
                 self.plan = replace(self.plan, budget_bytes=before.budget_bytes)
                 raise
             self.hold(self.plan)
@@ -215,7 +215,7 @@ class Session(Engine):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # How it is done
+    # Internals
 
     def _connect(self) -> Transport:
         share = self.profile.share

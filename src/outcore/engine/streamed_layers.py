@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.lazy_model import DTYPES, Decoder
-from ..disk.layout import COPY_ROWS, Unit
+from ..disk.layout import COPY_ROWS, SlotField, Unit
 from ..disk.ring import Ring
 from ..modules.call_values import copy_of, sequences_in, tokens_in
 from ..modules.hooks import absent, put, settle, swap, unswap
@@ -61,14 +61,14 @@ class Weights:
         self.units = units
         self.ring = ring
         self.copies = copies
-        self._views: dict[tuple[int, int], list[mx.array]] = {}
-        # Units whose parameters are all used as they lie.
+        # Whether a unit's parameters are all used as stored.
         self._plain = [all(each is None for each in (*u.decoders, *u.cast)) for u in units]
         self._shared: dict[tuple[int, int, str, tuple[int, ...]], mx.array] = {}
         self._absent = [absent([p.array for p in u.layer.parameters]) for u in units]
-        # All at once, and now: one by one, each would wait in turn behind what a GPU has queued.
+        # Evaluate all of them now: later, each would wait behind the queued work of a GPU.
         places = [(n, slot) for n in range(len(units)) for slot in range(len(ring.slots))]
-        mx.eval([view for n, slot in places for view in self._bound(n, slot)])
+        self._views = {(n, slot): [self._view(slot, f) for f in units[n].unit.fields] for n, slot in places}
+        mx.eval(list(self._views.values()))
 
     def of(self, unit: int, slot: int, args: Any = (), made: Sequence[mx.array | None] | None = None) -> list[mx.array]:
         """Returns a unit's parameters in a slot for a call with ``args``; ``made`` is the result of that method, if
@@ -101,19 +101,13 @@ class Weights:
         triples = zip(views, self.made(unit, slot), decoders, strict=True)
         return self.of(unit, slot, (), [view if isinstance(d, nn.Module) else m for view, m, d in triples])
 
-    def _bound(self, unit: int, slot: int) -> list[mx.array]:
-        """Returns a unit's parameters as unevaluated views of a slot."""
-        fields = self.units[unit].unit.fields
-        views = self._views[unit, slot] = [self._view(slot, f.at, f.dtype, f.shape, f.nbytes) for f in fields]
-        return views
-
-    def _view(self, slot: int, at: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> mx.array:
-        # Units of like layout share their views: an evaluated view keeps showing what the slot holds.
-        key = (slot, at, dtype, shape)
+    def _view(self, slot: int, f: SlotField) -> mx.array:
+        # Units with the same layout share views: an evaluated view shows whatever the slot holds.
+        key = (slot, f.at, f.dtype, f.shape)
         if key not in self._shared:
             s = self.ring.slots[slot]
-            view = s.array[s.base + at : s.base + at + nbytes].view(DTYPES[dtype]).reshape(shape)
-            self._shared[key] = view
+            view = s.array[s.base + f.at : s.base + f.at + f.nbytes]
+            self._shared[key] = view.view(DTYPES[f.dtype]).reshape(f.shape)
         return self._shared[key]
 
     def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
@@ -212,7 +206,7 @@ class StreamedLayers:
                 settle(u.layer.parameters, True)
             self._resident.add(key)
             self._transport.watch(self.units[self._layers[key][0]].layer.module)
-        # What did not come in one pass (its order was another) will not be waited for.
+        # Do not wait for units that this pass did not bring, as its order was different.
         self.adopting = {i: None for i, arrays in self.adopting.items() if arrays is None}
         return bool(whole)
 

@@ -55,21 +55,21 @@ class Streaming:
         self.experts: ExpertCaches | None = None
         self.kv: KVOffloader | None = None
         self.pass_s: float | None = None
-        self._began: tuple[float, float] | None = None  # when the sweep did, and seconds that ranks were waited for
-        self._within = False  # a transaction
-        self._several = False  # passes of one sweep
+        self._began: tuple[float, float] | None = None  # time, and seconds spent waiting for ranks by then
+        self._within = False  # inside a transaction
+        self._several = False  # inside run_passes
         self._turns = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
         transport.attach(self._turns, lambda: None if self.experts is None else self.experts.settle())
         self.bind(bound)
 
-    # Between sweeps
+    # Between passes
 
     def bind(self, bound: Binding) -> None:
         """Streams the model through this ring. A previous ring must have been released."""
         self.tables, self.ring = bound.tables, bound.ring
         self.layers = StreamedLayers(bound, self._turns, self._copies, self._transport)
         for t in self.tables:
-            unswap(t.module)  # on another rank than the first, it had no head
+            unswap(t.module)  # ranks other than the first replaced their head
             put(t.table.layer.parameters, absent([p.array for p in t.table.layer.parameters]))
             swap(t.module, "Streamed", *t.calls(self._turns.whole))
         if self.experts is not None:
@@ -132,7 +132,7 @@ class Streaming:
         self.layers.weights.close()
         self.ring.close()
 
-    # Sweeps
+    # A pass
 
     @property
     def pass_tokens(self) -> int:
@@ -160,8 +160,8 @@ class Streaming:
             self._turns.settle()
             self._end_pass()
             if ids is not None and ids.shape[1] == 1:
-                # Give the last unit's slot back while what follows it is computed: the head, and layers that stay in
-                # memory. Of one token all of that is wanted.
+                # Release the last unit's slot while the head and the resident layers behind it are computed: for one
+                # token the caller needs all of their results.
                 mx.async_eval(handles(out))
                 self.drain()
         return out
@@ -181,7 +181,7 @@ class Streaming:
         undo = None
         try:
             if self.kv is not None:
-                # What is not known to be done is not put away yet.
+                # Caches are stored only once their layers are known to be computed.
                 self.drain()
                 if cache:
                     self.kv.adopt(cache)
@@ -207,7 +207,7 @@ class Streaming:
         turns = self._turns
         self.drain()
         if self._began is not None:
-            # What others took until then says nothing of this machine.
+            # Without the time spent waiting for other ranks.
             began, waited = self._began
             self.pass_s = turns.ended[0] - began - (turns.ended[1] - waited)
         if self.layers.keep_adopted():
@@ -271,7 +271,7 @@ class Streaming:
         made: dict[int, list[mx.array | None]] = {}
         heads = {unit for t in self.tables if t.table.head for unit, _ in t.rows}
         if not self._transport.alone and len(passes) > 1:
-            tokens = None  # what goes to pools goes pass by pass; all ranks have to go layer by layer
+            tokens = None  # expert caches would run pass by pass, but ranks have to go layer by layer
         outputs: list[mx.array] = []
         with self.exclusive, self.transaction(None, 0):
             self._begin_pass(tokens)
@@ -283,7 +283,7 @@ class Streaming:
                     for number, run in enumerate(passes):
                         self._turns.recording = RecordedPass(made)
                         next_pass()
-                        # A result that nobody wants would hold what it is made from, caches above all.
+                        # Drop unneeded results, which would hold their inputs, above all caches.
                         result = run()
                         outputs += [result] if wanted is None or number in wanted else []
                         del result
@@ -291,11 +291,11 @@ class Streaming:
                         check()
             finally:
                 self._turns.recording, self._several = None, False
-                made.clear()  # graphs have what they need
+                made.clear()  # the graphs hold the arrays
             for unit in in_turn(recorded, heads, self._turns.reached, wanted):
                 self._evaluate(unit)
             if not self._transport.alone:
-                self.drain()  # the head may wait for others
+                self.drain()  # the head may wait for other ranks
             for each in recorded:
                 each.settle()
             self._end_pass()
@@ -338,14 +338,14 @@ class Streaming:
             if recorded is passes[-1] and lease is not None:
                 self._turns.hand_over(lease, arrays)
             else:
-                # One at a time: MLX allocates when work is queued, and a pass's activations are freed only after it.
+                # One pass at a time: MLX allocates when work is queued, and frees activations only after the pass.
                 with self._transport.working():
                     mx.eval(arrays)
                 if recorded is passes[-1]:
                     for call in self.after_unit:
                         call()
                 else:
-                    self.drain()  # the unit before is computed too, and its slot may be read into
+                    self.drain()  # the unit before is computed as well: release its slot
             del arrays
             self._transport.depart(recorded.leaving)
             recorded.leaving = []

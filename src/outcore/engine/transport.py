@@ -98,8 +98,6 @@ class Agreement:
 
 
 class Share(Protocol):
-    """This rank's share of a distributed model; ``ModelProfile.share``."""
-
     @property
     def forecast(self) -> Forecast | None: ...
 

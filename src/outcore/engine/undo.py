@@ -93,7 +93,7 @@ class Undo:
         for w in self._written:
             if w.overwritten is not None:
                 w.overwritten.restore()
-        # Nothing may be left that reads a slot. Where there is no memory for it, its next use says so.
+        # Evaluate, so that no array depends on a slot. If memory is short, the cache's next use says so.
         with contextlib.suppress(RuntimeError):
             mx.eval([array for w in self._written for _, array in tree_flatten(_arrays(w.cache) or [])])
 
@@ -103,7 +103,7 @@ class _Overwritten:
         self.cache = cache
         self._at = cache.keep if window_index(cache) == cache.max_size else window_index(cache)
         self._was = cache.offset, window_index(cache)
-        # Copies: a slice of the window would hold all of it.
+        # Copies, as a slice would hold the whole window.
         self.arrays = [mx.contiguous(a[..., self._at : self._at + 1, :]) + 0 for a in (cache.keys, cache.values)]
 
     def restore(self) -> None:

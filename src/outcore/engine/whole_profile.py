@@ -48,7 +48,7 @@ def check_experts(lazy: LazyModel, compute: mx.Dtype | None) -> None:
                 f"{lazy.checkpoint.folder}: experts in {_named(dtype)}, which MLX computes on a GPU only; on the CPU "
                 f"device give {called('dtype')} float32, or a quantized model"
             )
-        # An adapter's, beside quantized experts: these put out what their scales are in.
+        # An adapter next to quantized experts, whose outputs have the dtype of their scales.
         base = module.get("linear")
         if "lora_a" not in module or module["lora_a"].ndim != 3 or "scales" not in base:
             continue
