@@ -243,12 +243,12 @@ class CachedSwitch:
         if self.stays:
             self.withdraw()
         policy, moves = self.policy.resized(slots)
-        pool = ExpertCache(self.unit.tensors, slots, self._device, self._placed)
+        cache = ExpertCache(self.unit.tensors, slots, self._device, self._placed)
         for expert, slot in moves:
             for n in range(len(self.unit.tensors)):
-                pool.move(pool.place(n, slot), self.cache.place(n, int(self.policy.slot_of[expert])))
+                cache.move(cache.place(n, slot), self.cache.place(n, int(self.policy.slot_of[expert])))
         self.cache.close()
-        self.policy, self.cache = policy, pool
+        self.policy, self.cache = policy, cache
         self.place(moves)
 
 
@@ -274,13 +274,13 @@ class ExpertReads:
             switch.place(loads)
             each = (self._metrics.clock() - began) / len(loads)
             self.expert_s = each if self.expert_s is None else self.expert_s + (each - self.expert_s) / 16
-        foreseen = [(e, int(switch.policy.slot_of[e])) for e in wanted if e in switch.arriving]
-        if foreseen:
-            switch.arrived([e for e, _ in foreseen])
-            lost = [(e, slot) for e, slot in foreseen if switch.policy.slot_of[e] < 0]
+        prefetched = [(e, int(switch.policy.slot_of[e])) for e in wanted if e in switch.arriving]
+        if prefetched:
+            switch.arrived([e for e, _ in prefetched])
+            lost = [(e, slot) for e, slot in prefetched if switch.policy.slot_of[e] < 0]
             if lost:
                 self.bring(switch, lost)
-        if loads or foreseen:
+        if loads or prefetched:
             self._metrics.stall_s += self._metrics.clock() - began
 
     def prefetch(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:

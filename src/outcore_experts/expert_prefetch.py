@@ -108,10 +108,10 @@ class ExpertPrefetch:
             each = self._reads.expert_s
             # Without any wait for the disk there is nothing to prefetch.
             self._credit = min(MOST, self._credit + (self._idle / each if each else 0.0))
-        foreseen = self._prefetched.pop(id(switch), None)
-        if foreseen is None:
+        prefetched = self._prefetched.pop(id(switch), None)
+        if prefetched is None:
             return
-        self._metrics.experts.wasted += len(foreseen - wanted)
+        self._metrics.experts.wasted += len(prefetched - wanted)
 
     def prefetch(self, switch: CachedSwitch, likely: set[int]) -> None:
         """Starts reading the experts that the next switch will likely use, as far as there is time."""

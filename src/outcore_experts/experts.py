@@ -161,11 +161,11 @@ class Experts:
             if self._placed is not None:
                 scalars = mx.uint8 if switch.unit.switch.experts <= 256 else mx.uint16
             numbers = ExpertIndices(indices, scalars=scalars)
-            foreseen = None if predicted is None else ExpertIndices(predicted, scalars=scalars)
-            mx.async_eval(numbers.arrays, [] if foreseen is None else foreseen.arrays)
+            next_numbers = None if predicted is None else ExpertIndices(predicted, scalars=scalars)
+            mx.async_eval(numbers.arrays, [] if next_numbers is None else next_numbers.arrays)
             with switch.in_place():
                 out = original(x, switch.table[indices], **rest)
-            self._pending = _Pending(switch, numbers, foreseen)
+            self._pending = _Pending(switch, numbers, next_numbers)
             switch.last = [out] if isinstance(out, mx.array) else arrays_in(out)
             return out
 
@@ -187,8 +187,8 @@ class Experts:
             self.metrics.experts.read += len(group.loads)
         if self.prefetch is not None:
             self.prefetch.read()
-            if pending.foreseen is not None:
-                self.prefetch.prefetch(switch, set(pending.foreseen.by_token().ravel().tolist()))
+            if pending.predicted is not None:
+                self.prefetch.prefetch(switch, set(pending.predicted.by_token().ravel().tolist()))
 
     def _at_once(
         self, switch: CachedSwitch, original: Callable[..., Any], x: mx.array, indices: mx.array, rest: dict[str, Any]
@@ -293,7 +293,7 @@ class _Pending:
 
     switch: CachedSwitch
     numbers: ExpertIndices
-    foreseen: ExpertIndices | None
+    predicted: ExpertIndices | None
 
 
 SCALAR = 8

@@ -24,7 +24,7 @@ from .switches import Switch, find_switch, switches_in
 if TYPE_CHECKING:
     from outcore.engine.session import Session
 
-__all__ = ["Pools", "experts", "experts_for", "switches_in"]
+__all__ = ["CacheSizes", "experts", "experts_for", "switches_in"]
 
 
 def experts(
@@ -45,7 +45,7 @@ def experts(
 Counts = tuple[tuple[int, int], ...]
 
 
-class Pools:
+class CacheSizes:
     """Resizes the expert caches of a running model between passes: smaller when memory is short or a text grows, and
     back."""
 

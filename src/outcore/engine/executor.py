@@ -73,7 +73,6 @@ class LayerExecutor:
     # Calls
 
     def whole(self, unit: int) -> Call:
-
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
                 return self._passed(unit, original(*args, **kwargs))

@@ -52,7 +52,7 @@ def kv_disk(asked: str, name: str) -> str:
     return "off"
 
 
-class ExpertPools(Protocol):
+class ExpertCacheSizes(Protocol):
     """Resizes the expert caches of a running model between passes."""
 
     @property
@@ -79,7 +79,7 @@ class OnDemand(ExpertFinder, Protocol):
         """Returns the expert caches that the plan asks for, keeping the cached experts that fit; None if it asks for
         none."""
 
-    def Pools(self, session: Session, calibration: Calibration) -> ExpertPools: ...
+    def CacheSizes(self, session: Session, calibration: Calibration) -> ExpertCacheSizes: ...
 
 
 def on_demand() -> OnDemand | None:

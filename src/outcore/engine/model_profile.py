@@ -79,7 +79,7 @@ class ModelProfile:
         overlay: packed copies that have to be written before streaming.
         copies: the plan includes copies of weights in the device's own memory.
         kept_apart: indices of the caches that can lie on disk, by layer.
-        share: layers of this rank (``transport.Share``); None: the model is not distributed.
+        share: this rank's layers of a distributed model; its ``install`` returns the ``Transport``.
     """
 
     lazy: LazyModel

@@ -17,7 +17,6 @@ from .undo import Moved
 class Awaited(Protocol):
     @property
     def ready(self) -> bool: ...
-
     def wait(self) -> None: ...
 
 

@@ -121,8 +121,8 @@ class Residency:
         """Adopts a smaller size after sequences have left; layers and slots take back what this frees."""
         session, layers = self.session, self.layers
         session.resize(smaller)
-        if (pools := layers.pools) is not None:
-            pools.fit(smaller, session.plan.prefill_step, self._allowed)
+        if (caches := layers.expert_caches) is not None:
+            caches.fit(smaller, session.plan.prefill_step, self._allowed)
             return
         layers.replan(session.plan.resident)
         if session.plan.peak_bytes > session.plan.budget_bytes:
@@ -203,9 +203,9 @@ class Residency:
         session, size = self.session, self.session.size
         step = steps[0] if len(steps) == 1 else None
         try:
-            if (pools := self.layers.pools) is not None:
+            if (caches := self.layers.expert_caches) is not None:
                 session.resize(larger)
-                pools.fit(larger, step, self._allowed)
+                caches.fit(larger, step, self._allowed)
             elif session.plan.streams:
                 self._fit_streamed(larger, steps)
             else:

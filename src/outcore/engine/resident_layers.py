@@ -26,7 +26,7 @@ from ..sizes import format_size
 from ..text import counted
 from .binding import sheddable
 from .droppable_draft import DroppableDraft
-from .extensions import ExpertPools, on_demand
+from .extensions import ExpertCacheSizes, on_demand
 
 if TYPE_CHECKING:
     from .session import Session
@@ -44,7 +44,7 @@ class ResidentLayers:
     def __init__(self, session: Session, calibration: Calibration) -> None:
         self.session, self._calibration = session, calibration
         found = on_demand()
-        self._pools = None if found is None else found.Pools(session, calibration)
+        self._expert_caches = None if found is None else found.CacheSizes(session, calibration)
         self.shed_layers: set[int] = set()
         self.room: Callable[[], int] | None = None
         self.draft: DroppableDraft | None = None
@@ -53,8 +53,8 @@ class ResidentLayers:
         self._movable: tuple[Plan, object, tuple[int, list[int]]] | None = None
 
     @property
-    def pools(self) -> ExpertPools | None:
-        return self._pools if self.session.plan.pools else None
+    def expert_caches(self) -> ExpertCacheSizes | None:
+        return self._expert_caches if self.session.plan.pools else None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -83,8 +83,8 @@ class ResidentLayers:
         # Cached, as planning is slow and this is called at every reading of memory.
         state = len(self.shed_layers), self.draft is None, session.streaming is None
         if self._movable is None or self._movable[0] is not plan or self._movable[1] != state:
-            if (pools := self.pools) is not None:
-                spare, away = sum(pools.spare), pools.returning
+            if (caches := self.expert_caches) is not None:
+                spare, away = sum(caches.spare), caches.returning
             else:
                 away = [self.nbytes([i]) for i in self.returning()]
                 if (layers := self.sheddable) or not plan.streams or session.streaming is None:
@@ -99,22 +99,22 @@ class ResidentLayers:
     def give(self, nbytes: int) -> tuple[int, str]:
         """Gives up ``nbytes`` bytes or what there is. Returns how many layers or expert slots went, and a line for the
         user."""
-        pools = self.pools
-        parts = [self.nbytes([i]) for i in self.sheddable] if pools is None else pools.spare
+        caches = self.expert_caches
+        parts = [self.nbytes([i]) for i in self.sheddable] if caches is None else caches.spare
         if parts:
             count = min(len(parts), 1 + sum(total < nbytes for total in accumulate(parts)))
-            count = self.shed(count) if pools is None else pools.move(count)
-            return count, f"{counted(count, 'expert' if pools else 'resident layer')} shed" if count else ""
+            count = self.shed(count) if caches is None else caches.move(count)
+            return count, f"{counted(count, 'expert' if caches else 'resident layer')} shed" if count else ""
         what = "draft given up, freeing" if self.draft is not None else "slots made smaller by"
         return 0, f"{what} {format_size(freed)}" if (freed := self.shrink(nbytes)) else ""
 
     def take(self, nbytes: int) -> tuple[int, str]:
         """Takes back up to ``nbytes`` bytes. Returns how many layers or expert slots came, and a line for the user."""
-        count, pools = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.pools
-        if pools is None and self.widen():
+        count, caches = sum(total <= nbytes for total in accumulate(self.movable()[1])), self.expert_caches
+        if caches is None and self.widen():
             return 0, "slots made larger again"
-        count = self.regrow(count) if pools is None else pools.move(-count)
-        return count, f"{counted(count, 'expert' if pools else 'resident layer')} taken back" if count else ""
+        count = self.regrow(count) if caches is None else caches.move(-count)
+        return count, f"{counted(count, 'expert' if caches else 'resident layer')} taken back" if count else ""
 
     # Layers
 

@@ -49,7 +49,6 @@ class KVOffloader(Protocol):
         """Called once all of the layer is computed."""
 
     def abandon(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -67,7 +66,6 @@ class ExpertCaches(Protocol):
         """Waits for the experts of everything built so far."""
 
     def end(self) -> None: ...
-
     def abandon(self) -> None: ...
 
     def done(self, lease: Lease) -> None:
@@ -80,7 +78,6 @@ class PassRecorder(Protocol):
     recording: RecordedPass | None
 
     def moved(self) -> Moved: ...
-
     def reached(self, moved: Moved) -> None: ...
 
 
@@ -133,7 +130,6 @@ class Stage:
         """Computes and sends them."""
 
     def abandon(self) -> None: ...
-
     def transaction(self, undo: Undo | None) -> None: ...
 
     working: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)

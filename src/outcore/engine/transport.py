@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
-from ..modules.layers import Layer
 from .seams import Stage
 
 if TYPE_CHECKING:
     from .recorded_pass import Wanted
-    from .session import Session
     from .streaming import Streaming
 
 HasRoom = Callable[[], tuple[int, int]]
@@ -29,17 +27,12 @@ room for."""
 
 
 class Forecast(Protocol):
-    @property
-    def token_s(self) -> float: ...
+    """Predicted speed of all ranks together: seconds per token and to the first token; ``line`` says it in words."""
 
-    @property
-    def ttft_s(self) -> float: ...
-
-    @property
-    def calibrated(self) -> bool: ...
-
-    @property
-    def line(self) -> str: ...
+    token_s: float
+    ttft_s: float
+    calibrated: bool
+    line: str
 
     def record(self) -> dict[str, Any]:
         """Returns the JSON form, with an entry in ``ranks`` for each rank."""
@@ -60,13 +53,9 @@ class Leader(Protocol):
 
     @property
     def running(self) -> int: ...
-
     def add(self, request: Any) -> None: ...
-
     def remove(self, uids: Iterable[int]) -> None: ...
-
     def step(self) -> Any: ...
-
     def close(self) -> None: ...
 
     def rest(self) -> None:
@@ -97,21 +86,10 @@ class Agreement:
         """Ends the run on all ranks after something failed that only this rank does."""
 
 
-class Share(Protocol):
-    @property
-    def forecast(self) -> Forecast | None: ...
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-    def install(self, engine: Session) -> Transport:
-        """Routes calls of other ranks' layers to those ranks and frees these layers' weights."""
-
-
 class Transport(Agreement, Stage):
     """The other ranks of a model, as this one sees them; this class itself stands for none."""
 
-    forecast: Any = None
+    forecast: Any = None  # a Forecast
 
     # Room
 
