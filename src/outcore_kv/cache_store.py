@@ -108,7 +108,7 @@ class CacheStore:
         def back() -> None:
             self.held = held
             if away:
-                self.leave(cache)
+                self.detach(cache)
             else:
                 # It could not be stored.
                 as_plain(cache)
@@ -119,19 +119,19 @@ class CacheStore:
 
     # To disk
 
-    def leave(self, cache: Any) -> None:
+    def detach(self, cache: Any) -> None:
         """Drops the cache's arrays: this store has their contents."""
         as_offloaded(cache)
         cache.__dict__[KEEPER] = self
 
-    def put_away(self, cache: Any, base: int) -> None:
+    def save(self, cache: Any, base: int) -> None:
         """Stores a cache, whose first ``base`` tokens are stored already. Changes nothing if it cannot be written
         (StoreError)."""
         if cache.keys is None:
             self.held = StoredTokens()
         else:
             self.held = self._with(_arrays(cache), cache.offset, base)
-        self.leave(cache)
+        self.detach(cache)
 
     def _with(self, arrays: Sequence[tuple[str, mx.array]], offset: int, base: int) -> StoredTokens:
         held = self.held
@@ -197,7 +197,7 @@ class CacheStore:
     def nbytes(self) -> int:
         return self.held.form.slot_places(self.held.room)[-1]
 
-    def come(self, cache: Any, slot: mx.array) -> None:
+    def attach(self, cache: Any, slot: mx.array) -> None:
         """Turns the cache back into mlx-lm's class, with these uint8 bytes as its arrays. Evaluates nothing."""
         held = self.held
         as_plain(cache)
@@ -216,14 +216,14 @@ class CacheStore:
         cache.keys, cache.values = pair
 
     def bring_back(self, cache: Any) -> None:
-        self.come(cache, mx.array(self.all_of(cache.offset)))
+        self.attach(cache, mx.array(self.read_all(cache.offset)))
         cache.__dict__.pop(KEEPER, None)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copies of a cache have no store: while a cache is in use, it holds all of its tokens itself."""
         return type(None), ()
 
-    def all_of(self, offset: int) -> Bytes:
+    def read_all(self, offset: int) -> Bytes:
         target = np.zeros(self.nbytes, np.uint8)
         view = target.data
         for e in self.extents(offset, 0):
@@ -234,8 +234,8 @@ class CacheStore:
     def quantized(self, cache: Any, group_size: int, bits: int) -> Any:
         made = QuantizedKVCache(group_size=group_size, bits=bits)
         made.offset = cache.offset
-        kept = CacheStore(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
-        kept.leave(made)
+        store = CacheStore(self.scratch, self.tokens, replace(self.held, bits=(group_size, bits)))
+        store.detach(made)
         return made
 
 

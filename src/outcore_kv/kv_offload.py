@@ -59,21 +59,21 @@ class KvLayer:
 
 
 @dataclass
-class _OwnCaches:
+class _OpenLayer:
     """A layer whose caches are mlx-lm's own for now.
 
     Attributes:
         slot: that their arrays show; None: they exceed it and were read into memory of their own.
         caches: each with the tokens that were stored of it before.
         needed: stores whose tokens are in the slot, even if their caches were replaced since.
-        there: the slot's bytes have arrived.
+        arrived: the slot's bytes have arrived.
     """
 
     slot: int | None
     caches: list[tuple[Any, CacheStore, int]] = field(default_factory=list)
     needed: list[tuple[CacheStore, int]] = field(default_factory=list)
     lease: Lease | None = None
-    there: bool = False
+    arrived: bool = False
 
 
 _Was = tuple[CacheStore, object, int, int]
@@ -106,7 +106,7 @@ class KvDisk:
         self._scratch, self._tokens, self._drain, self._device = scratch, tokens, drain, device
         self._metrics = metrics
         self._reader = FileReader([scratch.file], threads=threads, metrics=metrics)
-        self._open: dict[int, _OwnCaches] = {}
+        self._open: dict[int, _OpenLayer] = {}
         self._order: list[int] = []
         self._last: list[list[weakref.ref[Any]]] = [[] for _ in layers]  # caches that each layer used last
         self._nothing = mx.zeros((0,), dtype=mx.uint8)
@@ -138,12 +138,12 @@ class KvDisk:
         for layer in self._layers:
             for n in layer.caches:
                 cache = each[n] if n < len(each) else None
-                kept = keeper_of(cache)
-                if isinstance(kept, CacheStore) and kept.scratch is not self._scratch:
+                store = keeper_of(cache)
+                if isinstance(store, CacheStore) and store.scratch is not self._scratch:
                     # It belongs to another model, perhaps with the same weights.
                     in_memory([cache])
                 if type(cache) in PLAIN and keeper_of(cache) is None and _alone(cache):
-                    CacheStore(self._scratch, self._tokens).put_away(cache, 0)
+                    CacheStore(self._scratch, self._tokens).save(cache, 0)
 
     # A pass
 
@@ -164,62 +164,62 @@ class KvDisk:
         turn = self._open.get(unit)
         if turn is not None:
             # A further pass: quantizing replaces the caches.
-            turn.caches = [self._replaced(old, c) for old, c in zip(turn.caches, _kept(caches), strict=True)]
+            turn.caches = [self._replaced(old, c) for old, c in zip(turn.caches, _offloadable(caches), strict=True)]
             return
-        mine = _kept(caches)
+        mine = _offloadable(caches)
         self._last[unit] = [weakref.ref(c) for c in mine]
         slot = (self._ring.next_slot + sum(t.lease is None for t in self._open.values())) % SLOTS
-        turn = self._open[unit] = _OwnCaches(slot)
+        turn = self._open[unit] = _OpenLayer(slot)
         if not building:
             turn.lease = self._ring.take(unit)
-        turn.caches = [(c, self._keeper(c), c.offset if isinstance(c, Offloaded) else 0) for c in mine]
-        here = [(c, kept) for c, kept, base in turn.caches if base]
-        turn.needed = [(kept, base) for _, kept, base in turn.caches if base]
-        if not self._fit([kept for _, kept in here]):
+        turn.caches = [(c, self._store_of(c), c.offset if isinstance(c, Offloaded) else 0) for c in mine]
+        here = [(c, store) for c, store, base in turn.caches if base]
+        turn.needed = [(store, base) for _, store, base in turn.caches if base]
+        if not self._fit([store for _, store in here]):
             turn.slot = None
         at = self._ring.slots[slot].base
-        for cache, kept in here:
-            end = at + kept.nbytes
+        for cache, store in here:
+            end = at + store.nbytes
             if turn.slot is None:
-                kept.come(cache, mx.array(kept.all_of(cache.offset)))
+                store.attach(cache, mx.array(store.read_all(cache.offset)))
             else:
-                kept.come(cache, self._ring.slots[slot].array[at:end])
+                store.attach(cache, self._ring.slots[slot].array[at:end])
             at = end
         for cache in mine:
             if isinstance(cache, Offloaded):
-                self._keeper(cache).come(cache, self._nothing)
+                self._store_of(cache).attach(cache, self._nothing)
 
-    def _keeper(self, cache: Any) -> CacheStore:
-        kept = keeper_of(cache)
-        if not isinstance(kept, CacheStore):
-            kept = cache.__dict__[KEEPER] = CacheStore(self._scratch, self._tokens)
-        return kept
+    def _store_of(self, cache: Any) -> CacheStore:
+        store = keeper_of(cache)
+        if not isinstance(store, CacheStore):
+            store = cache.__dict__[KEEPER] = CacheStore(self._scratch, self._tokens)
+        return store
 
-    def _fit(self, kept: Sequence[CacheStore]) -> bool:
+    def _fit(self, store: Sequence[CacheStore]) -> bool:
         """Whether a slot has room for these caches. Without a reservation, texts may outgrow the slots."""
-        return sum(k.nbytes for k in kept) <= self.slot_bytes
+        return sum(k.nbytes for k in store) <= self.slot_bytes
 
     def arrive(self, module: int) -> None:
         unit = self._index.get(module)
         turn = None if unit is None else self._open.get(unit)
-        if unit is None or turn is None or turn.there:
+        if unit is None or turn is None or turn.arrived:
             return
         if turn.lease is None:
             turn.lease = self._ring.take(unit)
         if turn.slot is None:
-            turn.there = True
+            turn.arrived = True
             return
         assert turn.lease.slot == turn.slot
-        if not self._is_there(turn):
+        if not self._matches(turn):
             self._ring.again(turn.lease)
         if not turn.lease.read.ready:
             self._drain()
         self._ring.wait(turn.lease)
         at, payload = 0, np.frombuffer(self._ring.slots[turn.slot].payload, np.uint8)
-        for kept, base in turn.needed:
-            kept.finish(base, payload[at : at + kept.nbytes])
-            at += kept.nbytes
-        turn.there = True
+        for store, base in turn.needed:
+            store.finish(base, payload[at : at + store.nbytes])
+            at += store.nbytes
+        turn.arrived = True
 
     def computed(self, module: int) -> None:
         """Stores the keys and values of a computed layer; they stay in memory if that fails (StoreError)."""
@@ -227,10 +227,10 @@ class KvDisk:
         turn = None if unit is None else self._open.get(unit)
         if unit is None or turn is None:
             return
-        for cache, kept, base in turn.caches:
+        for cache, store, base in turn.caches:
             if not isinstance(cache, Offloaded):
                 if _alone(cache):
-                    kept.put_away(cache, base)
+                    store.save(cache, base)
                 else:
                     cache.__dict__.pop(KEEPER, None)  # several sequences stay in memory
         del self._open[unit]
@@ -251,24 +251,24 @@ class KvDisk:
     def _reads(self, unit: int) -> Partly:
         """Returns the reads for a layer: the stored tokens of the caches that it used last."""
         turn = self._open.get(unit)
-        if turn is not None and not turn.there:
+        if turn is not None and not turn.arrived:
             # Its graph is built, but it is not computed yet.
             needed = turn.needed
         else:
             caches = [c for ref in self._last[unit] if isinstance(c := ref(), Offloaded) and c.offset]
-            needed = [(self._keeper(c), c.offset) for c in caches]
+            needed = [(self._store_of(c), c.offset) for c in caches]
         extents, at, was = [], 0, list[_Was]()
-        for kept, tokens in needed if self._fit([kept for kept, _ in needed]) else ():
-            extents += kept.extents(tokens, at)
-            was.append((kept, (kept.held.region, kept.held.changes), kept.held.room, kept.on_disk(tokens)))
-            at += kept.nbytes
+        for store, tokens in needed if self._fit([store for store, _ in needed]) else ():
+            extents += store.extents(tokens, at)
+            was.append((store, (store.held.region, store.held.changes), store.held.room, store.on_disk(tokens)))
+            at += store.nbytes
 
         def begun(read: Read) -> None:
             self._read[read] = was
 
         return Partly(extents, (), begun)
 
-    def _is_there(self, turn: _OwnCaches) -> bool:
+    def _matches(self, turn: _OpenLayer) -> bool:
         assert turn.lease is not None
         needed = [(k, (k.held.region, k.held.changes), k.held.room, k.on_disk(base)) for k, base in turn.needed]
         was = self._read.get(turn.lease.read, [])
@@ -279,12 +279,12 @@ class KvDisk:
     def _replaced(self, old: tuple[Any, CacheStore, int], now: Any) -> tuple[Any, CacheStore, int]:
         if old[0] is now:
             return old
-        kept = CacheStore(self._scratch, self._tokens)
-        now.__dict__[KEEPER] = kept
-        return now, kept, 0
+        store = CacheStore(self._scratch, self._tokens)
+        now.__dict__[KEEPER] = store
+        return now, store, 0
 
 
-def _kept(caches: Sequence[Any]) -> list[Any]:
+def _offloadable(caches: Sequence[Any]) -> list[Any]:
     return [c for c in caches if (isinstance(c, Offloaded) or type(c) in PLAIN) and _alone(c)]
 
 

@@ -16,7 +16,7 @@ from ..checkpoint.find_model import resolve_model
 from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import refuse_unknown
 from ..engine.binding import Progress
-from ..engine.droppable_draft import DroppableDraft
+from ..engine.resident_layers import DroppableDraft
 from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels

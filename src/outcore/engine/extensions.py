@@ -48,7 +48,7 @@ def kv_disk(asked: str, name: str) -> str:
     if kv_offload() is not None:
         return asked
     if asked == "on":
-        raise UsageError(f"{name} on: install outcore_kv, the package that stores keys and values on disk")
+        raise UsageError(f"{name} on: the package outcore_kv is missing; install it to store keys and values on disk")
     return "off"
 
 

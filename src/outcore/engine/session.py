@@ -29,14 +29,13 @@ from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
 from .binding import ReadSettings
-from .droppable_draft import Drafter, DroppableDraft
 from .engine import Engine, State
 from .extensions import kv_offload, on_demand
 from .governor import room
 from .memory_monitor import Watch
 from .model_profile import ModelProfile
 from .residency import Residency
-from .resident_layers import come_down
+from .resident_layers import Drafter, DroppableDraft, come_down
 from .streaming import Streaming
 from .transport import Transport
 

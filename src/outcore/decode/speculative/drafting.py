@@ -37,7 +37,7 @@ class Drafting:
 
     Attributes:
         model: that drafts, in memory; None: nothing has weights.
-        kind, name, holds_head, intact: as of ``engine.droppable_draft.Drafter``, which this is.
+        kind, name, holds_head, intact: as of ``engine.resident_layers.Drafter``, which this is.
     """
 
     kind = NGRAM
