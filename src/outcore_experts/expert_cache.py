@@ -113,7 +113,7 @@ class ExpertCache:
         mx.eval(self.arrays)
 
     def extents(self, expert: int, slot: int) -> list[Extent]:
-        """Returns the reads that bring an expert into a slot, if nothing is cast."""
+        """Returns the reads that bring an expert into a slot, unless it is cast."""
         found = []
         for t, start in zip(self.tensors, self._starts, strict=True):
             n = t.read_bytes
@@ -292,7 +292,6 @@ class ExpertReads:
         switch.place(loads)
 
     def _empty(self, switch: CachedSwitch, loads: Sequence[Load]) -> None:
-        """Empties the slots of these loads and waits for everything that uses them."""
         switch.free()
         switch.arrived({int(switch.policy.expert_in[slot]) for _, slot in loads}, cancel=True)
         # The slots count as empty until all bytes have arrived, so that a failed read is never used.

@@ -52,7 +52,6 @@ HITS = ((0.0, 0.0), (0.0625, 0.18), (0.1, 0.25), (0.25, 0.53), (0.5, 0.78), (0.7
 
 
 def hit_rate(share: float) -> float:
-    """Returns the expected hit rate if this share of the experts has slots."""
     for (a, low), (b, high) in itertools.pairwise(HITS):
         if share <= b:
             return low + (high - low) * (share - a) / (b - a)

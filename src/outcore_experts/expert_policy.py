@@ -113,7 +113,7 @@ class ExpertPolicy:
         return sorted({*self.inside.tolist(), *candidates}, key=lambda e: (-scores[e], e))[: self.slots]
 
     def coming(self, candidates: Collection[int]) -> list[Load]:
-        """Returns loads for those of these experts that are worth more than what is in memory."""
+        """Returns the loads that replace cached experts by more valuable ones among these."""
         best = self.best(candidates)
         new = [e for e in best if self.slot_of[e] < 0]
         if self.slots == len(self.slot_of):

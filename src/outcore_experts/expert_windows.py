@@ -145,7 +145,6 @@ class Windows:
 
 
 def _wanted(switch: CachedSwitch, routed: Sequence[mx.array]) -> list[Load]:
-    """Returns the experts of these calls that shall be cached, with their slots."""
     used = np.concatenate([np.array(i).astype(np.int64).reshape(-1, i.shape[-1]) for i in routed])
     switch.policy.used(used)
     return switch.policy.coming(np.unique(used).tolist())

@@ -133,7 +133,6 @@ class KvDisk:
             self._ring.reorder(order)
 
     def adopt(self, caches: Sequence[Any]) -> None:
-        """Offloads these caches of a whole model from now on. Raises StoreError if they cannot be written."""
         each = flat(caches)
         for layer in self._layers:
             for n in layer.caches:
@@ -196,7 +195,7 @@ class KvDisk:
         return store
 
     def _fit(self, store: Sequence[CacheStore]) -> bool:
-        """Whether a slot has room for these caches. Without a reservation, texts may outgrow the slots."""
+        """Whether a slot has room for these caches; texts without a reservation may outgrow it."""
         return sum(k.nbytes for k in store) <= self.slot_bytes
 
     def arrive(self, module: int) -> None:

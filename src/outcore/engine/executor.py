@@ -94,7 +94,7 @@ class LayerExecutor:
         return call
 
     def part(self, unit: int) -> Call:
-        """Returns the call of one of several modules that a unit serves, inside of a layer wrapped by ``in_parts``."""
+        """Returns the call of a module inside of a layer that is streamed in several units."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -109,7 +109,7 @@ class LayerExecutor:
         return call
 
     def in_parts(self, unit: int) -> Call:
-        """Returns the call of a layer that is streamed in several units, one of which is ``unit``."""
+        """Returns the call of a layer that is streamed in several units, the first of which is ``unit``."""
 
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.pooled:
@@ -175,7 +175,7 @@ class LayerExecutor:
         return Recorded(unit, [], lease=lease)
 
     def _end(self, turn: Recorded) -> None:
-        """Hands a unit's finished graph to the device, or records it. Its weights have left the model."""
+        """Hands a unit's finished graph to the device, or records it; its weights have been taken out of the model."""
         if turn.lease is None:
             turn.arrays += [array for _, array in turn.leaving]
             turn.moved = self.moved()

@@ -1,4 +1,5 @@
-"""Packages that join the engine: ``outcore_kv`` keeps keys and values on disk, ``outcore_experts`` reads experts alone.
+"""Packages that join the engine: ``outcore_kv`` stores keys and values on disk, ``outcore_experts`` reads single
+experts.
 
 Each is a module of the group ``kv_offload`` or ``on_demand``. Without the second, all experts of a layer are streamed.
 """
@@ -39,8 +40,7 @@ def kv_offload() -> KVOffload | None:
 
 
 def kv_disk(asked: str, name: str) -> str:
-    """Returns ``asked`` (``auto``, ``on`` or ``off``; of the option ``name``), or ``off`` if no package offers KV
-    offload.
+    """Returns ``asked``, or ``off`` if no package offers KV offload; ``name`` is the option's.
 
     Raises:
         UsageError: ``asked`` is ``on`` and no package offers it.

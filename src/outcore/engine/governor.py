@@ -83,15 +83,13 @@ def room(limits: Sequence[MemoryLimit]) -> int:
 
 
 class Governor:
-    """Decides for one model while it runs. Not thread-safe."""
-
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, Pressure]] = deque()  # recent (time, bytes held, reading)
         self._due_at = -math.inf
         self._window: tuple[float, Pressure] | None = None  # start of the window for rates
         self._paging_s = 0.0  # seconds of paging so far
         self._swapping = False  # whether pages were swapped in during the last window
-        self._swept = True  # whether a pass has ended since memory was last given up
+        self._pass_ended = True  # whether a pass has ended since memory was last given up
         self._pass_s = 0.0  # of the last pass
         self._shed_at: float | None = None
         self._grown = False  # whether memory came back since it was last given up
@@ -133,22 +131,25 @@ class Governor:
         """
         limit = min(pressure.limits, key=lambda x: (x.available - 2 * reserve(x), x.total))
         wanted, free = reserve(limit), limit.available - needed
-        self._pass_s, self._swept = self._pass_s if pass_s is None else pass_s, self._swept or pass_s is not None
+        self._pass_s, self._pass_ended = (
+            self._pass_s if pass_s is None else pass_s,
+            self._pass_ended or pass_s is not None,
+        )
         ran_out = _ran_out(self._seen[-1][2] if self._seen else pressure, pressure)
-        again = self._taken_lately(now, pressure, held, limit.source)
+        lately = self._taken_lately(now, pressure, held, limit.source)
         self._note_paging(now, pressure)
         self._had_room = self._had_room or limit.available >= STARVED * wanted
         if self._shed_at is not None and now - self._shed_at >= 2 * MOST_CALM_S:
             self._calm_s, self._grown, self._shed_at = CALM_S, False, None  # forget old failures
         missing, why = max(1, spare), ran_out
         if not ran_out:
-            missing, why = self._missing(now, pressure, limit, free, again, spare, away)
+            missing, why = self._missing(now, pressure, limit, free, lately, spare, away)
         self._due_at = now + (ALERT_S if missing or free < NEAR * wanted else LOOK_S)
         if why:
             self._calm_since = None
             why = f"{why}; {format_size(max(0, free))} of {format_size(limit.total)} are free ({limit.source})"
         if missing and not spare:
-            return Decision(held, held, why, stop=self._hopeless(now, limit, again))
+            return Decision(held, held, why, stop=self._hopeless(now, limit, lately))
         self._starved = None
         if why:
             return Decision(held, held - min(missing, spare), why)
@@ -164,12 +165,19 @@ class Governor:
             return
         if self._grown:
             self._calm_s = min(2 * self._calm_s, MOST_CALM_S)
-        self._grown = self._swept = False
+        self._grown = self._pass_ended = False
         self._shed_at, self._calm_since = now, None
         self._answered = self._answered or _warns(pressure)
 
     def _missing(
-        self, now: float, pressure: Pressure, limit: MemoryLimit, free: int, again: int, spare: int, away: Sequence[int]
+        self,
+        now: float,
+        pressure: Pressure,
+        limit: MemoryLimit,
+        free: int,
+        lately: int,
+        spare: int,
+        away: Sequence[int],
     ) -> tuple[int, str]:
         """Returns the bytes that have to go now and the reason. No bytes with a reason: pressure that has been answered
         already."""
@@ -177,14 +185,14 @@ class Governor:
         if pressure.macos_level == mac.CRITICAL:
             return max(1, spare), "macOS says that memory pressure is critical"
         paging = self._paging_s >= HOLD_S
-        settled = self._shed_at is None or (self._swept and now - self._shed_at >= WINDOW_S)
+        settled = self._shed_at is None or (self._pass_ended and now - self._shed_at >= WINDOW_S)
         if (
             paging and settled and self._shed_at is not None and not self._grown
         ):  # otherwise paging came with what grew back
             return max(1, spare), "memory is still being paged"
-        if free - again < wanted / 2:
-            taken = f", and others have taken {format_size(again)} of late" if again > wanted / 8 else ""
-            return wanted + again - free, f"{format_size(wanted)} should be free{taken}"
+        if free - lately < wanted / 2:
+            taken = f", and others have taken {format_size(lately)} of late" if lately > wanted / 8 else ""
+            return wanted + lately - free, f"{format_size(wanted)} should be free{taken}"
         if paging:
             why = "memory is being paged"
         elif _warns(pressure):
@@ -208,10 +216,10 @@ class Governor:
         self._paging_s = self._paging_s + seconds if faulting + self._swapping + short >= 2 else 0.0
 
     def _taken_lately(self, now: float, pressure: Pressure, held: int, source: str) -> int:
-        """Returns the bytes of a limit that other processes took within the time that shedding needs to show.
+        """Returns how many bytes of a limit other processes took within the time that shedding needs to show.
 
-        Shedding layers does not change a limit that this model's memory does not count against (a GPU's is not the
-        machine's), so both differences are compared.
+        This model's memory may not count against the limit (a GPU's, against the machine's): then shedding does not
+        show there, so the smaller of two estimates counts.
         """
         while self._seen and now - self._seen[0][0] > 2 * self._pass_s + LOOK_S:
             self._seen.popleft()
@@ -222,11 +230,11 @@ class Governor:
         self._seen.append((now, held, pressure))
         return max([0, *(min(less, less + given) for less, given in lost)])
 
-    def _hopeless(self, now: float, limit: MemoryLimit, again: int) -> bool:
+    def _hopeless(self, now: float, limit: MemoryLimit, lately: int) -> bool:
         """Whether the run has to end. A run that began with as little room goes on, as that may be enough."""
         free = limit.available
         low = free < STARVED * reserve(limit)
-        if not self._had_room or not (low or free < again):
+        if not self._had_room or not (low or free < lately):
             self._starved = None
             return False
         since, then = self._starved = self._starved or (now, free)
@@ -239,7 +247,7 @@ class Governor:
         elif self._calm_since is None:
             self._calm_since = now
         calm_s = CALM_S if self._grown else self._calm_s
-        if not away or not self._swept or self._calm_since is None or now - self._calm_since < calm_s:
+        if not away or not self._pass_ended or self._calm_since is None or now - self._calm_since < calm_s:
             return 0
         free = min(x.available - 2 * reserve(x) for x in pressure.limits)
         if pressure.warning_room is not None:

@@ -211,7 +211,6 @@ class StreamedLayers:
         return bool(whole)
 
     def arrived(self, unit: int, slot: int) -> None:
-        """Copies the weights of an adopted unit out of its slot."""
         arrays = [copy_of(a) for a in self.weights.to_stay(unit, slot)]
         mx.eval(arrays)
         self.adopting[unit] = arrays

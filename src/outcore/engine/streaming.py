@@ -1,5 +1,4 @@
-"""Streams a loaded model: its streamed modules take their weights from the ring, one pass or several shared ones at a
-time."""
+"""Streams a loaded model: its streamed modules take their weights from the ring, for one pass or several at a time."""
 
 from __future__ import annotations
 
@@ -203,7 +202,7 @@ class Streaming:
             self._within, self._turns.undo = False, None
 
     def _begin_pass(self, tokens: int | None) -> None:
-        """Begins a pass over ``tokens`` tokens, several shared ones together; None: many."""
+        """Begins a pass, or several that share it, over ``tokens`` tokens; None: many."""
         turns = self._turns
         self.drain()
         if self._began is not None:

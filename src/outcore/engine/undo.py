@@ -44,8 +44,8 @@ class Written:
 
 
 class Undo:
-    """Restores caches, as from ``make_prompt_cache``, to their state before so many tokens. Entries of the list may
-    change."""
+    """Restores caches (as from ``make_prompt_cache``) to their state before ``tokens`` more tokens. Entries of the list
+    may be replaced meanwhile."""
 
     def __init__(self, cache: list[Any], tokens: int) -> None:
         kept = {id(c): c for c in flat(cache) if KEEPER in getattr(c, "__dict__", ())}

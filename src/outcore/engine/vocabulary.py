@@ -1,6 +1,6 @@
 """Embeddings and heads that are not in memory: rows are read from disk, and products are computed in slices of rows.
 
-A vocabulary of 250,000 words weighs 1 to 2 GB twice if embeddings and head are untied. A token needs one row of the
+With a vocabulary of 250,000 words, untied embeddings and head take 1 to 2 GB each. A token needs one row of the
 embeddings; and the head's output rows are independent, so slices of it can be streamed like layers.
 """
 
