@@ -191,8 +191,8 @@ class CachedSwitch:
         self.arrived(self.arriving)
 
     def arrived(self, experts: Iterable[int], *, cancel: bool = False) -> None:
-        """Waits for the prefetched ones of these experts, or if ``cancel`` drops unstarted reads. Failed ones leave the
-        cache."""
+        """Waits for the prefetched ones of these experts (``cancel`` drops reads that have not begun). Failed ones
+        leave the cache."""
         mine = [(e, self.arriving[e]) for e in list(experts) if e in self.arriving]
         for _, read in mine:
             if cancel:

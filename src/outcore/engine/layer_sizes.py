@@ -56,8 +56,8 @@ class Cast:
 
 @dataclass(frozen=True)
 class Place:
-    """How units are laid out in slots: ``where`` each parameter lies on disk, and the alignment of a weight's address
-    in bytes."""
+    """How units are laid out in slots. ``where`` locates each parameter on disk; ``align`` divides the address of every
+    weight."""
 
     where: Mapping[str, TensorInfo]
     direct: bool
@@ -97,8 +97,8 @@ class Place:
         return found
 
     def begins(self, layer: Layer) -> dict[Path, int] | None:
-        """Returns each file that holds the layer with the layer's offset in it; None if parameters may be read one by
-        one."""
+        """Returns each file that holds the layer with the layer's offset in it; None if alignment places each parameter
+        by itself."""
         if self.align > 1:
             return None
         found: dict[Path, int] = {}

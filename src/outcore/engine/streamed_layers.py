@@ -71,7 +71,7 @@ class Weights:
         mx.eval(list(self._views.values()))
 
     def of(self, unit: int, slot: int, args: Any = (), made: Sequence[mx.array | None] | None = None) -> list[mx.array]:
-        """Returns a unit's parameters in a slot for a call with ``args``; ``made`` is the result of that method, if
+        """Returns a unit's parameters in a slot for a call with ``args``; ``made`` is the result of ``self.made``, if
         known."""
         copied = self.copies and (tokens_in(args) >= COPY_ROWS or sequences_in(args) > 1)
         made = self.made(unit, slot) if made is None else made
@@ -125,8 +125,8 @@ class Weights:
 
 
 class StreamedLayers:
-    """The layers in the units of one ring. ``adopting`` are units that become resident with this pass, with arrived
-    weights."""
+    """The layers in the units of one ring. ``adopting`` maps units that become resident with this pass to their
+    weights, once these have arrived."""
 
     def __init__(self, bound: Binding, turns: LayerExecutor, copies: bool, transport: Stage) -> None:
         self.ring, self.units = bound.ring, bound.units
