@@ -176,7 +176,7 @@ class Loop:
         """Go over the units, and return the number of misses."""
         before = self.ring.metrics.misses
         held: list[Lease] = []
-        self.ring.begin_sweep()
+        self.ring.begin_pass()
         for unit in order:
             foretold = self.ring.next_slot
             lease = self.ring.take(unit)
@@ -221,7 +221,7 @@ def test_units_are_read_in_their_order_once_a_sweep_and_nothing_is_missed(slots:
 def test_the_next_sweeps_first_units_are_read_while_the_last_ones_are_computed() -> None:
     loop, reader = build(5, 3)
     ring = loop.ring
-    ring.begin_sweep()
+    ring.begin_pass()
     leases = [ring.take(0)]
     for unit in range(1, 5):
         leases.append(ring.take(unit))
@@ -401,7 +401,7 @@ def test_a_sweep_that_broke_off_leaves_a_whole_ring() -> None:
     for held, lost in itertools.product((False, True), range(1, 4)):
         loop, reader = build(6, 3)
         loop.sweep(range(6))
-        loop.ring.begin_sweep()
+        loop.ring.begin_pass()
         reader.held = held
         for unit in range(lost):
             # Nobody gives these back.
@@ -414,7 +414,7 @@ def test_a_sweep_that_broke_off_leaves_a_whole_ring() -> None:
 
 def failing(loop: Loop) -> None:
     """A sweep that gives the slot back when its read fails, as the engine does."""
-    loop.ring.begin_sweep()
+    loop.ring.begin_pass()
     for unit in range(6):
         lease = loop.ring.take(unit)
         loop.turns += 1
@@ -431,7 +431,7 @@ def test_every_kind_of_use_after_closing_is_refused_or_harmless() -> None:
     loop.ring.close()
     loop.ring.close()
     assert (reader.closed, loop.ring.slots) == (1, [])
-    for use in (lambda: loop.ring.take(1), loop.ring.begin_sweep):
+    for use in (lambda: loop.ring.take(1), loop.ring.begin_pass):
         with pytest.raises(ClosedError, match="closed; load it again"):
             use()
     loop.ring.release(lease)

@@ -94,7 +94,7 @@ class PipelineStage:
     def transaction(self, undo: Undo | None) -> None:
         self.undo = undo
 
-    def begin_sweep(self, *, pooled: bool) -> None:
+    def begin_pass(self, *, pooled: bool) -> None:
         """A router is waited for on the way, so all that it is computed from has to be there."""
         self.immediate = pooled
 

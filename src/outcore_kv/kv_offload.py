@@ -146,13 +146,13 @@ class KvDisk:
 
     # A pass
 
-    def begin_sweep(self) -> None:
+    def begin_pass(self) -> None:
         for turn in self._open.values():
             if turn.lease is not None:
                 self._ring.release(turn.lease)
         self._open.clear()
         self._scratch.tidy()
-        self._ring.begin_sweep()
+        self._ring.begin_pass()
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
         """Gives a layer's caches their arrays before its call; ``building``: only a graph is built, perhaps of several

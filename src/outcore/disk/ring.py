@@ -116,7 +116,7 @@ class Ring:
         self._closed = False
         self._broken = False  # a pass broke off: held turns will not be released
 
-    def begin_sweep(self) -> None:
+    def begin_pass(self) -> None:
         """Begin a pass over the units; the order of the one before becomes the forecast for the next.
 
         Raises:

@@ -38,12 +38,13 @@ class KVOffloader(Protocol):
     def adopt(self, caches: Sequence[Any]) -> None:
         """Takes over the caches of the whole model before a pass."""
 
-    def begin_sweep(self) -> None: ...
+    def begin_pass(self) -> None: ...
 
     def enter(self, module: int, caches: Sequence[Any], building: bool) -> None:
         """Called before a layer; ``building``: only its graph is built for now."""
 
-    def arrive(self, module: int) -> None: ...
+    def arrive(self, module: int) -> None:
+        """Waits for a layer's keys and values."""
 
     def computed(self, module: int) -> None: ...
 
@@ -61,7 +62,8 @@ class ExpertCaches(Protocol):
         """Begins a pass over ``tokens`` tokens (None: many). Returns whether it takes experts from the caches, not the
         ring."""
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        """Waits for the experts of everything built so far."""
 
     def end(self) -> None: ...
     def abandon(self) -> None: ...
@@ -105,7 +107,7 @@ class Stage:
 
     def unwatch(self, module: nn.Module) -> None: ...
 
-    def begin_sweep(self, *, pooled: bool) -> None:
+    def begin_pass(self, *, pooled: bool) -> None:
         """Begins a pass; ``pooled``: experts are read one by one, so routers are evaluated on the way."""
 
     def passes(self) -> AbstractContextManager[Callable[[], None]]:
@@ -127,7 +129,9 @@ class Stage:
     def depart(self, leaving: Leaving) -> None: ...
 
     def abandon(self) -> None: ...
-    def transaction(self, undo: Undo | None) -> None: ...
+
+    def transaction(self, undo: Undo | None) -> None:
+        """Sets the undo of a pass in which nothing is streamed; None: the pass is over."""
 
     working: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """Context in which this rank waits for its device, so other ranks suspend their timeouts."""

@@ -216,16 +216,16 @@ class Streaming:
             call()
         if turns.undo is not None:
             turns.undo.begin()
-        self.ring.begin_sweep()
+        self.ring.begin_pass()
         if self.kv is not None:
-            self.kv.begin_sweep()
+            self.kv.begin_pass()
         self.metrics.sweeps += 1
         self._began, turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
         turns.pooled = self.experts is not None and self.experts.begin(tokens)
         if turns.pooled:
             turns.tokens = tokens or 0
         if not self._transport.alone:
-            self._transport.begin_sweep(pooled=turns.pooled)
+            self._transport.begin_pass(pooled=turns.pooled)
 
     def _end_pass(self) -> None:
         """Ends a pass: all units were handed over, so all reads for it have ended."""
