@@ -132,7 +132,8 @@ def streamed_tables(
 
 
 def make_resident(profile: ModelProfile, streamed: Sequence[Layer], progress: Progress, lazy: bool = False) -> None:
-    """Reads, or if ``lazy`` maps, all weights that are neither in the ring nor read by row, layer by layer."""
+    """Reads all weights that are neither in the ring nor read by row, layer by layer; ``lazy`` leaves that to their
+    first use."""
     model = profile.lazy.model
     elsewhere = {(id(p.module), p.key) for part in streamed for p in part.parameters}
     groups: dict[int, list[Parameter]] = {}

@@ -111,7 +111,7 @@ class Engine:
         self.size, self.profile = size, replace(self.profile, size=size)
 
     def stream(self, plan: Plan) -> None:
-        """Streams by another plan from the next pass on. If files or slots cannot be had, the model's next call tries
+        """Streams by another plan from the next pass on. After an error (files, slots) the model's next call tries
         again."""
         model = self.model
 

@@ -68,7 +68,7 @@ class Streaming:
         self.tables, self.ring = bound.tables, bound.ring
         self.layers = StreamedLayers(bound, self._turns, self._copies, self._transport)
         for t in self.tables:
-            unswap(t.module)  # ranks other than the first replaced their head
+            unswap(t.module)  # on ranks other than the first, zeros stood in for the head
             put(t.table.layer.parameters, absent([p.array for p in t.table.layer.parameters]))
             swap(t.module, "Streamed", *t.calls(self._turns.whole))
         if self.experts is not None:

@@ -88,7 +88,7 @@ class StreamedTable:
         """Returns the replacements of the table's call and of its ``as_linear``; ``enter`` gives the call of a unit."""
 
         def multiply(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if not self.rows:  # another rank has the head
+            if not self.rows:  # the first rank has the head
                 return no_product(args[0], self.table.places[0].shape[0])
             module, parts = self.module, []
             bias = module.get("bias")  # 1-D, so it is resident
