@@ -360,7 +360,7 @@ def test_a_run_that_is_ended_goes_on_without_loss_and_without_doubles(
     _, err = process.communicate(timeout=60)
     assert process.returncode == (-9 if number == signal.SIGKILL else 130)
     if number == signal.SIGINT:
-        assert "--resume goes on" in err and "Traceback" not in err
+        assert "--resume continues" in err and "Traceback" not in err
     kept = output.read_bytes()
     assert 2 <= kept.count(b"\n") < 8
     # The disk had part of one more line when it ended.
@@ -406,9 +406,9 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
         ((tmp_path, output), "Is a directory"),
         ((source, source), "is the input"),
         ((source, tmp_path / "no" / "out"), "No such file"),
-        ((source, tmp_path), "is there and no file"),
-        ((source, tmp_path, "--resume"), "is there and no file"),
-        ((source, tmp_path / "text", "--resume"), "line 1 is none of a batch's output"),
+        ((source, tmp_path), "exists and is no file"),
+        ((source, tmp_path, "--resume"), "exists and is no file"),
+        ((source, tmp_path / "text", "--resume"), "line 1 is not from a batch's output"),
         ((source, output, "--max-tokens", "0"), "--max-tokens 0: at least 1"),
         ((source, output, "--concurrency", "0"), "--decode-concurrency 0: at least 1"),
     ):

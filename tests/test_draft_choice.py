@@ -137,7 +137,7 @@ def test_auto_needs_no_cache_that_can_be_written(
     monkeypatch.setattr("os.access", lambda *_: False)  # who runs as root may write wherever modes forbid it
     prepared = prepare(folder, memory=memory, draft="auto", **options)
     by_name = {c.name: c for c in prepared.choices}
-    assert "cannot be written to" in by_name["self:2"].reason and by_name["self:2"].planned is None
+    assert "is not writable" in by_name["self:2"].reason and by_name["self:2"].planned is None
     assert prepared.draft is not None and prepared.draft.name == "ngram"
 
 

@@ -339,9 +339,9 @@ def test_less_is_drafted_where_others_have_much_of_the_sweep() -> None:
         control.acceptance.plain.add(1.0)
     alone = len(control.draft(source, [1, 2], 32))
     assert control.expected > 1.0
-    control.beside = SharedPass(tokens=31)  # what is computed for them takes time
+    control.shared = SharedPass(tokens=31)  # what is computed for them takes time
     assert len(control.draft(source, [1, 2, 3], 32)) < alone
-    control.beside = SharedPass(tokens=40)
+    control.shared = SharedPass(tokens=40)
     few = len(control.draft(source, [1, 2, 3, 4], 32))
-    control.beside = SharedPass(tokens=40, expected=20.0)  # and what they get of it waits for ours
+    control.shared = SharedPass(tokens=40, expected=20.0)  # and what they get of it waits for ours
     assert len(control.draft(source, [1, 2, 3, 4, 5], 32)) < few

@@ -69,7 +69,7 @@ def test_one_class_brings_a_kind_of_draft(demo_model: Path, monkeypatch: pytest.
     monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_: DraftLengthPolicy(4, fixed=True))
     tokens, name, drafted = said(demo_model, "echo:2")
     assert tokens == plain and name == "echo:2" and drafted > 0
-    with pytest.raises(UsageError, match=r"draft ehco: no folder, and not echo, .* auto, none, ngram, echo:TIMES"):
+    with pytest.raises(UsageError, match=r"draft ehco: no such folder; did you mean echo\? .* none, ngram, echo:TIMES"):
         outcore.load_model(demo_model, draft="ehco", **OPTIONS)
 
 

@@ -272,7 +272,7 @@ def test_states_to_go_back_to_take_what_the_budget_leaves_together(quick_models:
                 engine.add(Request(step, PROMPTS[0], 40))
             engine.step()
             if isinstance(engine._batch, SpeculativeDecoder):
-                texts = [t.target for t in engine._batch._texts.values() if t.target.fed]
+                texts = [t.runner for t in engine._batch._texts.values() if t.runner.fed]
                 room = session.plan.budget_bytes - session.plan.peak_bytes
                 assert sum(t.snapshots for t in texts) <= room
                 seen.add(len(texts))

@@ -148,7 +148,7 @@ def test_where_memory_is_too_small_to_keep_a_prompt_it_is_answered_and_noted(ser
         model, tokenizer = outcore.load(str(served), **load, prefix_cache=prefix_cache)
         with model.outcore as session:
             answers.append(outcore.generate(model, tokenizer, list(ids), max_tokens=4))
-            assert any("is not kept" in note for note in session.notes) == (prefix_cache == "on")
+            assert any("is not stored" in note for note in session.notes) == (prefix_cache == "on")
         service = ModelService(Shelf([str(served)]), ServiceOptions(LoadOptions(**load, prefix_cache=prefix_cache)))
         try:
             events = asyncio.run(heard(service, GenerationRequest(prompt=ids, max_tokens=4)))

@@ -172,7 +172,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--top-k", "x"], "--top-k: invalid int value: 'x'"),
     (["--memory", "0%"], "from 1% to 100%"),
     (["--memory", "101%"], "from 1% to 100%"),
-    (["--draft", "ngrm"], "--draft ngrm: no folder, and not ngram, which may be meant"),
+    (["--draft", "ngrm"], "--draft ngrm: no such folder; did you mean ngram?"),
     (["--draft", "self:1"], "--draft self:1: give the number of bits, one of 2, 3"),
     (["--draft", " "], "auto, none, ngram"),
     (["--slots", "1"], "--slots 1: at least 2"),

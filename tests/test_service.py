@@ -229,7 +229,7 @@ def test_an_error_fails_its_requests_never_the_engine(served: Path, expected: di
             asks = [GenerationRequest(prompt=p, max_tokens=12) for p in PROMPTS[:2]]
             return await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
 
-        for where in ("step", "_sweep"):
+        for where in ("step", "_run_pass"):
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(Scheduler, where, lambda *_: 1 / 0)
                 assert all(isinstance(e, RequestError) and e.status == 500 for e in asyncio.run(both()))

@@ -1,1 +1,1 @@
-"""``outcore batch``: files of requests in OpenAI's batch format, as many answered in each forward pass as have room."""
+"""``outcore batch``: answers files of requests in OpenAI's batch format, as many in each forward pass as have room."""

@@ -1,4 +1,4 @@
-"""``outcore batch``: answer a file of requests in OpenAI's batch format; as many share a sweep as have room."""
+"""``outcore batch``: answers a file of requests in OpenAI's batch format; as many share a forward pass as have room."""
 
 from __future__ import annotations
 
@@ -40,17 +40,16 @@ from .files import NO_MEMORY, BatchRequest, Output, OutputElsewhere
 from .lines import line_request
 
 Refused = list[tuple[int, Exception]]
-"""Requests by their ``uid``, and why each of them cannot be answered."""
+"""Requests by ``uid``, with the reason why they cannot be answered."""
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     if args.resume and args.force:
         raise UsageError("--resume and --overwrite: give one of them")
     whole("--max-tokens", args.max_tokens)
     whole("--decode-concurrency", args.decode_concurrency)
     lines = list(files.read_lines(args.input))
-    # With the ranks that share the model, if there are any; the first one's file may be the only one.
+    # Only the first of the ranks that share a model needs the output file.
     agreement: Agreement = Agreement() if args.ranks is None else args.ranks.agreement
     made: Output | OutputElsewhere = OutputElsewhere(args.output)
     if agreement.chooses:
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
                     _answer(model, tokenizer, requests, todo, output, args.model, done, bar)
             except KeyboardInterrupt:
                 bar.clear()
-                tell(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume goes on from there")
+                tell(f"{len(output.done)} of {len(lines)} lines are in {output.path}; --resume continues from there")
                 raise
         bar.clear()
         counts = {"requests": len(lines), "resumed": resumed}
@@ -88,11 +87,11 @@ def run(args: argparse.Namespace) -> None:
 def read_requests(
     lines: Sequence[BatchRequest], tokenizer: TokenizerWrapper, max_tokens: int, longest: int | None, bar: ProgressBar
 ) -> tuple[list[Request], Refused]:
-    """The requests of the lines that can be answered, named by their places, and why others cannot, whatever it is.
+    """The requests of lines that can be answered, with their places as uids, and the errors of the others.
 
     Args:
-        max_tokens: of an answer, where a line does not say.
-        longest: tokens that the model has positions for; None: for any number.
+        max_tokens: of an answer, where a line has none.
+        longest: tokens that the model has positions for; None: any number.
     """
     requests: list[Request] = []
     errors: Refused = []
@@ -111,7 +110,7 @@ def read_requests(
                         f"the prompt has {len(prompt)} tokens; this model's context is {longest}: shorten it",
                         "context_length_exceeded",
                     )
-                limit = min(limit, longest - len(prompt) + 1)  # the last token is not computed
+                limit = min(limit, longest - len(prompt) + 1)  # the last token is never fed to the model
             requests.append(replace(request, tokens=prompt, max_tokens=limit))
         except Exception as e:  # tokenizers and templates raise what they like
             errors.append((n, e))
@@ -121,10 +120,10 @@ def read_requests(
 def _load(
     folder: Path, requests: list[Request], args: argparse.Namespace, agreement: Agreement, bar: ProgressBar
 ) -> tuple[nn.Module, list[Request], Refused]:
-    """The model with room for as many requests as answer all of them soonest, and those that there is room for.
+    """The model, with room for as many requests as answer all of them soonest, and the requests that fit.
 
     Raises:
-        BudgetError: there is room for none of them; says the smallest budget for the one that needs least.
+        BudgetError: none fits; names the smallest budget for the one that needs least.
     """
     options = loading_options(args)
 
@@ -144,10 +143,10 @@ def _load(
 def _fitting(
     alone: Preparation, requests: Sequence[Request], args: argparse.Namespace, agreement: Agreement
 ) -> tuple[list[Request], Refused]:
-    """The requests that all machines have room for one after the other, and why not for others.
+    """The requests that all machines have room for one after the other, and the errors of the others.
 
     Args:
-        alone: the model with next to nothing to answer.
+        alone: the model prepared for next to nothing.
 
     Raises:
         BudgetError: there is room for none of them.
@@ -169,7 +168,7 @@ def _fitting(
         work = _workload(kept, 1)
         return smallest(work.context, work.prompt)
 
-    # Those that need least first: with each more of them, more is needed.
+    # In order of need, so that the requests that fit are a prefix.
     ordered = sorted(requests, key=lambda request: needed([request]))
     counts = range(1, len(ordered) + 1) if alone.refused is None else ()
     fits = bisect_left(counts, True, key=lambda count: needed(ordered[:count]) > budget)
@@ -190,14 +189,14 @@ def _fitting(
     for request in ordered:
         if request.uid in answerable:
             continue
-        told = f"another machine has no room for {_size(request)}"
+        why = f"another machine has no room for {_size(request)}"
         if request.uid not in here:
             enough = format_size(needed([*ordered[:fits], request]), round_up=True)
-            told = (
+            why = (
                 f"{_size(request)} do not fit into {format_size(budget)} with this model: give {enough} and --resume, "
                 "or ask for fewer"
             )
-        errors.append((request.uid, RequestError(told, NO_MEMORY)))
+        errors.append((request.uid, RequestError(why, NO_MEMORY)))
     return kept, errors
 
 
@@ -219,7 +218,6 @@ def _answer(
     done: Progress,
     bar: ProgressBar,
 ) -> None:
-    """Answer all requests, and write each answer down as it comes."""
     began, written = time.perf_counter(), 0
     bar.clear()
 
@@ -238,7 +236,7 @@ def _answer(
 def _report(
     output: Output | OutputElsewhere, done: Progress, seconds: float, model: nn.Module | None
 ) -> dict[str, Any]:
-    """Say what was done: a line on standard output, the engine's part on standard error. Returns it for JSON."""
+    """Prints the result: one line on standard output, the engine's part on standard error. Returns it for JSON."""
     completed = sum(output.done.values())
     failed = len(output.done) - completed
     speed = done.generation_tokens / seconds if done.generation_tokens else 0.0
@@ -250,8 +248,8 @@ def _report(
     if model is None:
         return record | dict.fromkeys(("sequences", "sweeps", "bytes_read", "peak_memory_bytes", "budget_bytes"), 0)
     sequences = model.outcore.size.sequences
-    said = f"{counted(done.generation_tokens, 'token')} in {seconds:.1f} s, {speed:.2f} tokens per second"
-    shared = f"{each:.1f} tokens a sweep, {counted(sequences, 'sequence')} at most"
-    print_summary([f"Generation: {said}; {shared}"], model.outcore)
-    # What keeps a model that is all in memory busy are steps; its sweeps would be 0.
+    total = f"{counted(done.generation_tokens, 'token')} in {seconds:.1f} s, {speed:.2f} tokens per second"
+    shared = f"{each:.1f} tokens a pass, {counted(sequences, 'sequence')} at most"
+    print_summary([f"Generation: {total}; {shared}"], model.outcore)
+    # Counts steps: a model that is all in memory has no passes of the engine.
     return record | engine_record(model.outcore) | {"sequences": sequences, "sweeps": done.sweeps}

@@ -1,7 +1,6 @@
-"""Files of OpenAI's batch format: requests in, a line each; answers out, appended whole, so that a run that was killed
-goes on where it was.
+"""Files of OpenAI's batch format: one request per line in, one answer per line out, so that a killed run can continue.
 
-A line of the output carries the digest of the line that it answers, so going on needs no other record.
+A line of the output has the digest of the line that it answers, so continuing needs no other record.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETION)
 
 NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
-"""Codes of errors that are none of the line's own: with more memory, or the next version, it may be answered."""
+"""Codes of errors that are not the line's own fault: with more memory, or the next version, it may be answered."""
 
 TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
 
@@ -41,10 +40,10 @@ class BatchRequest:
     """A line of the input.
 
     Attributes:
-        id: a digest of what it says; of lines that say the same, the second one's ends in ``-2``.
+        id: a digest of its text; of equal lines, the second one's ends in ``-2``.
         number: its place in the file, from 1.
-        custom_id: its name, where it has one.
-        error: why it cannot be answered; None: it can, as far as is known.
+        custom_id: its name, if any.
+        error: why it cannot be answered, if known.
     """
 
     id: str
@@ -56,7 +55,7 @@ class BatchRequest:
 
 
 def read_lines(path: Path) -> Iterator[BatchRequest]:
-    """The lines of a batch's input, blank ones left out.
+    """The lines of a batch's input, without blank ones.
 
     Raises:
         UsageError: the file cannot be read.
@@ -108,17 +107,16 @@ def _line(text: bytes, line_id: str, number: int, names: dict[str, int]) -> Batc
 
 
 def answered(line: BatchRequest, answer: RequestOutput, model: str) -> dict[str, Any]:
-    """A line of the output, in OpenAI's format."""
     chat = line.url == CHAT
     digest = line.id.removeprefix("batch_req_")
-    said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
+    content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
     prompt, generated = len(answer.request.tokens), len(answer.tokens)
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": answer.finish_reason}],
+        "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": answer.finish_reason}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
     }
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": body}
@@ -137,37 +135,37 @@ def line_error(error: Exception) -> RequestError:
 
 
 def refused(line: BatchRequest, error: RequestError) -> dict[str, Any]:
-    """The same for a line that cannot be answered."""
-    told = {"code": error.code, "message": f"line {line.number}: {error}"}
-    return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": told}
+    why = {"code": error.code, "message": f"line {line.number}: {error}"}
+    return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": why}
 
 
 class Output:
-    """The answers' file. Nothing that is there is lost before ``begin``; only one process writes to it.
+    """The answers' file. Existing content stays until ``begin``; only one process writes to it.
 
     Args:
-        resume: go on with what is there; a last line that was cut off is dropped.
+        resume: continue it; a last line that was cut off is dropped.
         overwrite: replace it.
 
     Attributes:
-        done: ids of the lines that it answers, and whether each got an answer or an error. What failed for no fault of
-            its own (``TRIED_AGAIN``) is not among them when the run goes on.
+        done: ids of the lines that it answers, and whether each got an answer or an error. Lines with an error that is
+            tried again (``TRIED_AGAIN``) are not among them.
 
     Raises:
-        UsageError: it is there already, is the input, or cannot be written; it is no output of a batch with that model.
+        UsageError: the file exists already, is the input, cannot be written, or is no output of a batch with that
+            model.
     """
 
     def __init__(self, path: Path, source: Path, model: str, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
         self.done: dict[str, bool] = {}
-        self._lines = self._again = 0  # that are there whole, and those of them that are tried again
+        self._lines = self._again = 0  # complete lines, and those of them that are tried again
         try:
-            # A link stays one: its target is what is written, and replaced.
+            # A link stays a link: its target is written and replaced.
             self._real = path.resolve()
             self._new = not self._real.exists()
             if not self._new:
                 self._check(source, resume or overwrite)
-            # Without a buffer: what a full disk did not take shall not be written when the file is closed.
+            # Unbuffered, so that closing does not write what a full disk refused before.
             self._file = self._real.open("ab", buffering=0)
         except (OSError, RuntimeError) as e:
             raise UsageError(f"--output {path}: cannot be written: {getattr(e, 'strerror', None) or e}") from e
@@ -179,15 +177,13 @@ class Output:
             raise
 
     def _check(self, source: Path, wanted: bool) -> None:
-        """Refuse what is there, unless it is a file that may be gone on with or replaced."""
+        """Refuse an existing file, unless it may be continued or replaced."""
         if self._real.samefile(source):
             raise UsageError(f"--output {self.path}: is the input; choose another file")
         if not self._real.is_file():
-            raise UsageError(f"--output {self.path}: is there and no file; answers need one, to go on with")
+            raise UsageError(f"--output {self.path}: exists and is no file; name a file")
         if not wanted and self._real.stat().st_size:
-            raise UsageError(
-                f"--output {self.path}: is there already; --resume goes on with it, --overwrite replaces it"
-            )
+            raise UsageError(f"--output {self.path}: exists already; --resume continues it, --overwrite replaces it")
 
     def _lock(self, file: io.FileIO) -> None:
         try:
@@ -197,11 +193,11 @@ class Output:
         except OSError:
             # Some network file systems have no locks.
             return
-        if not taken:  # or it was replaced while we waited for it
+        if not taken:  # or the file was replaced before we had the lock
             raise UsageError(f"--output {self.path}: another outcore batch is writing to it")
 
     def _read(self, model: str) -> int:
-        """Take note of what is there; bytes up to the end of the last whole line."""
+        """Reads the existing lines; returns the bytes up to the end of the last whole one."""
         end = 0
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -216,7 +212,7 @@ class Output:
                     else:
                         self._again += 1
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    raise UsageError(f"--output {self.path}: line {number} is none of a batch's output") from None
+                    raise UsageError(f"--output {self.path}: line {number} is not from a batch's output") from None
                 if other != model:
                     raise UsageError(
                         f"--output {self.path}: was made with {shortened(other, 200)}; --overwrite replaces it"
@@ -226,7 +222,7 @@ class Output:
         return end
 
     def require(self, lines: set[str]) -> None:
-        """Refuse to go on with the answers to other lines.
+        """Refuse to continue with answers to other lines.
 
         Raises:
             UsageError: the input has changed.
@@ -238,7 +234,7 @@ class Output:
             )
 
     def begin(self) -> None:
-        """Cut off what is not to stay: a line that was cut off, and errors of lines that are tried again."""
+        """Remove a last line that was cut off, and errors of lines that are tried again."""
         try:
             if self._again and self._end:
                 self._leave_out()
@@ -250,9 +246,9 @@ class Output:
             raise self._failed(e) from e
 
     def _leave_out(self) -> None:
-        """Replace the file by one without the lines that are tried again; it is one or the other at any time."""
-        beside = self._real.with_name(f".{self._real.name[:200]}.{os.getpid()}")
-        file = beside.open("xb", buffering=0)
+        """Replace the file atomically by one without the lines that are tried again."""
+        partial = self._real.with_name(f".{self._real.name[:200]}.{os.getpid()}")
+        file = partial.open("xb", buffering=0)
         try:
             with self._real.open("rb") as old:
                 kept = (raw for raw in itertools.islice(old, self._lines) if _is_final(json.loads(raw)))
@@ -261,19 +257,19 @@ class Output:
             os.fsync(file.fileno())
             with contextlib.suppress(OSError):
                 lock_descriptor(file.fileno(), blocking=False)
-            beside.replace(self._real)
+            partial.replace(self._real)
         except BaseException:
             file.close()
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
         self._file.close()
         self._file, self._end, self._again = file, end, 0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line, and wait until the disk has it.
+        """Append a line and wait until it is on disk.
 
         Raises:
-            OutputError: there is no room for it; what was written before stays.
+            OutputError: there is no room for it; earlier lines stay.
         """
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
@@ -289,7 +285,7 @@ class Output:
     def _failed(self, e: OSError) -> OutputError:
         return OutputError(
             f"{self.path}: cannot be written: {e.strerror or e}; its {len(self.done)} lines are kept: make room, and "
-            "go on with --resume"
+            "continue with --resume"
         )
 
     def __enter__(self) -> Output:
@@ -298,25 +294,22 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
         if self._new:
-            # Never begun: it was not there, and shall not be.
+            # The run failed before it began: leave no empty file.
             self._real.unlink(missing_ok=True)
 
 
 class OutputElsewhere:
-    """What ranks have beside the first, which writes the answers' file: nothing is written here."""
+    """The output on ranks other than the first, which writes the file: nothing is written here."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.done: dict[str, bool] = {}
 
-    def require(self, lines: set[str]) -> None:
-        """The first rank does."""
+    def require(self, lines: set[str]) -> None: ...
 
-    def begin(self) -> None:
-        """Nothing to cut off."""
+    def begin(self) -> None: ...
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take note of it."""
         self.done[record["id"]] = record["error"] is None
 
     def __enter__(self) -> OutputElsewhere:
@@ -326,7 +319,6 @@ class OutputElsewhere:
 
 
 def _is_final(record: Mapping[str, Any]) -> bool:
-    """Whether a line of the output says the last of the line that it answers."""
     return record["error"] is None or record["error"].get("code") not in TRIED_AGAIN
 
 

@@ -8,8 +8,8 @@ from outcore.cli.parser import Flag, switch
 BATCH: list[str | Flag] = [
     "model-flags adapter-path input",
     FLAGS["output"].but(help="Answers, one JSON a line.", required=True),
-    FLAGS["max-tokens"].but(default=512, help="Most tokens of an answer, where a request does not say."),
+    FLAGS["max-tokens"].but(default=512, help="Most tokens of an answer, unless the request has max_tokens."),
     "decode-concurrency prefill-step-size force",
-    switch("--resume", "Go on with an output that is there already."),
+    switch("--resume", "Continue an existing output file."),
     "engine-flags output-flags",
 ]

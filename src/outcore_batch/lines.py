@@ -1,4 +1,4 @@
-"""Lines of a batch's input: their bodies are those of the server's API, read and asked for in the same way."""
+"""Lines of a batch's input; their bodies are read as the server's API reads them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .files import CHAT, BatchRequest
 
 
 def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int) -> Request:
-    """What the engine is asked for a line.
+    """The engine's request for a line.
 
     Args:
-        max_tokens: of its answer, where it does not say.
+        max_tokens: of its answer, where its body has none.
 
     Raises:
-        RequestError: its body is malformed, or asks for what answers of a batch do not have.
+        RequestError: its body is malformed, or asks for what a batch does not support.
     """
     if not isinstance(line.body, dict):
         raise RequestError("body: not a JSON object")
     read = openai.chat if line.url == CHAT else completions.completion
     parsed = read(HttpRequest(cast(Any, None), line.body))
     (request, *more), writer = parsed.requests, parsed.writer
-    asked = {
+    given = {
         "stream": writer.streams,
         "n": request.choices > 1,
         "prompt": more,
@@ -40,7 +40,7 @@ def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: i
         "logprobs": request.logprobs is not None,
         "response_format": request.schema is not None,
     }
-    for name in (name for name, value in asked.items() if value):
+    for name in (name for name, value in given.items() if value):
         raise wrong(name, "not supported; leave it out", UNSUPPORTED)
     for name in writer.ignored:
         raise wrong(name, "no such parameter", "unknown_parameter")

@@ -1,4 +1,4 @@
-"""A draft model: any model in memory that shares the tokenizer."""
+"""A draft model: any model in memory with the same tokenizer."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from outcore.plan.planner import resident_budget
 MODEL = "model"
 
 PROMPT_STEP = 256
-"""Tokens of a prompt that a drafting model computes at a time."""
+"""Prompt tokens per chunk of a draft model."""
 
 CATCH_UP = 64
-"""Tokens beyond which what is new in a text is a prompt."""
+"""New tokens of a text beyond which they count as a prompt."""
 
 SNAPSHOT_STEP, HELD = 16, 4
-"""Guesses after which states are kept to go back to, and how many are held: those of the longest draft."""
+"""Guesses between two cache snapshots, and the most snapshots held: those of the longest draft."""
 
 
 class DraftModels(DraftSource):
-    """Drafts by another model, all of which is loaded."""
+    """Drafts by another model, all of which is in memory."""
 
     kind, usage, names_models = MODEL, "or a model", True
 
@@ -63,7 +63,7 @@ class DraftModels(DraftSource):
             MODEL,
             name_of(folder),
             weights=resident_budget(size) - size.cache,
-            # States are kept at some of the guesses to go back to.
+            # Includes the snapshots of states.
             cache=size.cache + HELD * size.states,
             growing=size.growing,
             detail=folder,
@@ -99,12 +99,7 @@ class ByModel(Drafting):
 
 
 class ModelProposer:
-    """Guesses by a model's own logits.
-
-    Args:
-        model: all in memory.
-        draw: as in ``Drafting.proposer``.
-    """
+    """Guesses by a draft model, all in memory; ``draw`` as in ``Drafting.proposer``."""
 
     name = MODEL
     cheaper = None
@@ -115,38 +110,36 @@ class ModelProposer:
         self._text: list[int] = []
         self._cache: list[Any] = make_prompt_cache(model)
         self._fed: list[int] = []  # tokens that the caches hold
-        self._same = 0  # of them, those known to be the text's
+        self._same = 0  # first tokens of ``_fed`` known to be the text's
         self._snapshots: list[tuple[int, Snapshot]] = [(0, Snapshot(self._cache))]
 
     def give_up(self) -> None:
-        """Have no more guesses, and let go of the model."""
         self._model, self._cache, self._snapshots = None, [], []
 
     def begin(self, text: Sequence[int]) -> None:
-        """The text is this now: caches go back to where what they hold was still a part of it."""
+        """Sets the text; caches go back to the part of it that they hold."""
         if self._model is None:
             return
         self._text = list(text)
         while self._same < min(len(self._fed), len(text)) and self._fed[self._same] == text[self._same]:
             self._same += 1
-        # The last token's logits are what the next guess comes from.
+        # The last token is fed again: the next guess comes from its logits.
         most = min(self._same, len(text) - 1)
         if len(self._fed) > most:
             while self._snapshots[-1][0] > most:
                 self._snapshots.pop()
             at, snapshot = self._snapshots[-1]
             snapshot.restore()
-            # What was restored cannot be restored again.
+            # A snapshot can be restored once only.
             self._snapshots[-1] = at, Snapshot(self._cache)
             del self._fed[at:]
             self._same = min(self._same, at)
         del self._snapshots[:-1]
         if len(text) - len(self._fed) > CATCH_UP:
-            # A prompt: not a part of what a guess takes.
+            # A prompt, computed here so that it does not count as the cost of a guess.
             self._follow(list(text[len(self._fed) : -1]))
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
-        """What the model would say after the text and these tokens."""
         if self._model is None:
             return None
         new = [*self._text[len(self._fed) :], *drafted[max(0, len(self._fed) - len(self._text)) :]]
@@ -157,7 +150,7 @@ class ModelProposer:
             return self._draw(logits[0, -1])
 
     def _follow(self, ids: list[int]) -> None:
-        """Compute tokens whose logits nobody asks for."""
+        """Feeds tokens whose logits are not needed."""
         with mx.stream(generation_stream):
             for at in range(0, len(ids), PROMPT_STEP):
                 self._feed(ids[at : at + PROMPT_STEP])
@@ -175,7 +168,7 @@ class ModelProposer:
 
 
 def draft_folder(model: str) -> Path:
-    """The folder of a model that drafts, or has a head for it; where there is none, the flag that named it is told.
+    """The folder of a draft model, or of a model with a head that drafts; errors name the flag.
 
     Raises:
         UsageError, CheckpointError: as ``resolve_model``.
@@ -187,21 +180,20 @@ def draft_folder(model: str) -> Path:
 
 
 def check_tokenizers(model: Path, draft: Path) -> None:
-    """Whether two models' tokens mean the same.
+    """Refuse a draft model whose tokens differ from the model's.
 
     Raises:
-        UsageError: they do not.
+        UsageError: they differ.
     """
     ours, theirs = _tokens(model), _tokens(draft)
     if ours != theirs:
         raise UsageError(
-            f"{called('draft')} {draft}: has another tokenizer than {model}; a model drafts only for one with the same "
-            "tokens"
+            f"{called('draft')} {draft}: has another tokenizer than {model}; a draft model needs the same tokens"
         )
 
 
 def _tokens(folder: Path) -> Any:
-    """What tells a folder's tokens apart: the vocabulary, or as much of it as is there."""
+    """A folder's vocabulary, or what there is to compare of it."""
     path = folder / "tokenizer.json"
     try:
         if path.exists():

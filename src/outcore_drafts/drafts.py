@@ -1,4 +1,4 @@
-"""The kinds of drafts of this package, in the order in which ``--draft auto`` looks at them."""
+"""The kinds of drafts of this package, in the order in which ``--draft auto`` considers them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A low-bit copy of a model's own layers, kept in memory to draft for it: no second model, and any architecture.
+"""A low-bit copy of a model's layers, kept in memory to draft for it: needs no second model, and works with any
+architecture.
 
-Embeddings, norms and the head are the model's own; where the head is streamed, the copy has a low-bit one instead. Of
-a model that is quantized already the copy takes the codes' high bits (``code_planes``), which guess better than codes
-that are rounded once more.
+Embeddings, norms and the head are shared with the model; where the head is streamed, the copy has a low-bit one. If the
+model is quantized already, the copy takes the codes' high bits (``code_planes``), which guess better than codes that
+are rounded once more.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ GROUP_SIZE = 64
 """Weights that share a scale and a bias, where the model's own are not quantized (affinely)."""
 
 SMALL = 1 / 64
-"""Of a layer's weights: a matrix smaller than that (a router, a gate) keeps its own precision."""
+"""Fraction of a layer's weights below which a matrix (a router, a gate) keeps its own precision."""
 
 
 @dataclass(frozen=True)
 class LowBitCopy:
-    """A copy as it lies, or will lie, in the cache.
+    """A copy in the cache, existing or to be written.
 
     Attributes:
-        folder: of the copy: in the cache, or inside a packed copy of the model.
-        files: one for each layer, and one for what a streamed head would need; ``sizes``: bytes of memory of each.
-        elsewhere: weights that lie in the model's own files, by their paths.
-        bits: of its weights. ``heads``: tables of which it has a copy too.
+        folder: in the cache, or inside a packed copy of the model.
+        files: one for each layer, and one for a streamed head; ``sizes``: bytes of memory of each.
+        bits: of its weights; ``heads``: paths of the head tables that it has too.
+        elsewhere: weights that lie in the model's own files, by path.
     """
 
     folder: Path
@@ -64,13 +65,13 @@ class LowBitCopy:
     elsewhere: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def nbytes(self, head_streamed: bool) -> int:
-        """Bytes of memory that it takes beside the model."""
+        """Bytes of memory that it takes in addition to the model."""
         sizes = zip(self.files, self.sizes, strict=True)
         return sum(nbytes for file, nbytes in sizes if head_streamed or file.unit != NON_LAYER)
 
 
 def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
-    """What a copy of so many bits would be. Reads and writes nothing."""
+    """The copy with so many bits; reads and writes nothing."""
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
     model = _shapes(profile.lazy, bits, heads)
     layers = find_layers(model)
@@ -78,7 +79,7 @@ def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
     cut = {path: module.high for path, module in nested_modules(profile.lazy.model)}
     for i, layer in enumerate(layers):
         arrays = {f"{layer.path}.{path}": a for path, a in named_parameters(layer.module)}
-        # Of a layer whose codes are cut the copy shares all else.
+        # Of a layer with cut codes the copy has only the high bits and shares the rest.
         own = {p: a for p, a in arrays.items() if p.rpartition(".")[0] in cut and p.endswith((".weight", ".scales"))}
         name, wanted = f"layer_{i:04}.safetensors", own or arrays
         sizes.append(_in_memory(profile, packed_file(name, layer.path, wanted)))
@@ -114,10 +115,10 @@ def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
 
 
 def write_copy(profile: ModelProfile, draft: LowBitCopy, progress: Progress | None = None) -> None:
-    """Write the copy to the cache, unless it is there and whole; in memory for about one layer.
+    """Write the copy to the cache unless it is complete; needs memory for about one layer.
 
     Raises:
-        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreSpaceError: the disk is too full; finished files stay.
         StoreError: the copy cannot be written.
     """
 
@@ -129,7 +130,7 @@ def write_copy(profile: ModelProfile, draft: LowBitCopy, progress: Progress | No
 
 
 def load_copy(profile: ModelProfile, draft: LowBitCopy, head_streamed: bool, cpu_streams: int) -> nn.Module:
-    """The copy as a model of its own, its weights in memory; shares what lies outside of layers with the model.
+    """The copy as a model with its weights in memory; shares with its base model what lies outside of layers.
 
     Args:
         profile: the model, loaded.
@@ -154,21 +155,20 @@ def load_copy(profile: ModelProfile, draft: LowBitCopy, head_streamed: bool, cpu
 
 
 def _words(place: TensorInfo) -> mx.array:
-    """Codes that lie in a file of the model's own."""
     rows, words = place.shape
     try:
         return mx.array(np.fromfile(place.file, "<u4", rows * words, offset=place.offset).reshape(rows, words))
-    except (OSError, ValueError) as error:  # it has become shorter
+    except (OSError, ValueError) as error:  # ValueError: the file has become shorter
         raise StoreError(f"{place.file}: {place.name!a} cannot be read ({error}); check the disk") from error
 
 
 def _share(profile: ModelProfile, copy: nn.Module, own: Mapping[str, mx.array], head_streamed: bool) -> None:
-    """Let the copy use the model's own arrays, and its modules where those look up rows on disk."""
+    """Makes the copy use the model's own arrays, and its modules where those look up rows on disk."""
     for table in profile.tables:
         if table.looked_up and not table.multiplied:
             _replace(copy, table.layer.path, table.layer.module)
     places = dict(named_modules(copy))
-    # Of layers that are other ranks' nothing is there, and what their modules have beside weights is in the copy.
+    # Modules of this rank's layers are the copy's own; layers of other ranks have no arrays here.
     layers = () if profile.share is None else tuple(f"{layer.path}." for layer in profile.share.layers)
     for path, module in named_modules(profile.lazy.model):
         for key, value in module.items():
@@ -188,7 +188,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """The same modules anew, of the same arrays: other modules and arrays can be put into it."""
+    """The model's modules anew, with the same arrays: modules and arrays can be replaced in it."""
     copy: nn.Module = _copied(model, {})
     return copy
 
@@ -207,8 +207,8 @@ def _copied(value: Any, made: dict[int, nn.Module]) -> Any:
 
 
 def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """As ``_low_bit``, to be looked at and never evaluated: made of the model's own lazy arrays where they are whole,
-    as opening it once more takes longer than all else of looking at a copy."""
+    """As ``_low_bit``, never evaluated: made of the model's own lazy arrays where they are whole, as opening the model
+    again takes longer than all else here."""
     if any(nested_modules(lazy.model)) or hasattr(lazy.model, "outcore"):
         return _low_bit(lazy, bits, heads)
     with random_state_kept():
@@ -216,7 +216,8 @@ def _shapes(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
 
 
 def _low_bit(lazy: LazyModel, bits: int, heads: Sequence[str]) -> nn.Module:
-    """The model once more, its layers and these tables quantized; lazy. The caller's random state stays as it is."""
+    """The model opened again, with these tables and its layers quantized lazily. Leaves the caller's random state
+    unchanged."""
     with random_state_kept():
         cut = {path for path, _ in nested_modules(lazy.model)}
         return _quantized_layers(lazy.again().model, bits, heads, cut)
@@ -247,7 +248,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _quantized(module: Any, bits: int) -> nn.Module:
-    """The module at that many bits; as it is where it has no more, or where its rows are no multiple of a group.
+    """The module at that many bits; unchanged if it has no more, or if its rows are no multiple of a group.
 
     At 2 bits, of a 4-bit model of 28M parameters, tokens that the model would choose too: 83 % in code and 76 % in
     prose with high bits, 76 and 67 % with codes of codes.

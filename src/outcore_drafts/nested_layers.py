@@ -1,5 +1,4 @@
-"""A quantized model's own high bits as what drafts for it: the layers of which only the low bits are read then, and
-what they are once the draft was given up."""
+"""Models whose own high bits draft for them: their layers read only the low bits, until the draft is given up."""
 
 from __future__ import annotations
 
@@ -27,27 +26,27 @@ from outcore_packs.stored_planes import Planes, cut_modules
 from .nested_linear import NestedLinear, nest
 
 KEYS = ("weight", "scales")
-"""What a draft's layer has of its own."""
+"""The parameters that a draft's layer has of its own."""
 
 
 def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
-    """The model with layers of which only low bits are read, where so many high bits of its own codes draft for it: not
-    where experts can be read one by one, not where a layer's codes are looked at from outside, and not in float16. A
-    copy in the cache that has these bits apart is taken (mirrors have the folder that was named)."""
+    """The model with layers that read only low bits, with ``high`` bits of its codes as the draft. Unchanged where
+    experts can be read one by one, where a layer's codes are used from outside, and in float16. Uses a copy in the
+    cache that stores these bits apart (not with mirrors, which have the named folder's files)."""
     o, size = opening.options, profile.size
     streamable = [each.streamable for each in size.layers]
-    # Among float16's smallest numbers a draft's scales are rounded at other places than the model's.
+    # A draft's scales could be denormal in float16, and then round differently from the model's.
     if o.dtype == "float16" or not any(streamable) or profile.trace.evaluates:
         return profile
     if any(each.experts is not None for each in size.layers):
         return profile
-    if not _to_cut(profile.lazy, high):  # without opening it once more
+    if not _to_cut(profile.lazy, high):  # checked first, as opening the model again is slow
         return profile
     apart = None if o.mirrors else open_copy(opening.folder, f"{PLANES}:{high}", **profile.lazy.arguments)
     lazy = with_nested_layers(apart or open_again(profile.lazy), high)
     try:
         found = opening.measured(lazy)
-    except UnsupportedModelError:  # an adapter's module (DoRA) looks at the weights of the one that it wraps
+    except UnsupportedModelError:  # an adapter's module (DoRA) uses the weights of the module that it wraps
         return profile
     if [each.streamable for each in found.size.layers] != streamable:
         return profile
@@ -56,13 +55,13 @@ def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
 
 
 def _to_cut(lazy: LazyModel, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
-    """The modules of all layers whose codes can be cut, by their paths in the model; without an adapter's."""
+    """The modules of all layers whose codes can be cut, by path; without an adapter's."""
     found = [(f"{layer.path}.{path}", m) for layer in find_layers(lazy.model) for path, m in cut_modules(layer, high)]
     return [(path, m) for path, m in found if f"{path}.weight" in lazy.loaded]
 
 
 def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel:
-    """The model, which is changed, with layers of which only low bits are read; the same if it has none such."""
+    """Changes the model's layers so that they read only low bits; returns the same if it has none that can."""
     loaded, origins = set(lazy.loaded), dict(lazy.origins)
     modules = _to_cut(lazy, high)
     for path, module in modules:
@@ -82,12 +81,11 @@ def with_nested_layers(lazy: LazyModel, high: int) -> LazyModel:
 
 
 def nested_modules(model: nn.Module) -> Iterator[tuple[str, NestedLinear]]:
-    """By their paths."""
     return ((path, m) for path, m in named_modules(model) if isinstance(m, NestedLinear))
 
 
 def high_planes(lazy: LazyModel) -> dict[str, TensorInfo]:
-    """Where on disk the high bits of nested layers lie by themselves, by the paths of the weights."""
+    """Where on disk the high bits of nested layers lie by themselves, by weight path."""
     found = {}
     for path, _ in nested_modules(lazy.model):
         if (low := lazy.origins.get(f"{path}.low")) is not None:
@@ -99,15 +97,12 @@ def high_planes(lazy: LazyModel) -> dict[str, TensorInfo]:
 
 
 def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
-    """Let the model's nested layers use the high bits that the draft has in memory, and the draft all bits of those
-    layers that stay there."""
+    """Lets the model's nested layers use the high bits that the draft has in memory, and the draft all bits of layers
+    that stay in memory."""
     drafting = dict(named_modules(draft))
     for path, module in nested_modules(model):
         module.share(drafting[path])
         module.settle()
-
-
-# Once the draft was given up
 
 
 Stamp = tuple[int, int, int]
@@ -115,7 +110,7 @@ Stamp = tuple[int, int, int]
 
 
 def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:
-    """What shows whether files of tensors were replaced or written to; None of one that is gone."""
+    """Stamps that show whether files of tensors were replaced or written to; None for a missing file."""
     stamps: dict[Path, Stamp | None] = {}
     for file in {tensor.file for tensor in tensors.values()}:
         try:
@@ -128,11 +123,12 @@ def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:
 
 
 def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -> ModelProfile:
-    """The profile of the same model, whose layers' units have the high bits, too. Nothing is changed.
+    """A profile of the same model whose layers' units include the high bits, for after the draft was given up. Changes
+    nothing.
 
     Args:
         profile: of a model with nested layers that share a draft's high bits.
-        where: the draft's tensors on disk, by their paths in the model.
+        where: the draft's tensors on disk, by path in the model.
     """
     place = replace(profile.place, where={**profile.place.where, **where})
     grown = [_grown(layer, parts, where) for layer, parts in zip(profile.layers, profile.parts, strict=True)]
@@ -143,8 +139,8 @@ def high_bits_streamed(profile: ModelProfile, where: Mapping[str, TensorInfo]) -
 
 
 def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> tuple[Layer, LayerParts]:
-    """A layer with its modules' high bits as parameters of its own. What codes of nested modules are put together from
-    is all in the slot then: each call does it, and nothing decodes them. Others are decoded as before."""
+    """A layer with its modules' high bits as parameters of its own. The slot then has all bits of nested modules'
+    codes: each call joins them and no decoder does. Other parameters are decoded as before."""
     parameters, casts = list(layer.parameters), list(parts.casts)
     owners = {id(p.module): n for n, p in enumerate(parameters)}
     numbers = [list(piece.parameters) for piece in parts.pieces]
@@ -156,7 +152,7 @@ def _grown(layer: Layer, parts: LayerParts, where: Mapping[str, TensorInfo]) -> 
             if mine is not None:
                 mine.append(len(parameters))
             parameters.append(Parameter(f"{path}.{key}", module.coarse, key))
-            # As the draft has them in memory.
+            # Cast as in the draft.
             dtype, stored = module.coarse[key].dtype, DTYPES[where[f"{layer.path}.{path}.{key}"].dtype]
             casts.append(None if dtype == stored else dtype)
     pieces = tuple(replace(p, parameters=tuple(n)) for p, n in zip(parts.pieces, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""Linear layers of which a draft has the high bits of the codes in memory, so that only the low ones are read."""
+"""Linear layers whose high bits a draft has in memory, so that only the low bits are read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOW = "low"
 """The parameter that is read from disk."""
 
 CUT_BYTES = 1 << 17
-"""Of codes that are cut at a time, where memory is short: what that takes meanwhile is 7 to 24 times as much."""
+"""Bytes of codes that are cut at a time where memory is short; cutting takes 7 to 24 times as much meanwhile."""
 
 
 class CoarseLinear(nn.QuantizedLinear):
-    """A draft's layer: the high bits of a model's codes, or all of them where they stay in memory.
+    """A draft's layer: the high bits of a model's codes, or all bits where they stay in memory.
 
-    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, and those of
-    the high bits are made of them for each call, so that nothing is in memory twice.
+    ``weight`` and ``scales`` are its own, 2 ** low times the model's scales; ``biases`` are the model's, from which
+    those of the high bits are computed for each call, so that nothing is in memory twice.
 
     Attributes:
         all_bits: of each of the model's codes.
@@ -41,7 +41,7 @@ class CoarseLinear(nn.QuantizedLinear):
 
     @property
     def outcore_split(self) -> tuple[int, int]:
-        """As ``split_rows`` asks for it."""
+        """The rows and weights, for ``split_rows``."""
         return self["biases"].shape[0], self["biases"].size * self.group_size
 
     def whole(self, rows: slice | None = None) -> tuple[mx.array, mx.array, mx.array]:
@@ -56,16 +56,15 @@ class CoarseLinear(nn.QuantizedLinear):
 
 
 class NestedLinear(CoarseLinear):
-    """The same product as a ``QuantizedLinear`` whose codes are put together for each call, or once where it stays.
+    """The product of a ``QuantizedLinear`` whose codes are joined for each call, or once where they stay in memory.
 
-    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, and ``biases``, and ``bias`` if
-    there is one. The rest is ``coarse``, the draft's module. Until it is there, products are of numbers that are none.
-    While all of the codes stay in memory (``settle``) they are the draft's weight, which is as good as this one then,
-    and ``low`` is empty.
+    Its parameters are ``low``, uint32 (rows, n * low / 32), the low bits of the codes, ``biases``, and ``bias`` if any.
+    The rest is in ``coarse``, the draft's module; until that is shared the output is NaN. Once all codes stay in memory
+    (``settle``) they are the draft's weight too, and ``low`` is empty.
 
     Attributes:
         high: bits of each code that are in memory.
-        nbytes: as in ``Decoder``, which it is of its low bits.
+        nbytes: as in ``Decoder``, which it is for its low bits.
     """
 
     outcore_streamed = (LOW,)
@@ -83,14 +82,14 @@ class NestedLinear(CoarseLinear):
         words, scales, _ = coarse._own(rows)
         if self.settled:
             return words, scales, biases
-        # In the place of ``low`` there may be all bits already (``decode``).
+        # ``low`` may hold all bits already (``decode``).
         if low.shape[-1] * 32 != biases.shape[-1] * self.group_size * self.bits:
             low = joined(words, low, self.bits, self.high)
-        # A power of two: what the draft multiplied with goes without a trace.
+        # Dividing by the power of two that the draft's scales were multiplied with is exact.
         return low, scales * 2 ** (self.high - self.bits), biases
 
     def decode(self, low: mx.array) -> mx.array:
-        """As in ``Decoder``: the codes of which these are the low bits, for all calls that they are there for."""
+        """As in ``Decoder``: joins these low bits to whole codes, once for all calls that use them."""
         coarse, rows = self.coarse, self.__dict__.get("_outcore_rows")
         if coarse is None or self.settled:
             return low
@@ -102,11 +101,10 @@ class NestedLinear(CoarseLinear):
 
     @property
     def settled(self) -> bool:
-        """Whether the codes have been put together, and stay in memory."""
         return self.coarse is not None and self.coarse.bits == self.bits
 
     def settle(self) -> None:
-        """Put the codes together once, as ``low`` is in memory and stays there: the draft's weights are these now."""
+        """Joins the codes once, as ``low`` stays in memory; they become the draft's weights too."""
         if (coarse := self.coarse) is None or self.settled or not self[LOW].size:
             return
         words, scales, _ = self.whole()
@@ -115,7 +113,7 @@ class NestedLinear(CoarseLinear):
         self[LOW] = mx.zeros((0,), mx.uint32)
 
     def unsettle(self) -> None:
-        """The draft has the high bits alone again; ``low`` is to be read."""
+        """Cuts the draft's weights back to the high bits; ``low`` is to be read again."""
         if (coarse := self.coarse) is None or not self.settled:
             return
         arrays = coarse._own(None)
@@ -136,22 +134,20 @@ class NestedLinear(CoarseLinear):
 
     @property
     def coarse(self) -> CoarseLinear | None:
-        """The draft's module, whose high bits this one uses. (Kept beside the modules that are its own.)"""
+        """The draft's module, whose high bits this one uses; not stored as a submodule."""
         found: CoarseLinear | None = self.__dict__.get("_outcore_coarse")
         return found
 
     def share(self, coarse: CoarseLinear) -> None:
-        """Use the high bits of the draft's module."""
         self.__dict__["_outcore_coarse"] = coarse
 
     @property
     def joined_bytes(self) -> int:
-        """Bytes of the codes that are put together for a call."""
         return int(self["biases"].size * self.group_size * self.bits // 8)
 
 
 def nest(module: nn.QuantizedLinear, high: int) -> None:
-    """Make a quantized layer one of whose codes only the low bits are its own: those below the ``high`` highest."""
+    """Changes a quantized layer so that only its low bits are its own, below the ``high`` highest."""
     low = low_plane(module.weight, module.bits, high)
     dict.__delitem__(module, "weight")
     dict.__delitem__(module, "scales")
@@ -161,7 +157,7 @@ def nest(module: nn.QuantizedLinear, high: int) -> None:
 
 
 def coarsen(module: nn.QuantizedLinear, high: int) -> None:
-    """Make a quantized layer a draft's, with the high bits of its codes alone."""
+    """Changes a quantized layer into a draft's, with the high bits of its codes alone."""
     module.__dict__["all_bits"] = module.bits
     module.weight, module.scales, _ = high_plane(module.weight, module.scales, module.biases, module.bits, high)
     module.bits = high

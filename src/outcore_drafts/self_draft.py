@@ -36,16 +36,14 @@ SELF = "self"
 BITS, DEFAULT_BITS = (2, 3, 4, 5, 6, 8), 3
 
 WEIGHED = (2, 3, 4)
-"""Bits that ``--draft auto`` looks at."""
+"""Bits that ``--draft auto`` considers."""
 
 CHANCES = {2: 0.75, 3: 0.88, 4: 0.94}
-"""By bits of a copy, how likely its guess is what the model says, before any was seen: tokens of code and prose that
-both choose, with a model of 28M parameters at 4 and 8 bits (dev/LOG.md). More bits: as 4."""
+"""Acceptance rate assumed before any guess, by a copy's bits: measured on code and prose with a model of 28M parameters
+at 4 and 8 bits (dev/LOG.md). More bits: as 4."""
 
 
 class SelfDrafts(DraftSource):
-    """Drafts by a copy of the model's own layers."""
-
     kind, usage = SELF, "self, self:BITS"
 
     def parse(self, asked: str, argument: str | None) -> int:
@@ -63,18 +61,18 @@ class SelfDrafts(DraftSource):
         for bits in WEIGHED:
             if not isinstance(own, int) or bits < own:
                 whole = own if isinstance(own, int) else 16
-                # Scales, and what is quantized in fewer bits than the others, are as they are.
+                # Scales, and matrices quantized in fewer bits than the others, stay as they are.
                 yield f"{SELF}:{bits}", bits, weights * bits // (max(whole, bits) + 2)
 
     def open(self, which: int, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
         o = opening.options
-        if o.ranks is None:  # each of those has layers of the folder that was named
+        if o.ranks is None:  # ranks have layers of the named folder
             profile = nested(profile, which, opening)
         if profile.size.kv_disk != "off":
             if o.kv_disk == "on":
                 raise UsageError(
                     f"{called('kv_disk')} on and {called('draft')} {o.draft}: a copy of the model reads all keys and "
-                    f"values for every token that it drafts; with {called('draft')} ngram it need not"
+                    f"values for every token that it drafts; use {called('draft')} ngram, which reads none"
                 )
             profile = replace(profile, size=replace(profile.size, kv_disk="off"))
         copied, size = low_bit_copy(profile, which), profile.size
@@ -105,18 +103,15 @@ class SelfDrafts(DraftSource):
 
 
 class ByCopy(Drafting):
-    """A copy of the model, made if it is not there yet, and in memory once the model is.
-
-    Args:
-        auto: nobody asked for it.
-    """
+    """A copy of the model, written unless it exists, and loaded once the model is; ``auto``: chosen by ``--draft
+    auto``."""
 
     kind, holds_head = SELF, True
 
     def __init__(self, draft: Draft, auto: bool, progress: Progress) -> None:
         super().__init__(draft.name)
         self._copied, self._auto, self._progress = draft.detail, auto, progress
-        self._high_bits: Mapping[str, TensorInfo] = {}  # of nested layers, where they lie on disk
+        self._high_bits: Mapping[str, TensorInfo] = {}  # nested layers' high bits on disk
         self._stamps: Mapping[Path, Stamp | None] = {}
 
     def join(self, session: Session) -> Drafting:
@@ -126,13 +121,13 @@ class ByCopy(Drafting):
         except StoreSpaceError as error:
             if not self._auto or session.transport.alone:
                 raise
-            # Other ranks have planned already, so all goes on without what nobody asked for.
+            # Other ranks have planned already, so they all go on without the automatic draft.
             session.note(f"nothing drafts but the text's own repetitions: {error}")
             return Drafting()
         model = self.model = load_copy(profile, copied, session.plan.head_streamed, session.cpu_streams)
         session.transport.fill(model)
         share_high_bits(profile.lazy.model, model)
-        # Of layers that are not cut the copy has tensors of its own, which are named as the model's are.
+        # Layers that are not cut have tensors of the same names in the copy.
         shared = {path for path, _ in nested_modules(profile.lazy.model)}
         if shared:
             tensors = {**open_packed(copied.folder).tensors, **copied.elsewhere}
@@ -145,11 +140,11 @@ class ByCopy(Drafting):
 
     @property
     def intact(self) -> bool:
-        """Whether the files of the high bits are there, and nobody has written to them since they were read."""
+        """Whether the files of the high bits are unchanged since they were read."""
         return None not in self._stamps.values() and file_stamps(self._high_bits) == self._stamps
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
-        """The model's layers, which shared the copy's high bits, read them, too."""
+        """As of ``Drafter``: the layers that shared the copy's high bits read them too."""
         return high_bits_streamed(profile, self._high_bits) if self._high_bits else profile
 
     def give_up(self, session: Session) -> Drafting:
@@ -158,9 +153,9 @@ class ByCopy(Drafting):
 
 
 class CopyProposer:
-    """Guesses by a low-bit copy of the model, which goes on from what the model's own caches hold.
+    """Guesses by a low-bit copy of the model, which continues from the model's own caches.
 
-    So it has no prompt to compute and no text to follow, and what it goes on from is exact.
+    So it has no prompt to compute and no text to follow, and starts from an exact state.
 
     Args:
         model: the copy, all in memory.
@@ -174,25 +169,23 @@ class CopyProposer:
         self._model: nn.Module | None = model
         self._draw, self._state = draw, state
         self._cache: list[Any] | None = None
-        self._last: list[int] = []  # token of the text
+        self._last: list[int] = []  # the text's last token
         self._new: list[int] = []  # tokens of the text that the model's caches did not hold
-        self._fed = 0  # of them and the drafted ones
+        self._fed = 0  # tokens of ``_new`` and the draft that were fed
 
     def give_up(self) -> None:
-        """Have no more guesses, and let go of the model."""
         self._model = self._cache = None
 
     def begin(self, text: Sequence[int]) -> None:
         self._cache, self._last = None, list(text[-1:])
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
-        """What the copy would say after the text and these tokens."""
         if self._model is None:
             return None
         if self._cache is None:
             cache, pending = self._state()
             self._new = pending + self._last
-            # References to the same arrays: MLX copies what the copy writes to.
+            # Refers to the same arrays; MLX copies those that are written to.
             self._cache, self._fed = copy.deepcopy(cache), 0
         new = [*self._new, *drafted][self._fed :]
         self._fed += len(new)

@@ -1,1 +1,1 @@
-"""The prefix cache on disk: what was computed of prompts is found again, and never computed twice."""
+"""Computed prompts, kept on disk."""

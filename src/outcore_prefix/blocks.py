@@ -1,9 +1,8 @@
-"""Arrays in files that are named by what they were computed from: written whole or not at all, and read only if every
-byte is what was written.
+"""Arrays in files named by what they were computed from: written atomically, and read only if every byte is intact.
 
-A file: a magic number, the length of its head and a checksum of it; the head, as JSON; the arrays' bytes one after the
-other, and a checksum of those. There is no index: a file is there or it is not. What is damaged, cut off or not of this
-name counts as not there, and is removed.
+A file has a magic number, the length and a checksum of its head; the head, as JSON; the arrays' bytes one after the
+other, and their checksum. There is no index: a file exists or it does not. A damaged, truncated or misnamed file counts
+as missing and is removed.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from outcore.machine.cache_folder import make_cache
 
 MAGIC, SCHEMA = b"OUTCTX1\n", 1
 HEAD_BYTES = 16_000_000
-"""Of the longest head that is read."""
+"""The longest head that is read."""
 
 LEAST_FREE = 10_000_000_000
-"""Bytes that have to be free on the disk for anything to be written."""
+"""Bytes that must be free on the disk for anything to be written."""
 
 MOST = 20_000_000_000
-"""Bytes that all files together take, or a tenth of what is free, if that is less."""
+"""The most bytes of all files together, or a tenth of what is free, if that is less."""
 
 KEPT = 0.9
-"""Of the limit, what is left after files were dropped: so not every answer looks for the oldest ones."""
+"""Share of the limit that remains after dropping files, so that not every answer has to look for the oldest ones."""
 
 FOLDER, LOCK = "prefix", "lock"
 
@@ -49,18 +48,16 @@ _NAMES = {str(dtype): dtype for dtype in {*DTYPES.values(), mx.int64, mx.uint64,
 
 @dataclass(frozen=True)
 class Block:
-    """What a file holds; ``notes`` beside the arrays."""
-
     arrays: dict[str, mx.array]
     notes: dict[str, str]
 
 
 class BlockFiles:
-    """The files of one model, in a folder of their own below the cache's.
+    """The files of one model, in a folder of their own in the cache.
 
     Args:
         name: of the folder.
-        most: bytes that all models' files together may take; None: ``MOST``, or what the disk has room for.
+        most: the most bytes of all models' files together; None: ``MOST``, or what the disk has room for.
     """
 
     def __init__(self, name: str, most: int | None = None) -> None:
@@ -70,11 +67,11 @@ class BlockFiles:
         self._partial = 0
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name, whatever it holds."""
+        """Whether a file of that name exists, whatever it holds."""
         return (self.folder / name).is_file()
 
     def write(self, name: str, arrays: Mapping[str, mx.array], notes: Mapping[str, str] | None = None) -> bool:
-        """Keep these; whether they are kept: not where there is no room for them, or they cannot be written."""
+        """Store arrays; returns False where there is no room or they cannot be written."""
         held = [{"name": n, "dtype": str(a.dtype), "shape": list(a.shape)} for n, a in arrays.items()]
         head = json.dumps({"schema": SCHEMA, "name": name, "notes": dict(notes or {}), "arrays": held}).encode()
         if not self.has_room(sum(a.nbytes for a in arrays.values()) + len(head)):
@@ -96,28 +93,27 @@ class BlockFiles:
             finally:
                 partial.unlink(missing_ok=True)
         except (OSError, StoreError):
-            # A full disk, a folder that has become read-only, no memory: nothing is kept, and nothing else happens.
+            # A full disk, a folder that has become read-only, no memory: the prompt is simply not stored.
             return False
         return True
 
     def read(self, name: str) -> Block | None:
-        """What was kept under that name; None: nothing, or it is not what was written."""
+        """The block of that name; None: there is none, or it is damaged."""
         path = self.folder / name
         try:
             return _read(path, name)
-        except OSError:  # there is none, or nobody knows what is there
+        except OSError:  # missing or unreadable
             return None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.remove(name)
             return None
 
     def remove(self, name: str) -> None:
-        """Nobody wants it any more."""
         with contextlib.suppress(OSError):
             (self.folder / name).unlink()
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes may be written at all, whatever else has to go."""
+        """Whether so many bytes may be written, if older files are dropped."""
         try:
             for folder in (self._all, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -126,15 +122,15 @@ class BlockFiles:
             return False
 
     def touch(self, names: Sequence[str]) -> None:
-        """These were used, the last one most: they are dropped later than others."""
+        """Mark files as used, the last one most recently, so that they are dropped later."""
         now = time.time()
         for n, name in enumerate(names):
             with contextlib.suppress(OSError):
                 os.utime(self.folder / name, (now + n * 1e-6, now + n * 1e-6))
 
     def drop(self, room: int = 0) -> None:
-        """Remove the files that were not used for longest until there is room for so many bytes more within the limit,
-        of all models. One process at a time; another one does nothing."""
+        """Remove the least recently used files of all models until so many bytes more fit into the limit. One process
+        at a time does this; another returns at once."""
         try:
             lock = os.open(self._all / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
@@ -158,25 +154,25 @@ class BlockFiles:
             os.close(lock)
 
     def _limit(self) -> int:
-        """Bytes that all files may take."""
         return min(MOST, shutil.disk_usage(self._all).free // 10) if self._most is None else self._most
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, float, int]]:
-    """Each file that can be dropped: where, when it was last used, and bytes."""
+    """Each file that can be dropped: path, time of last use, bytes."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
                 found = (Path(parent) / name).lstat()
                 if name != LOCK:
-                    # Of one that is being written the time is now; of one that was broken off it is not.
+                    # Partial files too: one being written is new, one that was broken off grows old.
                     yield Path(parent, name), found.st_mtime, found.st_size
 
 
 def _read(path: Path, name: str) -> Block:
-    """
+    """The block in a file.
+
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not what was written under that name.
+        ValueError, KeyError, TypeError, AttributeError: the file is damaged or has another name.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -187,22 +183,22 @@ def _read(path: Path, name: str) -> Block:
         length = int.from_bytes(start[8:12], "little")
         if len(start) < len(MAGIC) + 12 or start[:8] != MAGIC or length > HEAD_BYTES:
             raise ValueError("no head")
-        said = file.read(length)
-        if xxhash.xxh3_64_digest(said) != start[12:]:
+        text = file.read(length)
+        if xxhash.xxh3_64_digest(text) != start[12:]:
             raise ValueError("the head is damaged")
-        head = json.loads(said)
+        head = json.loads(text)
         places = [(a["name"], _NAMES[a["dtype"]], a["shape"]) for a in head["arrays"]]
         sizes = [math.prod(shape) * dtype.size for _, dtype, shape in places]
         whole = len(start) + length + sum(sizes) + 8
         if head["schema"] != SCHEMA or head["name"] != name or state.st_size != whole:
             raise ValueError("of another version, name or size")
-        # Page-aligned, and never more than what the file has.
+        # One page-aligned buffer, never larger than the file.
         data = np.empty(sum(sizes), np.uint8)
         if file.readinto(data.data) != len(data) or file.read(9) != xxhash.xxh3_64_digest(data.data):
             raise ValueError("the arrays are damaged")
     arrays, at = {}, 0
     for (each, dtype, shape), size in zip(places, sizes, strict=True):
-        # MLX makes no view of no bytes.
+        # MLX cannot view zero bytes.
         arrays[each] = mx.array(data[at : at + size]).view(dtype).reshape(shape) if size else mx.zeros(shape, dtype)
         at += size
     mx.eval(arrays)

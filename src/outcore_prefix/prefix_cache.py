@@ -1,4 +1,4 @@
-"""What this package brings to ``decode.prefix_cache``: a model's prefix cache, and what makes its files valid."""
+"""Makes a model's prefix cache for ``decode.prefix_cache``, and says what makes its files valid."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from .blocks import FOLDER, BlockFiles
 from .prompts import StoredPrompts
 
 FORMAT = "prompts 1"
-"""Goes into every name: what another version of this computes in another way gets another one."""
+"""Part of every name: a version that computes differently gets another one."""
 
 
 def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
-    """A model's prefix cache."""
     validity = [
         FORMAT,
         identity_of(lazy.checkpoint),
@@ -37,7 +36,7 @@ def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
         *_device(),
     ]
     folder = cached(FOLDER, lazy.checkpoint, validity).name.removeprefix(f"{FOLDER}-")
-    # Not the model itself, whose session refers to this.
+    # Weak, because the model's session refers to the prefix cache.
     model = weakref.ref(lazy.model)
 
     def caches() -> list[Any]:
@@ -49,7 +48,7 @@ def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:
 
 
 def _device() -> list[str]:
-    """What computes: another device rounds otherwise."""
+    """The device: another one rounds differently."""
     info = mx.device_info()
     known = [str(info.get(name, "")) for name in ("device_name", "architecture")]
     return [str(mx.default_device().type), platform.machine(), *known]

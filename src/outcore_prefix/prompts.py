@@ -1,15 +1,16 @@
-"""The prefix cache: what was computed of prompts is kept on disk, and never computed again.
+"""The prefix cache: computed prompts are kept on disk and not computed again.
 
-A prompt is cut into blocks of ``GRID`` tokens, behind which a chunk of it ends, with the cache and without: so whoever
-goes on behind a block computes what comes then in the same passes, to the same bits. A block's name is a SHA-256 over
-the one before it and its tokens, and over all that makes it valid before the first; so the longest stored prefix of a
-text is found by looking whether files are there. Three kinds: ``.kv``, a block's keys and values; ``.state``, what
-cannot be cut by token (recurrent states, sliding windows) as it was behind a block; ``.end``, what a whole prompt adds
-to its last block, with the logits of its last position: who asks the same again needs no sweep for its first token.
+A prompt is cut into blocks of ``GRID`` tokens. A chunk of it ends with each block, with the cache and without, so a
+prompt that continues after a block is computed in the same passes, to the same bits. A block's name is a SHA-256 over
+the name before it and its tokens; before the first stands all that makes it valid. So the longest stored prefix of a
+text is found by testing which files exist. Three kinds: ``.kv``, a block's keys and values; ``.state``, caches that
+cannot be cut by token (recurrent states, sliding windows) as they were after a block; ``.end``, what a whole prompt
+adds to its last block, with the logits of its last position, so that the same prompt again needs no pass for its first
+token.
 
-States are large (those of a 9B hybrid as much as 1,570 tokens of its keys and values), so there are few: behind a
-prompt, behind its last block, and behind the last block of what others' texts begin with too, which is found by every
-other conversation of one system prompt. Together they are no more than keys and values.
+States are large (those of a 9B hybrid as much as 1,570 tokens of its keys and values), so few are stored: after a
+prompt, after its last block, and after the last block of the shared prefix, which every other conversation with the
+same system prompt finds. Together they are no larger than the keys and values.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from outcore.modules.call_values import flat
 from .blocks import Block, BlockFiles
 
 STATE_SHARE = 1.0
-"""Bytes of all states of a prompt at most, for each of its keys and values."""
+"""The most bytes of all states of a prompt, for each byte of its keys and values."""
 
 STATES_ALONE = 4
-"""Of a model without keys and values."""
+"""The most states of a model without keys and values."""
 
 STEP = 256
-"""Tokens by which mlx-lm's caches grow (``KVCache.step``): one that is restored has the room that it had."""
+"""Tokens by which mlx-lm's caches grow (``KVCache.step``); a restored one has the same spare room."""
 
 Packed = tuple[Any, list[mx.array]]
-"""A cache's state: what it is made of, for JSON, with numbers in place of its arrays; and those."""
+"""A cache's state: its structure for JSON, with numbers in place of arrays; and the arrays."""
 
 MISFIT = (KeyError, IndexError, ValueError, TypeError, AttributeError)
-"""What comes of a file that does not fit the caches that it shall go into."""
+"""Errors of a file that does not fit the caches it is read into."""
 
 
 class StoredPrompts:
     """A ``PrefixCache`` of files.
 
     Args:
-        validity: all that decides what tokens are computed to: parts of any kind that say themselves as text.
-        make_cache: new caches for the model.
+        validity: texts of everything that the computed results depend on.
+        make_cache: makes new caches for the model.
     """
 
     def __init__(self, blocks: BlockFiles, validity: Sequence[str], make_cache: Callable[[], list[Any]]) -> None:
@@ -68,7 +69,7 @@ class StoredPrompts:
             found = self._restored(blocks, end, len(tokens))
             if found is not None:
                 return found
-        # At least the last token is computed.
+        # The last token is always computed, for its logits.
         there = 0
         while there < len(blocks) and self.blocks.has(blocks[there]):
             there += 1
@@ -88,7 +89,7 @@ class StoredPrompts:
         return _kinds(cache) == _kinds(self._make_cache())
 
     def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
-        # Caches that lie on disk would have to come into memory for it.
+        # Offloaded caches would have to come into memory.
         states = None if any(map(is_away, flat(cache))) else _states_of(flat(cache), by_token=True)
         if states is None:
             return None
@@ -107,7 +108,7 @@ class StoredPrompts:
     def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
         name = self._name_of(tokens)
         block = self.blocks.read(name) if self.blocks.has(name) else None
-        # A state brings the window along that it was computed with.
+        # A state includes the window that it was computed with.
         if block is None or block.notes.get("kinds") != _kinds(cache):
             return None
         try:
@@ -122,11 +123,11 @@ class StoredPrompts:
         return _digest(self._begin, b"conversation", np.asarray(tokens, np.int32).tobytes()).hex() + ".conversation"
 
     def _names(self, tokens: Sequence[int], step: int) -> list[str]:
-        """The name of each block boundary, the first of nothing; and of the whole prompt."""
+        """The name of each block boundary, beginning with that of no tokens, and of the whole prompt."""
         if GRID % step:
             raise ValueError(f"chunks of {step} tokens: a block has {GRID}")
         ids = np.asarray(tokens, np.int32)
-        # Another chunk may have other bits.
+        # Chunks of another length may give other bits.
         names = [_digest(self._begin, str(step).encode())]
         for at in range(0, (len(ids) - 1) // GRID * GRID, GRID):
             names.append(_digest(names[-1], ids[at : at + GRID].tobytes()))
@@ -134,8 +135,8 @@ class StoredPrompts:
         return [name.hex() for name in names]
 
     def _restored(self, blocks: Sequence[str], last: str | None, tokens: int) -> PrefixMatch | None:
-        """Caches of these files' keys and values, and of the states in the ``last``; None: they cannot be had, or do
-        not fit together."""
+        """Caches with these files' keys and values and the states of ``last``; None: they cannot be read, or do not fit
+        together."""
         names = [*blocks, *([] if last is None else [last])]
         parts = []
         for name in names:
@@ -162,11 +163,13 @@ class StoredPrompts:
 
 
 class Recording:
-    """A prompt that is being computed: what the ``Recorder`` of one is.
+    """Stores a prompt while it is computed; a ``Recorder``.
 
     Args:
-        names: of its block boundaries and of the whole, as ``StoredPrompts._names`` gives them.
-        tokens: of the prompt. ``held``: those that were found. ``shared``: those that other texts begin with too.
+        names: of its block boundaries and of the whole, from ``StoredPrompts._names``.
+        tokens: of the prompt.
+        held: those that were found.
+        shared: those that other prompts begin with too.
     """
 
     def __init__(self, blocks: BlockFiles, names: Sequence[str], tokens: int, held: int, shared: int = 0) -> None:
@@ -180,7 +183,7 @@ class Recording:
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
         if tokens not in self._wanted:
             return
-        # References: MLX copies what is written to while somebody refers to it.
+        # Keeps references: MLX copies an array that is written to while it is referred to.
         if found := _states_of(flat(cache)):
             self._states[tokens] = found
 
@@ -190,30 +193,30 @@ class Recording:
             if logits is not None or computed // GRID > self._held // GRID:
                 self._save(cache, logits, computed)
         finally:
-            # Whoever refers to an array has MLX copy it for every token.
+            # These references would make MLX copy the arrays for every token.
             self._states = {}
 
     def _save(self, cache: Sequence[Any], logits: mx.array | None, computed: int) -> None:
         cut = {i: c for i, c in enumerate(flat(cache)) if _by_token(c) and not c.empty()}
         if any(c.offset != computed or c.keys.shape[0] != 1 for c in cut.values()):
-            return  # a model that gives a cache other tokens than the text's
+            return  # the model's caches hold other tokens than the text's
         if (end := _states_of(flat(cache))) is None:
             return
         per_token = sum(a.nbytes for a in _slices(cut, 0, 1).values())
         each = sum(a.nbytes for _, arrays in end.values() for a in arrays)
-        # So that together they are not more than keys and values.
+        # All states together may be as large as the keys and values.
         share = int(STATE_SHARE * self._tokens * per_token)
         room = STATES_ALONE if not per_token else share // each if each else CAPTURED + 1
         last = min(computed, self._tokens - 1) // GRID
         size = (computed - self._held) * per_token + min(room, len(self._states) + 1) * each
         size += 0 if logits is None else logits.nbytes
         if not self._blocks.has_room(size):
-            return  # nor would others' prompts be left
+            return  # it would displace all other prompts
         self._blocks.drop(size)
         for n in range(self._held // GRID + 1, last + 1):
             if not self._write(f"{self._names[n]}.kv", _slices(cut, (n - 1) * GRID, n * GRID), {}):
                 return
-        # What is shared is kept once, for everybody; then the prompt's end, and the later ones of the others.
+        # The shared prefix's state first, which many prompts use; then the prompt's end, then the latest of the others.
         places = sorted([self._tokens, *sorted(self._states, reverse=True)], key=lambda place: place != self._shared)
         for place in places[:room]:
             if place != self._tokens:
@@ -226,7 +229,7 @@ class Recording:
                 kept = True
             if not kept:
                 return
-        # Its end is what goes first.
+        # The end is touched first, so that it is dropped first.
         end_first = [] if logits is None else [f"{self._names[-1]}.end"]
         self._blocks.touch([*end_first, *(f"{name}.kv" for name in self._names[last:0:-1])])
         self._blocks.drop()
@@ -236,27 +239,27 @@ class Recording:
 
 
 def _by_token(cache: Any) -> bool:
-    """Whether a cache can be cut by token, and holds all of them: mlx-lm's plain one."""
+    """Whether a cache can be cut by token and holds all of them: mlx-lm's plain one."""
     return type(cache) is KVCache
 
 
 def _slices(caches: Mapping[int, Any], begin: int, end: int) -> dict[str, mx.array]:
-    """What these caches, by their numbers, hold of these tokens: (1, heads, tokens, features) each."""
+    """These tokens of these caches, by number: (1, heads, tokens, features) each."""
     pairs = ((f"{i}.{k}", a) for i, c in caches.items() for k, a in (("k", c.keys), ("v", c.values)))
     return {name: array[..., begin:end, :] for name, array in pairs}
 
 
 def _joined(parts: Sequence[mx.array], tokens: int) -> mx.array:
-    """Arrays one after the other by token, and room behind them."""
+    """Arrays concatenated by token, with spare room after them."""
     if sum(a.shape[2] for a in parts) != tokens:
-        raise ValueError("of another number of tokens")
+        raise ValueError("wrong number of tokens")
     *shape, _, features = parts[0].shape
     room = [mx.zeros((*shape, -tokens % STEP, features), parts[0].dtype)] if tokens % STEP else []
     return mx.concatenate([*parts, *room], axis=2)
 
 
 def _state_of(cache: Any) -> Packed:
-    """What mlx-lm calls a cache's state, its arrays by reference. Raises ``TypeError`` where it cannot be kept."""
+    """mlx-lm's state of a cache, with references to its arrays. Raises ``TypeError`` where it cannot be stored."""
     arrays: list[mx.array] = []
 
     def packed(tree: Any) -> Any:
@@ -273,8 +276,8 @@ def _state_of(cache: Any) -> Packed:
 
 
 def _states_of(caches: Sequence[Any], *, by_token: bool = False) -> dict[int, Packed] | None:
-    """The states of caches that cannot be cut by token, and with ``by_token`` of the others too, by their numbers;
-    None: some are a model's own kind."""
+    """States of caches that cannot be cut by token, and with ``by_token`` of all, by number; None: some are a model's
+    own kind."""
     try:
         return {i: _state_of(c) for i, c in enumerate(caches) if by_token or not _by_token(c)}
     except (AttributeError, TypeError):
@@ -282,7 +285,7 @@ def _states_of(caches: Sequence[Any], *, by_token: bool = False) -> dict[int, Pa
 
 
 def _set_state(cache: Any, block: Block, i: int) -> None:
-    """What ``_state_of`` gave, into a new cache of the same kind."""
+    """Puts a stored state into a new cache of the same kind."""
 
     def unpacked(tree: Any) -> Any:
         if not isinstance(tree, dict):
@@ -297,7 +300,6 @@ def _set_state(cache: Any, block: Block, i: int) -> None:
 
 
 def _named(states: Mapping[int, Packed]) -> dict[str, mx.array]:
-    """Arrays of several caches' states, by the cache and their number in it."""
     return {f"{i}.{n}": a for i, (_, arrays) in states.items() for n, a in enumerate(arrays)}
 
 
@@ -306,13 +308,12 @@ def _notes(states: Mapping[int, Packed]) -> dict[str, str]:
 
 
 def _kinds(cache: Sequence[Any]) -> str:
-    """What tells caches apart that do not hold the same: their kinds and bounds."""
+    """Kinds and bounds of caches; caches that differ in them do not hold the same."""
     kinds = [(type(c).__name__, getattr(c, "max_size", None), getattr(c, "keep", None)) for c in flat(cache)]
     return json.dumps(kinds)
 
 
 def _digest(*parts: bytes) -> bytes:
-    """SHA-256 over parts, each with its length."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)

@@ -261,7 +261,7 @@ def always_drafting(one_by_one: bool) -> Iterator[None]:
         stack.enter_context(patch.object(text_drafts, "DraftLengthPolicy", control))
         if one_by_one:
             stack.enter_context(patch.object(one_text, "on_cpu", lambda: True))
-            stack.enter_context(patch.object(text_drafts.TextDrafts, "_fit_to_pools", lambda *_: True))
+            stack.enter_context(patch.object(text_drafts.TextDrafts, "_fits_expert_cache", lambda *_: True))
         yield
 
 

@@ -1,7 +1,7 @@
-"""Answers to many prompts: as many sequences as there is memory for share each sweep, and new ones join as others end.
+"""Answers to many prompts: as many sequences as there is memory for share each pass, and new ones join as others end.
 
-The longest requests begin first: caches are padded to the longest sequence under way, so those that run side by side
-should be about as long. Nobody is passed by: who is next waits until there is room.
+The longest requests begin first: caches are padded to the longest running sequence, so sequences that run together
+should have similar lengths. Requests keep this order: the next one waits until there is room for it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Failed = Callable[[Request, Exception], None]
 
 @dataclass
 class RequestOutput:
-    """An answer that is generated.
+    """An answer being generated.
 
     Attributes:
-        tokens: generated, the one that ended it included.
-        logprobs: of each token, where they were asked for.
-        finish_reason: ``stop`` or ``length``; "" before it has ended.
-        text: of the tokens without that one, and without a stop string; "" before it has ended.
-        cache: the sequence's caches, where they were asked for; they hold all tokens but the last.
+        tokens: generated tokens, including the one that ended it.
+        logprobs: of each token, if requested.
+        finish_reason: ``stop`` or ``length``; "" before the end.
+        text: without an end-of-text token and without a stop string; "" before the end.
+        cache: the sequence's caches, if requested; they hold all tokens but the last.
     """
 
     request: Request
@@ -59,11 +59,11 @@ class RequestOutput:
 
     def __post_init__(self) -> None:
         self._text = self.tokenizer.detokenizer
-        self._seen = 0  # characters in which no stop string begins
+        self._seen = 0  # characters that have been searched for stop strings
         self._end: int | None = None
 
     def add(self, token: Token) -> bool:
-        """Take the next token; whether it was the last."""
+        """Add the next token; returns whether it was the last."""
         self.tokens.append(token.token)
         if token.logprob is not None:
             self.logprobs.append(token.logprob)
@@ -78,7 +78,7 @@ class RequestOutput:
         return bool(self.finish_reason)
 
     def _stopped(self) -> bool:
-        """Whether a stop string is there; the first one ends the text."""
+        """Whether the text has a stop string; the first one ends it."""
         if not self.request.stop:
             return False
         text = self._text.text
@@ -88,7 +88,6 @@ class RequestOutput:
         return bool(places)
 
     def end(self, cache: list[Any] | None) -> RequestOutput:
-        """It has ended."""
         self._text.finalize()
         if self._end is None and self._stopped():
             self.finish_reason = "stop"
@@ -97,14 +96,14 @@ class RequestOutput:
 
 
 def tokens_of(request: Request) -> tuple[int, int]:
-    """Of the prompt, and of the answer at most."""
+    """Prompt tokens, and the most answer tokens."""
     return cached_tokens(request.cache or ()) + len(request.tokens), request.max_tokens
 
 
 @dataclass
 class Progress:
-    """What has been done so far, and sequences under way. ``sweeps`` are steps: where everything is resident, none
-    reads weights."""
+    """Totals so far, and running sequences. ``sweeps`` counts steps, even where everything is resident and none reads
+    weights."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -130,24 +129,24 @@ def batch_generate(
 ) -> BatchResponse:
     """Answer several prompts with a model loaded by ``outcore.load``; mlx-lm's function of that name.
 
-    As many sequences as fit into the model's budget share each sweep: those that it was loaded for
-    (``load(..., sequences=32)``), or else as many as answer soonest, for which resident layers may be given up.
+    As many sequences as fit into the model's budget share each forward pass: those that it was loaded for (``load(...,
+    sequences=32)``), or else as many as answer soonest, for which resident layers may be given up.
 
     Args:
         prompts: texts, or token ids.
-        prompt_caches: for each prompt, what has been computed of the text before it; not changed.
+        prompt_caches: for each prompt, caches of the text before it; not changed.
         max_tokens: of each answer, or a list with one number for each.
         return_prompt_caches, return_token_ids, return_logprobs: as in mlx-lm; the caches returned hold all tokens but
             each answer's last.
-        completion_batch_size: sequences that may share a sweep.
+        completion_batch_size: the most sequences that share a pass.
         sampler: log-probabilities of shape (sequences, vocabulary) to tokens; None: the likeliest.
 
     Returns:
-        mlx-lm's ``BatchResponse``: texts in the order of the prompts, and ``stats``, of which ``prompt_time`` is 0:
-        prompts and tokens share sweeps.
+        mlx-lm's ``BatchResponse``: texts in the order of the prompts, and ``stats``, whose ``prompt_time`` is 0 because
+            prompts and tokens share passes.
 
     Raises:
-        PromptError: an empty prompt, or one longer than the model's context; says which.
+        PromptError: an empty prompt, or one longer than the model's context; names it.
         BudgetError: there is no room for the longest one.
     """
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
@@ -189,7 +188,6 @@ def batch_generate(
 
 
 def _stats(progress: Progress, seconds: float, verbose: bool) -> BatchStats:
-    """mlx-lm's statistics of what has been done in so many seconds; ``verbose`` prints them as mlx-lm does."""
     stats = BatchStats(
         prompt_tokens=progress.prompt_tokens,
         generation_tokens=progress.generation_tokens,
@@ -200,8 +198,8 @@ def _stats(progress: Progress, seconds: float, verbose: bool) -> BatchStats:
     )
     if verbose:
         print(f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens")
-        said = f"{stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
-        print(f"[batch_generate] Generation: {said}")
+        speed = f"{stats.generation_tps:.3f} tokens-per-sec"
+        print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {speed}")
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     return stats
 
@@ -212,10 +210,11 @@ def _checked(
     max_tokens: int | Sequence[int],
     prompt_caches: Sequence[Sequence[Any]] | None,
 ) -> tuple[list[int], list[Any]]:
-    """For each prompt, the tokens that its answer may have and its cache.
+    """For each prompt, the most tokens of its answer, and its caches.
 
     Raises:
-        UsageError: not as many of each, or no number of tokens. PromptError: a prompt that cannot be answered.
+        UsageError: the lists differ in length, or a number is below 1.
+        PromptError: a prompt cannot be answered.
     """
     limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
     caches: list[Any] = [None] * len(ids) if prompt_caches is None else list(prompt_caches)
@@ -235,8 +234,8 @@ def _checked(
 
 
 def make_room(model: nn.Module, workload: Workload) -> None:
-    """Room for a workload in a model that is loaded: its own number of sequences if it was loaded for several, else as
-    many as answer soonest.
+    """Makes room for a workload in a loaded model: for the number of sequences that it was loaded for, if several, else
+    for as many as answer soonest.
 
     Raises:
         BudgetError: there is no room for the longest request.
@@ -249,7 +248,7 @@ def make_room(model: nn.Module, workload: Workload) -> None:
         return
     if size.sequences > 1:
         workload = replace(workload, most=size.sequences, least=size.sequences)
-    # Where keys and values are on disk, a layer's turn has one text's.
+    # KV offload holds the keys and values of one text at a time.
     alone = streaming is not None and (streaming.evaluates or streaming.kv is not None)
     if alone or not mergeable(model):
         workload = replace(workload, most=1, least=1)
@@ -273,18 +272,18 @@ def answers(
     return_caches: bool = False,
     failed: Failed | None = None,
 ) -> Iterator[RequestOutput]:
-    """Answers as they are finished, in any order, of a model that has room for all requests (see ``make_room``).
+    """Yields answers in the order in which they end, from a model that has room for all requests (see ``make_room``).
 
     Args:
         progress: kept up to date.
-        on_step: called after each sweep.
-        prefill_step: tokens of a prompt computed at a time; None: as planned.
-        failed: called with a request that gets no answer, and why: its sampler, its processors or its text raised, or
-            there is no memory for it any more. The others go on as if it had ended. None: such an error ends all.
+        on_step: called after each pass.
+        prefill_step: prompt tokens per chunk; None: as planned.
+        failed: called with a request that gets no answer and its error: its sampler, processors or text raised, or
+            memory ran out. The other requests go on. None: such an error ends all.
     """
     session: Session = model.outcore
     if session.prefix is not None:
-        session.note("prefix cache: prompts that are answered in batches are neither looked up in it nor kept")
+        session.note("prefix cache: prompts that are answered in batches are neither looked up in it nor stored")
     done = progress or Progress()
 
     def write() -> Generator[RequestOutput, None, None]:

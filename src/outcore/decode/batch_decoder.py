@@ -1,10 +1,10 @@
-"""Sequences that share sweeps: each step is one sweep, for a token of every sequence and the prompts of those that
+"""Decodes sequences in shared caches: each step is one pass for a token of every sequence and the prompts of those that
 join.
 
-mlx-lm's ``BatchGenerator`` takes a sweep for each chunk of a prompt, one for its last token and one to look ahead. Here
-a joining prompt's chunks are passes of the same sweep as everyone's next token: they fill a cache of their own, which
-the last pass merges into the others' before it runs. So nothing is read twice, and a prompt is computed with the bits
-that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py``).
+mlx-lm's ``BatchGenerator`` takes a pass for each chunk of a prompt, one for its last token and one to look ahead. Here
+the chunks of a joining prompt share one reading of the weights with the next token of all others: they fill a separate
+cache, which the last pass merges into the others' before it runs. So nothing is read twice, and a prompt is computed
+with the bits that it has alone. Merging, leaving and padding are mlx-lm's (``models/cache.py``).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .request import Request, Token, grow_by, own_cache
 @dataclass
 class _Row:
     request: Request
-    last: int  # its newest token, which is not in the caches yet
-    seen: TokenBuffer | None  # all tokens, where a processor looks at them
-    made: int = 0  # tokens of its answer
+    last: int  # its newest token, not in the caches yet
+    seen: TokenBuffer | None  # all tokens, for processors
+    made: int = 0  # answer tokens
 
 
 class BatchDecoder:
-    """Sequences that run side by side, a row of the caches each; none is drafted, or has tokens without a pass.
+    """Sequences that run side by side, one row of the caches each; none is drafted.
 
     Attributes:
-        failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
+        failed: sequences whose own sampler or processors raised in the last step, with the error; they got no token.
     """
 
     ready = False
@@ -56,11 +56,11 @@ class BatchDecoder:
         self.failed: dict[int, Exception] = {}
 
     def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each, those that join among them.
+        """One more token of each sequence, the joining ones included.
 
         Args:
-            chunk: tokens of a prompt computed at a time.
-            beside: passes over a part of a prompt whose sequence does not join yet.
+            chunk: prompt tokens per chunk.
+            beside: passes over part of a prompt whose sequence does not join yet.
         """
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
@@ -68,25 +68,27 @@ class BatchDecoder:
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)
-                # What is computed from here on is computed in others' caches.
-                if request.known.recording is not None:
-                    request.known.recording.save(cache, None, request.known.held)
+                # From here on its tokens are computed in shared caches, which are not stored.
+                if request.cached.recording is not None:
+                    request.cached.recording.save(cache, None, request.cached.tokens)
                 grow_by(cache, session.size.step)
                 joined.append(cache)
-                prompt = mx.array(list(request.tokens[request.known.held :]), dtype=mx.int32)
+                prompt = mx.array(list(request.tokens[request.cached.tokens :]), dtype=mx.int32)
                 for part in chunks(len(prompt), chunk)[:-1]:
                     runs.append(functools.partial(self._prompt, prompt[part], cache))
-                self._rows.append(_row(request))
+                *before, last = request.tokens
+                seen = TokenBuffer([*request.earlier, *before]) if request.processors else None
+                self._rows.append(_Row(request, last, seen))
             runs.append(functools.partial(self._decode, joined))
             if streaming is None:
                 session.before_pass()
-            # If it fails, nobody goes on with these caches.
+            # These caches are dropped if it fails.
             with contextlib.nullcontext() if streaming is None else streaming.transaction(None, 0):
                 passes = [Pass(run, 0) for run in runs]
                 (logits,) = run_passes(session, passes, [len(passes) - 1], lambda *_: None)
             mx.eval(logits, [c.state for c in self._caches])
             if streaming is not None:
-                streaming.drain()  # all slots are free to read ahead into while tokens are chosen
+                streaming.drain()  # frees all slots, so that reading goes on while tokens are chosen
             note_held()
             tokens = self._choose(logits[:, -1, :])
             if joining:
@@ -101,28 +103,29 @@ class BatchDecoder:
 
     def _decode(self, joined: list[list[Any]]) -> mx.array:
         if joined:
-            # Lazily, like all that is merged: layer by layer as the sweep comes to it.
+            # Merged lazily: each layer's caches as the pass comes to that layer.
             self._transport.merging([*joined, *([self._caches] if self._caches else [])])
             merged = [each[0].merge(list(each)) for each in zip(*joined, strict=True)]
             grow_by(merged, self._session.size.step)
             for cache in joined:
-                # The passes hold these lists for as long as the sweep runs.
+                # The passes refer to these lists as long as they run.
                 cache.clear()
             for mine, theirs in zip(self._caches, merged, strict=False):
                 mine.extend(theirs)
             self._caches = self._caches or merged
             if pass_runner(self._session.streaming, self._transport) is None:
-                # Layer by layer here, too: before and after are there at once.
+                # One layer at a time, as its old and new arrays are in memory together.
                 for c in self._caches:
                     mx.eval(c.state)
         last = mx.array([row.last for row in self._rows], dtype=mx.int32)
         return self._model(last[:, None], cache=self._caches)
 
     def _choose(self, logits: mx.array) -> list[Token]:
-        """Logits of shape (rows, vocabulary) to a token for each row; one row at a time, but for the greedy."""
+        """The next token of each row from logits of shape (rows, vocabulary); row by row, except for the greedy
+        choice."""
         self.failed = {}
         if not self._transport.chooses:
-            return self._told(logits)
+            return self._chosen_elsewhere(logits)
         found: list[Token] = []
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         greedy = greedy_sampler(logprobs)
@@ -142,14 +145,13 @@ class BatchDecoder:
                     chosen = row.request.sampler(scores)
                 row.last = int(chosen.item())
                 found.append(to_token(row.request, row.last, scores[0]))
-            except Exception as e:  # of this sequence alone; the likeliest token stands in
+            except Exception as e:  # fails this sequence only; the likeliest token stands in
                 self.failed[row.request.uid], row.last = e, cast(int, greedy[i].item())
             row.made += 1
         self._transport.numbers(lambda: [row.last for row in self._rows])
         return found
 
-    def _told(self, logits: mx.array) -> list[Token]:
-        """The tokens that another rank chose, which has the logits."""
+    def _chosen_elsewhere(self, logits: mx.array) -> list[Token]:
         tokens = self._transport.numbers(list)
         for row, token in zip(self._rows, tokens, strict=True):
             row.last, row.made = token, row.made + 1
@@ -166,20 +168,20 @@ class BatchDecoder:
         with mx.stream(generation_stream):
             for c in self._caches:
                 c.filter(keep)
-                # One by one: before and after are there at once.
+                # One at a time, as the old and the new array are in memory together.
                 mx.eval(c.state)
         clear_cache()
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
-        """End a sequence; its caches, as for it alone, and how many tokens of its prompt and answer they hold: all but
-        the last."""
+        """End a sequence. Returns its own caches and how many tokens of its prompt and answer they hold: all but the
+        last."""
         i, row = next((i, row) for i, row in enumerate(self._rows) if row.request.uid == uid)
         with mx.stream(generation_stream):
             fresh = make_prompt_cache(self._model)
-            # Nothing is written to the caches of layers without attention, and mlx-lm takes no row out of such.
+            # Caches of layers without attention stay empty, and mlx-lm cannot take a row out of those.
             caches = [f if _is_empty(c) else c.extract(i) for c, f in zip(self._caches, fresh, strict=True)]
             own_memory(caches)
-        # Of no row there are two copies while others are taken out.
+        # Removed at once, so that no row is in memory twice while others are taken out.
         self.remove([uid])
         return caches, len(row.request.tokens) + row.made - 1
 
@@ -191,8 +193,3 @@ class BatchDecoder:
 
 def _is_empty(cache: Any) -> bool:
     return isinstance(cache, BatchKVCache | BatchRotatingKVCache) and cache.keys is None
-
-
-def _row(request: Request) -> _Row:
-    *before, last = request.tokens
-    return _Row(request, last, TokenBuffer([*request.earlier, *before]) if request.processors else None)

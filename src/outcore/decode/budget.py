@@ -1,4 +1,4 @@
-"""The budget that ``--memory`` asks for, in bytes."""
+"""The budget, in bytes, that ``--memory`` asks for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from ..sizes import format_size
 
 
 def asked_budget(memory: int | float | str | None) -> int:
-    """Bytes of a budget that this process can have.
-
-    Args:
-        memory: as in ``given_budget``.
+    """Bytes of a budget that this process can have; ``memory`` as in ``given_budget``.
 
     Raises:
-        UsageError: it is not positive, or no size. BudgetError: it is larger than what there is.
+        UsageError: it is not positive, or no size.
+        BudgetError: it is larger than the machine's memory.
     """
     budget = given_budget(memory)
     limit = min(memory_limits(), key=lambda limit: limit.total)
@@ -28,12 +26,12 @@ def asked_budget(memory: int | float | str | None) -> int:
 
 
 def given_budget(memory: int | float | str | None, *, of: int | None = None) -> int:
-    """Bytes of a budget as it was given, whether or not there is so much.
+    """Bytes of a budget as given, whether or not the machine has so much.
 
     Args:
         memory: bytes; a size such as ``"4GB"``; ``"50%"`` of what may be used now; None or ``"auto"``: from what is
             free.
-        of: bytes that may be used, of a machine that is not this one.
+        of: bytes that may be used on another machine; None: those of this one.
 
     Raises:
         UsageError: it is not positive, or no size.

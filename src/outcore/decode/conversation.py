@@ -1,4 +1,4 @@
-"""A conversation: what was said as one text of token ids, and the caches that hold it up to its end.
+"""A conversation: one text of token ids, and the caches that hold it up to its end.
 
 mlx-lm's chat renders each message by itself; here the template writes what stands between two answers, so that the text
 is the one that the model was trained on: a system prompt once, and every answer closed.
@@ -18,15 +18,15 @@ from ..text import one_line
 from .prompt import same_tokens
 
 QUESTION, ANSWER = "question", "the-answer-stands-here"
-"""Stand for what was said, to find what a template writes after it."""
+"""Placeholders for messages, which show what a template writes after an answer."""
 
 
 class ChatTemplate:
-    """What a model's chat template makes of messages, as token ids.
+    """A model's chat template, which renders messages to token ids.
 
     Args:
         system: the system prompt.
-        messages: said after it, before the first message.
+        messages: follow it, before the first message.
         options: further arguments of the template.
 
     Raises:
@@ -60,20 +60,17 @@ class ChatTemplate:
         """A conversation's first tokens, until its first answer begins.
 
         Raises:
-            PromptError: the template refuses it.
+            PromptError: the template refuses the message.
         """
         return self.encode(self._render([*self._begin, _said("user", message)]))
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a conversation's text are those that every conversation begins with."""
+        """How many first tokens of a prompt every conversation begins with."""
         return same_tokens(prompt, self._other)
 
     def following(self, message: str, last: int) -> list[int]:
-        """The tokens between an answer and the next.
-
-        Args:
-            last: token of the answer; where it ends a turn, that is not said twice.
-        """
+        """The tokens between an answer, which ends with the token ``last``, and the next; an end-of-turn token is not
+        repeated."""
         text = self._after_answer(message)
         if last in self.tokenizer.eos_token_ids:
             closing = self.tokenizer.decode([last])
@@ -87,7 +84,7 @@ class ChatTemplate:
             _, found, text = self._render(messages).partition(ANSWER)
         except PromptError:
             found = text = ""
-        # A template that takes no answers: each message by itself, as in mlx-lm.
+        # The template takes no answers: render each message by itself, as mlx-lm does.
         return text if found else self._render(messages[-1:])
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -100,7 +97,6 @@ class ChatTemplate:
         return whole_text(str(rendered), "the chat template's text")
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens, as part of a longer one."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -109,13 +105,13 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 class Conversation:
-    """Grows by a message and an answer at a time.
+    """A conversation that grows by a message and an answer at a time.
 
-    What was said stays as it was. Many templates would leave an answer's thoughts out of what comes after it, but then
-    it had to be computed again, and with states that cannot be taken back all before it too.
+    Earlier text stays as it was. Many templates would leave an answer's thoughts out of later prompts, but then the
+    answer had to be computed again, and with states that cannot be taken back all before it too.
 
     Args:
-        make_cache: new caches for the model.
+        make_cache: makes new caches for the model.
 
     Attributes:
         text: all tokens so far.
@@ -128,13 +124,12 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
         self.text: list[int] = []
         self.cache = self.make_cache()
         self.held = self._answer = 0
 
     def goes_on(self, text: Sequence[int], cache: list[Any] | None, held: int) -> None:
-        """With this text, of which caches hold so many tokens; None: none do."""
+        """Continue with this text and caches that hold ``held`` tokens of it; None: none do."""
         self.clear()
         self.text = list(text)
         if cache is not None:
@@ -145,15 +140,15 @@ class Conversation:
         return 0 if self.held else self._template.shared(prompt)
 
     def prompt(self, message: str) -> list[int]:
-        """What the model has to be given to answer: the text that no cache holds, and the message."""
+        """The tokens to be answered: the text that no cache holds, and the message."""
         new = self._template.following(message, self.text[-1]) if self.text else self._template.opening(message)
         return [*self.text[self.held :], *new]
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:
-        """A prompt was answered, whole or not.
+        """Record the answer to a prompt, whole or not.
 
         Args:
-            answer: tokens, one at least.
+            answer: at least one token.
             in_cache: tokens of prompt and answer that the caches hold (``Session.in_cache``).
         """
         self._answer = self.held + len(prompt)
@@ -161,7 +156,7 @@ class Conversation:
         self.held += in_cache
 
     def end_answer(self, text: str) -> None:
-        """The last answer is this text, which it began with; the rest was not said."""
+        """Cut the last answer to this text, with which it begins."""
         kept = [*self.text[: self._answer], *self._template.encode(text)]
         same = same_tokens(self.text, kept)
         self.text = kept

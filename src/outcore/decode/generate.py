@@ -1,4 +1,4 @@
-"""``generate`` and ``stream_generate``: one sweep for the prompt however long, one or less a token, none more."""
+"""``generate`` and ``stream_generate``: one forward pass for a prompt of any length, and at most one for each token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
 from ..modules.call_values import caches_in
 from .passes import MLX_LM_STEP, KvBits, generating
-from .prefix_cache import block_step, look_up, room_to_record, unkept
+from .prefix_cache import block_step, look_up, room_to_record
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length
 from .request import Alone, CachedPrefix, Request, Token
 from .scheduler import Scheduler
@@ -34,12 +34,11 @@ from .speculative.drafting import check_draft_length
 Tokens = Generator[Token, None, None]
 
 ENDLESS = 2**62
-"""Tokens of an answer that has no limit."""
+"""Stands for an answer without a limit of tokens."""
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
     "num_draft_tokens", "history", "leave_last", "shared_prefix",
 }  # fmt: skip
-"""Keyword arguments of ``stream_generate``."""
 
 
 def stream_generate(
@@ -56,42 +55,41 @@ def stream_generate(
         max_tokens: -1 for as many as the context holds.
         kwargs: ``mlx_lm.generate.generate_step``'s: sampler, logits_processors, max_kv_size, prompt_cache,
             prefill_step_size, kv_bits, kv_group_size, quantized_kv_start, prompt_progress_callback, input_embeddings.
-            And ``draft_model``, a model with the same tokenizer, in memory, in place of what drafts for this one; and
-            ``num_draft_tokens``: at most so many tokens are drafted for a sweep; None: as many as are worth it.
-            ``history``: the tokens that ``prompt_cache`` holds, which what is drafted may repeat.
-            ``leave_last``: ``prompt_cache`` need not hold the answer's last token, for which a sweep is saved.
-            ``shared_prefix``: so many of the prompt's first tokens begin other texts too, as a system prompt does. A
-            prefix cache keeps what those begin with, also of models whose states it keeps at few places only.
+            And ``draft_model``, a model in memory with the same tokenizer that replaces the loaded drafter;
+            ``num_draft_tokens``: the most tokens drafted per forward pass, None: as many as pay; ``history``: the
+            tokens in ``prompt_cache``, which drafts may repeat; ``leave_last``: ``prompt_cache`` need not hold the
+            answer's last token, which saves a pass; ``shared_prefix``: number of first prompt tokens that other prompts
+            begin with too, as a system prompt does, so that a prefix cache stores their states even for models with few
+            stored states.
 
-    What ``prompt_cache`` holds afterwards is what mlx-lm leaves there: the prompt and all tokens that were yielded,
-    also where the generator was closed before its end. After an exception it holds a part of them, never anything
-    else: nothing of this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache``
-    says how many.
+    Afterwards ``prompt_cache`` holds what mlx-lm leaves there: the prompt and all tokens that were yielded, also where
+    the generator was closed before its end. After an exception it holds a part of them, never anything else: nothing of
+    this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache`` says how many.
 
-    One thread at a time: where another one generates with this model, this waits until that one has its last response
-    (``finish_reason``), which comes when ``prompt_cache`` holds all of the text, or has closed the generator.
+    One thread at a time: while another thread generates with this model, this waits until that one has its last
+    response (``finish_reason``), which comes when ``prompt_cache`` holds all of the text, or has closed the generator.
 
     Yields:
-        mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first
-        over the time since the first; mlx-lm counts one more.
+        mlx-lm's ``GenerationResponse``. For a streamed model ``generation_tps`` counts the tokens after the first over
+            the time since the first; mlx-lm counts one more.
 
     Raises:
         PromptError: an empty prompt, or one longer than the model or the planned context allows.
-        UsageError: ``prompt_cache`` is of another model.
+        UsageError: ``prompt_cache`` belongs to another model.
         BusyError: another thread began a text and neither goes on with it nor closes it.
     """
     refuse_unknown(kwargs, _KNOWN)
     session: Session | None = getattr(model, "outcore", None)
     if session is None:
         return _resident(model, tokenizer, prompt, max_tokens, kwargs)
-    # Here and not where the text begins: Python handles signals before a generator's first instruction.
+    # Set here because Python may handle a signal before a generator's first instruction.
     session.in_cache = 0
-    steps = _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
-    return served(session.exclusive, steps, lambda response: response.finish_reason is not None)
+    responses = _stream(model, session, tokenizer, prompt, max_tokens, kwargs)
+    return served(session.exclusive, responses, lambda response: response.finish_reason is not None)
 
 
-def _asked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapper, mx.array, int]:
-    """mlx-lm's tokenizer, the prompt's token ids, and how many may follow; all checked."""
+def _checked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapper, mx.array, int]:
+    """mlx-lm's tokenizer, the prompt's token ids, and the most tokens that may follow."""
     max_tokens = whole_number("max_tokens", max_tokens, -1, 2**63 - 1)
     if max_tokens == 0:
         raise UsageError("max_tokens=0: ask for at least one token, or -1 for no limit")
@@ -102,8 +100,7 @@ def _asked(tokenizer: Any, prompt: Any, max_tokens: int) -> tuple[TokenizerWrapp
 def _resident(
     model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Iterator[GenerationResponse]:
-    """A text of a model that mlx-lm has loaded."""
-    tokenizer, ids, max_tokens = _asked(tokenizer, prompt, max_tokens)
+    tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     check_prompt(ids.size if kwargs.get("input_embeddings") is None else 1, max_tokens, None)
     for name in ("history", "leave_last", "shared_prefix"):
         kwargs.pop(name, None)
@@ -113,9 +110,8 @@ def _resident(
 def _stream(
     model: nn.Module, session: Session, tokenizer: Any, prompt: Any, max_tokens: int, kwargs: dict[str, Any]
 ) -> Generator[GenerationResponse, None, None]:
-    """Tokens as mlx-lm hands them out, with their text."""
     session.in_cache = 0
-    tokenizer, ids, max_tokens = _asked(tokenizer, prompt, max_tokens)
+    tokenizer, ids, max_tokens = _checked(tokenizer, prompt, max_tokens)
     session.bind_again()
     check_cache(session.forms, kwargs.get("prompt_cache"))
     check_ids(ids, session, "the prompt")
@@ -163,11 +159,11 @@ def _stream(
 def _tokens(
     model: nn.Module, session: Session, request: Request, step: int, drafted: int | None, ends: Collection[int]
 ) -> Tokens:
-    """The tokens of a text; caches that somebody goes on with hold what was handed out of it, however it ends.
+    """Yields a text's tokens; however it ends, the caller's caches hold those that were handed out.
 
     Args:
-        step: tokens of its prompt to compute at a time.
-        drafted: for a pass at most; None: as many as are worth it.
+        step: prompt tokens per chunk.
+        drafted: the most tokens drafted per pass; None: as many as pay.
     """
     assert request.alone is not None
     sequences = Scheduler(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
@@ -192,44 +188,43 @@ def _tokens(
 def _request(
     model: nn.Module, session: Session, ids: mx.array, max_tokens: int, kwargs: dict[str, Any]
 ) -> tuple[Request, int]:
-    """A text that there is room for, of which is found what was computed before, and tokens of its prompt to compute
-    at a time; ``kwargs`` are ``stream_generate``'s."""
+    """Makes a request with memory reserved and its prompt looked up in the prefix cache; ``kwargs`` are
+    ``stream_generate``'s. Returns it with the prompt tokens per chunk."""
     given: list[Any] | None = kwargs.get("prompt_cache")
     shared = whole_number("shared_prefix", kwargs.get("shared_prefix", 0), 0)
     embeddings, window = kwargs.get("input_embeddings"), kwargs.get("max_kv_size")
-    length, held = ids.size if embeddings is None else len(embeddings), cached_tokens(given or ())
+    length, before = ids.size if embeddings is None else len(embeddings), cached_tokens(given or ())
     asked = kwargs.get("prefill_step_size")
     theirs = asked or session.residency.chunk or MLX_LM_STEP
     bounds = given is None and window is not None and note_bounds(model, session)
     if bounds or any(isinstance(c, RotatingKVCache) and c.keep for c in given or ()):
-        # What a token sees of such a window depends on the chunk that it is computed in: mlx-lm's, however little
-        # memory there is.
+        # In such a window the tokens that a token attends to depend on its chunk, so chunks have mlx-lm's length,
+        # however little memory there is.
         asked = theirs
     bound = kept_at_most(model, given, window, min(length, theirs))
-    room = held + length + 1 if bound is None else min(held + length + 1, bound)
+    room = before + length + 1 if bound is None else min(before + length + 1, bound)
     kept = 0 if given is None else max(snapshot_bytes(given), session.size.states)
     alone = _alone(kwargs, theirs, bound)
     records = True
 
     def has_room() -> tuple[int, int]:
         nonlocal records
-        tokens = check_prompt(length, max_tokens, session, held, window is None)
-        note_length(held + length, session, "the prompt")
+        tokens = check_prompt(length, max_tokens, session, before, window is None)
+        note_length(before + length, session, "the prompt")
         step, records = room_to_record(session, room, length, asked, kept)
         return tokens, step
 
-    # Ranks that share a model cut a prompt in the same way.
+    # Ranks that share a model cut a prompt into the same chunks.
     tokens = cast(list[int], ids.tolist())
-    max_tokens, step = session.transport.text_room(lambda: (length, held, *tokens), has_room, asked=asked is not None)
-    found, known = None, CachedPrefix()
+    max_tokens, step = session.transport.text_room(lambda: (length, before, *tokens), has_room, asked=asked is not None)
+    found, cached = None, CachedPrefix()
     if session.prefix is not None:
         step = block_step(step) if asked is None else step
         if alone.kv is not None:
-            session.note("prefix cache: with kv_bits, prompts are neither looked up in it nor kept")
+            session.note("prefix cache: with kv_bits, prompts are neither looked up in it nor stored")
         same = given is None or session.prefix.like(given)
-        if same and not held and not window and embeddings is None and alone.kv is None:
-            found, known = look_up(session, tokens, step, shared=shared)
-            known = known if records else unkept(session, known, length)
+        if same and not before and not window and embeddings is None and alone.kv is None:
+            found, cached = look_up(session, tokens, step, shared=shared, records=records)
     session.found = 0 if found is None else found.tokens
     cache = given
     if found is not None and given is not None:
@@ -239,16 +234,17 @@ def _request(
     limit = ENDLESS if max_tokens < 0 else max_tokens
     processors = tuple(kwargs.get("logits_processors") or ())
     request = Request(
-        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, known=known, scores=True, alone=alone
+        0, tokens, limit, kwargs.get("sampler"), processors, cache=cache, cached=cached, scores=True, alone=alone
     )
     return request, step
 
 
 def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
-    """What the caller asks of a text that is written by itself.
+    """The options of a text that runs alone.
 
     Args:
-        step: tokens of mlx-lm's chunks of its prompt. bound: tokens that its caches hold at most.
+        step: tokens of mlx-lm's chunks of its prompt.
+        bound: the most tokens that its caches hold.
     """
     keeps, bits, kv = kwargs.get("prompt_cache") is not None, kwargs.get("kv_bits"), None
     if bits is not None:
@@ -267,7 +263,8 @@ def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
 
 
 def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
-    """Fill somebody's caches with those that were found, which are like them; returns what has them be as they were."""
+    """Fills the caller's caches with the contents of found ones of the same kinds; returns a function that restores
+    them."""
     mine = caches_in(given)
     before = [dict(vars(c)) for c in mine]
     for c, filled in zip(mine, caches_in(found), strict=True):
@@ -284,8 +281,8 @@ def _filled(given: Sequence[Any], found: Sequence[Any]) -> Callable[[], None]:
 def generate(
     model: nn.Module, tokenizer: Any, prompt: str | mx.array | Sequence[int], verbose: bool = False, **kwargs: Any
 ) -> str:
-    """The whole answer as one string; arguments as in ``stream_generate``. ``verbose`` prints it as it is made, and how
-    fast that was, as mlx-lm's function of that name."""
+    """The whole answer as one string; arguments as of ``stream_generate``. ``verbose`` prints it as it is made, and the
+    speed, as mlx-lm's function of that name."""
     text, response = "", None
     if verbose:
         print("=" * 10)
@@ -316,8 +313,8 @@ def generate_step(
     leave_last: bool = False,
     kv: KvBits | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
-    """mlx-lm's function of that name for a model that Outcore has loaded: greedy, not drafted, and by itself; no other
-    thread may use the model meanwhile."""
+    """mlx-lm's function of that name for a model that Outcore has loaded: greedy, undrafted and alone; no other thread
+    may use the model meanwhile."""
     session: Session = model.outcore
     keeps = prompt_cache is not None
     alone = Alone(keeps=keeps, whole=keeps and not leave_last, kv=kv)

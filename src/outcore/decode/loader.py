@@ -1,4 +1,4 @@
-"""``load``: from a model's name and a budget to a model that runs within it, as mlx-lm's ``load`` to those that fit."""
+"""``load``: from a model's name and a budget to a model that runs within it, with mlx-lm's arguments and results."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def load(
     Args:
         path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code:
             as in ``mlx_lm.load``.
-        progress: called with what is being done, bytes done and bytes in all.
-        options: fields of ``outcore.LoadOptions``, which tells of them: memory, resident, context, draft and others.
+        progress: called with a description, bytes done and bytes in all.
+        options: fields of ``outcore.LoadOptions``, which documents them: memory, resident, context, draft and others.
 
     Returns:
         ``(model, tokenizer)``, or with ``return_config`` ``(model, tokenizer, config)``. The model works in mlx-lm's
-        functions unchanged; ``model.outcore`` holds the plan, the metrics and ``close()``.
+            functions unchanged; ``model.outcore`` holds the plan, the metrics and ``close()``.
 
     Raises:
-        BudgetError: the budget is too small (says the smallest that works) or larger than the machine.
-        CheckpointError: the model folder is not whole, or mlx-lm does not know the model.
-        UsageError: an option cannot be meant.
+        BudgetError: the budget is too small (names the smallest that works) or larger than the machine's memory.
+        CheckpointError: the model folder is incomplete, or mlx-lm does not know the model.
+        UsageError: an option is invalid.
     """
     refuse_unknown(options, signature(load).parameters)
     asked = LoadOptions(
@@ -79,7 +79,6 @@ def load_with_tokenizer(
     tokenizer_config: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """A model, its tokenizer and its config, from a local folder; as ``load``."""
     model, config = load_model(folder, options, progress=progress)
     try:
         extra = {"trust_remote_code": options.trust_remote_code, **(tokenizer_config or {})}
@@ -101,7 +100,7 @@ def load_model(
 
     Args:
         options: or ``arguments``, its fields.
-        progress: called with what is being done, bytes done and bytes in all.
+        progress: called with a description, bytes done and bytes in all.
 
     Returns:
         The model and its config. ``model.outcore`` is a ``Session``.
@@ -115,7 +114,7 @@ def load_model(
     except StoreSpaceError as error:
         if o.draft != AUTO or o.ranks is not None:
             raise
-        # Nobody asked for what filled the disk. Without room for what the model itself needs it fails again.
+        # The automatic draft filled the disk. If the model's own files have no room either, this fails again.
         model, config = _loaded(model_path, replace(o, draft=NONE), report)
         model.outcore.note(f"nothing drafts: {error}")
         return model, config
@@ -155,7 +154,7 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
                 joined = drafting.join(session)
                 droppable = DroppableDraft(prepared.draft, profile.size.context, o.kv_disk, joined)
                 session.draft_with(joined, droppable if joined.kind != NGRAM else None)
-            # The first rank may write for long what drafts, which is no fault of its: nothing is due meanwhile.
+            # Rank 0 may spend minutes writing its draft copy; waiting here suspends the stall timeout.
             session.transport.numbers(list)
         except BaseException:
             session.close()
@@ -166,8 +165,8 @@ def _loaded(model_path: str | Path, o: LoadOptions, report: Progress) -> tuple[n
 
 
 def _drafting(prepared: Preparation, report: Progress) -> Drafting | None:
-    """What drafts, before the model is loaded, which it joins then. What is written for it, once, is told, and how long
-    that may take: it is read twice, for what is streamed and what drafts, and cut."""
+    """Loads the draft's weights before the model, and reports how long writing its files takes (once: the model is read
+    for what is streamed and for the draft, and cut)."""
     draft, profile, rates = prepared.draft, prepared.profile, prepared.calibration
     if draft is None or draft.kind == NGRAM:
         return None if draft is None else Drafting(draft.name)
@@ -180,7 +179,7 @@ def _drafting(prepared: Preparation, report: Progress) -> Drafting | None:
 
 
 def _with_options(function: Any) -> None:
-    """Have ``help`` and editors that ask at run time show each option."""
+    """Makes ``help`` and editors show each option."""
     own = signature(function).parameters.values()
     named = [p for p in own if p.kind is not Parameter.VAR_KEYWORD]
     known = {p.name for p in named} | {"ranks"}

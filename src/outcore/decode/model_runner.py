@@ -1,5 +1,5 @@
-"""The model whose text it is, over the text's caches: a prompt, the next token, or drafted ones, which are computed in
-one pass over the weights and taken back where they were wrong."""
+"""Runs a model over the caches of one text: a prompt, the next token, or drafted tokens, which are computed in one
+reading of the weights and taken back where they were wrong."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ModelRunner:
     """A model and the caches of one text.
 
     Args:
-        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; what it holds already stays.
-        owned: somebody else goes on with the caches, so whatever fails they are what they were before it.
+        cache: as from ``mlx_lm.models.cache.make_prompt_cache``; tokens already in it stay.
+        owned: the caller goes on with the caches, so any failure leaves them as they were before it.
         kv: how keys and values are quantized; None: they are not.
-        hidden: keeps the last hidden states of the text's tokens; None: nobody wants them.
-        in_blocks: drafted tokens are computed in one pass, which is faster where computing is what takes the time, and
-            whose kernels may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
-        in_cache: tokens that the caches hold already of the prompt.
+        hidden: keeps the hidden states of the latest tokens; None: no drafter needs them.
+        in_blocks: drafted tokens are computed in one pass, which is faster where compute is the limit, but its kernels
+            may round differently; otherwise each in a pass of its own, with the bits of plain decoding.
+        in_cache: tokens of the prompt that the caches hold already.
 
     Attributes:
         prompt_s: seconds that the prompt took; 0 before it.
-        in_cache: tokens that went into the caches, of the prompt and then of the text.
-        pending: tokens of the text that the caches do not hold yet, beside its last one.
-        fed: tokens that were verified last, drafted or not.
-        snapshots: bytes that snapshots may keep from being freed, beyond the one that is always needed.
+        in_cache: tokens of the prompt and then of the text that went into the caches.
+        pending: tokens of the text that the caches do not hold yet, without the last one.
+        fed: tokens of the last verifying passes, drafted ones included.
+        snapshots: bytes that cache snapshots may keep from being freed, besides the one that is always needed.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class ModelRunner:
         self.cache, self.owned, self.hidden, self.in_blocks = cache, owned, hidden, in_blocks
         self.in_cache, self.prompt_s, self.snapshots = in_cache, 0.0, 0
         self.pending: list[int] = []
-        self._undo: Undo | None = None  # of a model that is all in memory
+        self._undo: Undo | None = None  # where the model is all in memory
         self.fed: list[int] = []
-        self._kept: list[tuple[int, Snapshot]] = []  # and snapshots after so many of them
-        self._committed = 0  # of them, part of the text
+        self._kept: list[tuple[int, Snapshot]] = []  # cache snapshots, each after so many of ``fed``
+        self._committed = 0  # tokens of ``fed`` that were part of the text already
 
     @contextmanager
     def transaction(self, tokens: int) -> Iterator[Undo | None]:
-        """A pass over so many tokens and what is made of it: all of it, or the caches are as they were before.
+        """A pass over so many tokens and what is made of it: it succeeds as a whole, or the caches are restored.
 
         Yields:
-            what takes the caches back later, until the next pass begins; None where nobody goes on with them.
+            what takes the caches back later, until the next pass begins; None unless they are ``owned``.
         """
         streaming, cache = self._session.streaming, self.cache if self.owned else None
         before, pending = self.in_cache, self.pending
@@ -87,7 +87,6 @@ class ModelRunner:
 
     @contextmanager
     def _in_memory(self, cache: list[Any] | None, tokens: int) -> Iterator[Undo | None]:
-        """The same of a model that is all in memory."""
         undo = self._undo = Undo(cache, tokens) if cache else None
         transport = self._session.transport
         transport.transaction(undo)
@@ -101,8 +100,6 @@ class ModelRunner:
             self._undo = None
             transport.transaction(None)
 
-    # A prompt
-
     def prompting(
         self,
         ids: mx.array,
@@ -110,21 +107,18 @@ class ModelRunner:
         embeddings: mx.array | None = None,
         passed: Callable[[int], object] = lambda _: None,
     ) -> list[Pass]:
-        """The passes over a prompt, which others may share; ``prompted`` is to be told what the last one puts
-        out. Of a prompt whose first tokens the caches hold already (``in_cache``) the ids are the others.
+        """The passes over a prompt, which may share a reading with others; ``prompted`` takes the last one's output.
+        Tokens in the caches already (``in_cache``) are not among the ids.
 
         Args:
-            ids: int32 (tokens,). ``embeddings``: (tokens, hidden), instead.
-            step: tokens of a chunk.
-            passed: called when a chunk's graph was built, with the tokens of the prompt up to there, before keys and
-                values are quantized behind it.
+            ids: int32 (tokens,).
+            step: tokens per chunk.
+            embeddings: (tokens, hidden), instead of the ids.
+            passed: called when a chunk's graph is built, with the prompt tokens so far, before keys and values are
+                quantized behind it.
         """
-        total, held, kv, hidden = (
-            len(ids) if embeddings is None else len(embeddings),
-            self.in_cache,
-            self._kv,
-            self.hidden,
-        )
+        total, held = len(ids) if embeddings is None else len(embeddings), self.in_cache
+        kv, hidden = self._kv, self.hidden
         if hidden is not None:
             hidden.expect(held + total)
 
@@ -138,7 +132,7 @@ class ModelRunner:
                 quantizes=quantizes,
                 built=functools.partial(passed, part.stop),
             )
-            # Of all chunks but the last only what they leave behind is computed: hidden states with it.
+            # Only caches and hidden states are computed of all chunks but the last.
             if hidden is not None and hidden.end != seen and (streaming := self._session.streaming) is not None:
                 streaming.leaves(hidden.arrays[-1])
             return logits
@@ -147,8 +141,8 @@ class ModelRunner:
         return [Pass(functools.partial(run, part), part.stop - part.start) for part in parts]
 
     def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
-        """Logits (1, vocabulary) behind a prompt, of what its last pass put out; it had so many tokens, and took so
-        long."""
+        """Evaluates the output of a prompt's last pass and returns the logits (1, vocabulary) behind the prompt, which
+        has ``total`` tokens and took so long."""
         began = time.perf_counter()
         self.evaluate(logits)
         clear_cache()
@@ -158,21 +152,18 @@ class ModelRunner:
 
     @property
     def context(self) -> int:
-        """Tokens that the caches hold: whoever goes on with a text gives its caches, and ``in_cache`` begins with what
-        is new."""
+        """Tokens in the caches: a caller's own caches may hold more than ``in_cache``, which counts this text's."""
         offsets = [c.offset for c in flat(self.cache) if isinstance(getattr(c, "offset", None), int)]
         return max([self.in_cache, *offsets])
 
-    # The next token
-
     def step(self, token: mx.array) -> mx.array:
-        """Logits (1, vocabulary) after one more token, of shape (1,); nothing is evaluated."""
+        """Logits (1, vocabulary) after one more token, of shape (1,); not evaluated."""
         logits = self._forward(token, None, at=self.in_cache)
         self.in_cache += 1
         return logits[:, -1, :]
 
     def attempt(self, token: mx.array) -> tuple[mx.array, Callable[[], None]]:
-        """The same, and what takes it back, where everything is resident."""
+        """As ``step``, and a function that takes the token back, where everything is resident."""
         before, undo = self.in_cache, Undo(self.cache, 1) if self.owned else None
 
         def back() -> None:
@@ -189,11 +180,9 @@ class ModelRunner:
             undo.passed()
         return logits, back
 
-    # Drafted tokens
-
     def verifying(self, token: int, drafted: Sequence[int]) -> list[Pass]:
-        """The passes over ``token`` and drafted ones, which others may share; ``verified`` is to be told what they put
-        out, and ``keep`` has to follow."""
+        """The passes over ``token`` and drafted ones, which may share a reading with others; then ``verified`` takes
+        their output, and ``keep`` has to follow."""
         committed = [*self.pending, token]
         self.fed, self._committed = [*committed, *drafted], len(committed)
         self._kept = []
@@ -203,7 +192,7 @@ class ModelRunner:
         else:
             ends = [total] if self._anywhere or not drafted else [n, total]
         fits = len(drafted) * snapshot_bytes(self.cache) <= self.snapshots
-        # What is computed again has to be the same on all ranks.
+        # All ranks must compute the same tokens again.
         each = bool(self._session.transport.leasts([fits])[0]) if drafted else fits
 
         def run(first: int, end: int) -> mx.array:
@@ -215,17 +204,16 @@ class ModelRunner:
         return [Pass(functools.partial(run, a, b), b - a) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def verified(self, rows: Sequence[mx.array]) -> list[mx.array]:
-        """Logits (1, vocabulary) after the token and after each drafted one, of what the passes put out; evaluated."""
+        """Evaluates the passes' output; returns logits (1, vocabulary) after the token and after each drafted one."""
         self.evaluate(*rows)
-        self.drain()
+        if (streaming := self._session.streaming) is not None:
+            streaming.drain()
         self.in_cache += len(self.fed)
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
 
     def keep(self, accepted: int) -> None:
-        """Take the caches back to the first ``accepted`` of the tokens that were drafted last.
-
-        What lies between the snapshot that is there and the last accepted token is computed again by the next pass.
-        """
+        """Takes the caches back to the first ``accepted`` drafted tokens. Accepted tokens behind the snapshot that is
+        used are computed again by the next pass."""
         end = self._committed + accepted
         self.pending = []
         before = self.in_cache - len(self.fed)
@@ -246,11 +234,7 @@ class ModelRunner:
         self._kept = []
 
     def flush(self, last: int | None) -> None:
-        """Bring the caches up to the text.
-
-        Args:
-            last: its last token, which is to be there too, as mlx-lm leaves it; None: it is not.
-        """
+        """Makes the caches hold the text, and its last token too where ``last`` gives it, as mlx-lm leaves it."""
         tokens = [*self.pending, *([] if last is None else [last])]
         if tokens:
             with self.transaction(len(tokens)):
@@ -260,15 +244,8 @@ class ModelRunner:
                 self.verified(made)
                 self.keep(0)
 
-    # What passes leave behind
-
-    def drain(self) -> None:
-        """Give slots back whose weights were computed with, so that reading goes on while a token is looked at."""
-        if (streaming := self._session.streaming) is not None:
-            streaming.drain()
-
     def evaluate(self, *logits: mx.array) -> None:
-        """These, and what the passes so far left behind."""
+        """Evaluates these logits, the caches and the hidden states."""
         mx.eval(logits, handles(*self.cache), [] if self.hidden is None else self.hidden.arrays)
         note_held()
         if self.hidden is not None:
@@ -284,7 +261,7 @@ class ModelRunner:
         built: Callable[[], object] | None = None,
     ) -> mx.array:
         extra = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        # Which tokens embeddings are of is not known, so nothing could be drafted from their states.
+        # Embeddings have no known tokens, so no drafter could use their hidden states.
         hidden = self.hidden if embeddings is None else None
         try:
             with contextlib.nullcontext() if hidden is None else hidden.watch(at, ids.size):
@@ -308,11 +285,12 @@ class ModelRunner:
 
     @property
     def _anywhere(self) -> bool:
-        """Whether all caches can be taken back to any token."""
+        """Whether all caches can be cut to any number of tokens."""
         return self._kv is None and all(map(by_offset, flat(self.cache)))
 
     def _will_quantize(self, tokens: int) -> bool:
-        """Whether some cache gets quantized within so many tokens: mlx-lm does so right after the one that is due."""
+        """Whether some cache gets quantized within so many tokens, which mlx-lm does right after the token that reaches
+        ``start``."""
         if self._kv is None:
             return False
         offsets = [c.offset for c in flat(self.cache) if hasattr(c, "to_quantized")]

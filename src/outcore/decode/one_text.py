@@ -1,8 +1,8 @@
-"""One text in caches of its own: what it begins with, what its last forward pass brought, and how it ends.
+"""One text with its own caches: its prompt, its last forward pass, its next token and its end.
 
-Where its model is all in memory, a token's successor is on the device's queue before the token is looked at, as in
-mlx-lm: so the device is not idle while Python builds a graph. Whatever breaks a text off, its caches hold tokens that
-were handed out and no others.
+With the model all in memory, the next token's computation is queued before the current one is looked at, as in mlx-lm,
+so that the device is not idle while Python builds a graph. However a text is broken off, its caches hold only tokens
+that were handed out.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from .text_drafts import TextDrafts
 
 CLEAR_TOKENS = 256
 """Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
-first cuts windows to their size, and what the prompt had of them is free then."""
+first cuts windows to their size, which frees the prompt's part of them."""
 
 
 @dataclass
 class Computed:
-    """What a forward pass said of a text, not all of which is given out.
+    """The outcome of a forward pass over a text, handed out token by token.
 
     Attributes:
         logits: (1, vocabulary) after the last token, and after each of ``guesses``.
-        verified: caches have to be taken back to what is given out of it.
-        seconds: that it took. ``kept``: guesses that were right, ``given``: tokens given out, so far.
+        verified: the caches hold all guesses, and are to be taken back to the accepted ones.
+        seconds: duration of the pass.
+        kept: guesses accepted so far; ``given``: tokens handed out so far.
     """
 
     logits: Sequence[mx.array]
@@ -61,8 +62,8 @@ class Computed:
 
 @dataclass
 class _Drawn:
-    """A token (1,) on the device's queue, its log-probabilities (vocabulary,), the text with it where processors look
-    at that, and what takes the token before it out of the caches."""
+    """A token (1,) that is queued on the device, its log-probabilities (vocabulary,), the text including it if
+    processors need that, and a function that takes the token before it out of the caches."""
 
     token: mx.array
     logprobs: mx.array
@@ -74,15 +75,15 @@ class OneText:
     """A text under way.
 
     Args:
-        ends: tokens after which nothing is drafted.
-        most: tokens drafted for a forward pass at most; None: as many as are worth it.
+        ends: end-of-text tokens; nothing is drafted behind them.
+        most: the most tokens drafted per forward pass; None: as many as pay.
 
     Attributes:
-        drafts: what is drafted for it.
-        prompt: passes over its prompt that are to be computed.
-        now: what the last pass brought and is not given out; None: another pass is needed.
+        prompt: passes over its prompt that are still to be computed.
+        now: outcome of the last pass, not all handed out yet; None: another pass is needed.
         undo: takes the caches back to before the prompt, until the second token is asked for.
         total: tokens of its prompt.
+        ahead: the token that was drawn ahead, if any; ``failed``: the error of drawing it.
     """
 
     def __init__(
@@ -97,19 +98,19 @@ class OneText:
         own = request.alone or Alone()
         self.session, self.request, self._own = session, request, own
         self.drafts = TextDrafts(session, request, ends, most)
-        cache, known = own_cache(model, request), request.known.held
-        self._held = max(len(request.earlier), cached_tokens(cache) - known)
-        self.target = ModelRunner(
+        cache, found = own_cache(model, request), request.cached.tokens
+        self.runner = ModelRunner(
             model,
             session,
             cache,
-            # What is drawn ahead in memory is taken back where the sequence goes on with others.
+            # A token drawn ahead in memory is taken back when the sequence goes on in shared passes.
             owned=own.keeps if request.alone is not None else session.streaming is None,
             kv=own.kv,
             hidden=self.drafts.hidden,
-            # Where a window keeps a prompt's first tokens, tokens of one pass see others than token by token.
+            # Where a window keeps a prompt's first tokens, several tokens of one pass attend to other tokens than each
+            # would by itself.
             in_blocks=not (on_cpu() or any(isinstance(c, RotatingKVCache) and c.keep for c in caches_in(cache))),
-            in_cache=known,
+            in_cache=found,
         )
         self.sampler = Sampler(
             request.sampler or greedy_sampler,
@@ -119,48 +120,47 @@ class OneText:
             forgives=request.alone is None,
         )
         self.total = len(request.tokens) if own.embeddings is None else len(own.embeddings)
+        before = max(len(request.earlier), cached_tokens(cache) - found)
+        self._more = before + self.total - len(self.sampler.text)  # tokens of the caches that the text does not name
         self.prompt: list[Pass] = []
         self.now: Computed | None = None
         self.undo: Undo | None = None
-        self._ahead: _Drawn | None = None
-        self._failed: Exception | None = None  # where a token was drawn ahead
+        self.ahead: _Drawn | None = None
+        self.failed: Exception | None = None
 
     @property
     def answered(self) -> int:
-        """Tokens of its answer so far."""
         return len(self.sampler.text) - len(self.request.earlier) - len(self.request.tokens)
 
     @property
     def left(self) -> int:
-        """Tokens that may follow."""
         return self.request.max_tokens - self.answered
 
     def begin(self, prefill_step: int) -> None:
-        """Have its prompt be computed, so many tokens at a time, as far as that was not done before."""
-        request, known, target = self.request, self.request.known, self.target
-        self.tell(known.held)
+        """Prepares the passes over the part of its prompt that no cache holds, ``prefill_step`` tokens each."""
+        request, cached, runner = self.request, self.request.cached, self.runner
+        self.report(cached.tokens)
         if request.begun:
-            target.pending = list(request.tokens[:-1])
-        elif known.logits is not None:
-            self.now = Computed([known.logits])
+            runner.pending = list(request.tokens[:-1])
+        elif cached.logits is not None:
+            self.now = Computed([cached.logits])
         else:
-            ids = mx.array(list(request.tokens[known.held :]), dtype=mx.int32)
-            passed = functools.partial(known.passed, target.cache)
-            self.prompt = target.prompting(ids, prefill_step, self._own.embeddings, passed)
+            ids = mx.array(list(request.tokens[cached.tokens :]), dtype=mx.int32)
+            passed = functools.partial(cached.passed, runner.cache)
+            self.prompt = runner.prompting(ids, prefill_step, self._own.embeddings, passed)
 
-    def tell(self, tokens: int) -> None:
-        """So many of its prompt's tokens are computed."""
+    def report(self, tokens: int) -> None:
+        """Calls the request's progress callback: so many of the prompt's tokens are computed."""
         self._own.progress(tokens, self.total)
 
     def prompted(self, logits: mx.array, seconds: float) -> None:
-        """Its prompt is computed."""
-        logits = self.target.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
-        if self.request.known.recording is not None:
-            self.request.known.recording.save(self.target.cache, logits)
+        """Takes the output of the prompt's last pass; ``seconds`` is what the prompt took."""
+        logits = self.runner.prompted(logits, sum(each.tokens for each in self.prompt), seconds)
+        if self.request.cached.recording is not None:
+            self.request.cached.recording.save(self.runner.cache, logits)
         self.now, self.prompt = Computed([logits]), []
 
     def choose(self) -> Token:
-        """The next token, by what the last pass brought."""
         now = self.now
         assert now is not None
         guess = now.guesses[now.kept] if now.kept < len(now.guesses) else None
@@ -169,54 +169,60 @@ class OneText:
         now.given += 1
         self.session.metrics.accepted += right
         if self.drafts.drafting is not None and self.left:
-            self.drafts.begin(logprobs, self.target)
+            self.drafts.begin(logprobs, self.runner)
         if not right:
-            self.settle()
+            if now.verified:
+                self.settle()
+            self.now = None
         return to_token(self.request, token, logprobs, right)
 
     def settle(self) -> None:
-        """Nothing more is taken of the last pass: caches go back to what was given out, but for the last token."""
+        """Drops what is left of the last pass: the caches go back to the tokens that were handed out, without the last
+        one."""
         now, self.now = self.now, None
         if now is None or not now.verified:
             return
-        self.target.keep(now.given - 1)
+        self.runner.keep(now.given - 1)
         if self.drafts.control is not None:
             self.drafts.control.judged(now.guesses, self.sampler.text[-now.given :], now.seconds)
 
     def look_ahead(self) -> Token | None:
-        """The next token, whose successor is on the queue then; None: something is streamed, or drafted."""
-        failed, self._failed = self._failed, None
+        """The next token, with its successor queued on the device; None where layers are streamed or tokens are
+        drafted."""
+        failed, self.failed = self.failed, None
         if failed is not None:
             raise failed
-        now, self._ahead, target, before = self._ahead, None, self.target, self.answered
-        # Several ranks have nothing of a token before the one that it follows was handed out.
+        now, self.ahead, before = self.ahead, None, self.answered
+        # On several ranks no token is computed before the one that it follows was handed out.
         resident = self.session.streaming is None and self.session.transport.alone
         if now is None:
-            if not resident or self.drafts.source is not None or not before or target.pending or self.now is not None:
+            drafts = self.drafts.source is not None or self.runner.pending
+            if not resident or drafts or not before or self.now is not None:
                 return None
             text = mx.array(self.sampler.text, dtype=mx.int32) if self.sampler.processors else None
-            now = self._draw(mx.array(self.sampler.text[-1:], dtype=mx.int32), text, self.total + before)
+            now = self._draw(mx.array(self.sampler.text[-1:], dtype=mx.int32), text)
         try:
             if self.session.streaming is None and (self._own.whole or self.left > 1):
-                self._ahead = self._draw(now.token, now.text, self.total + before + 1)
+                self.ahead = self._draw(now.token, now.text, 1)
             token = cast(int, now.token.item())
         except Exception as e:
             # The token before it is computed and will be handed out first, as it would be without looking ahead.
-            self._failed, token = e, cast(int, now.token.item())
+            self.failed, token = e, cast(int, now.token.item())
         self.sampler.text.append(token)
         if before % CLEAR_TOKENS == 1:
             clear_cache()
         return to_token(self.request, token, now.logprobs)
 
-    def _draw(self, token: mx.array, text: mx.array | None, tokens: int) -> _Drawn:
-        """What follows a token, which need not be computed; there are to be so many ``tokens`` then."""
-        self.reserve(tokens)
+    def _draw(self, token: mx.array, text: mx.array | None, more: int = 0) -> _Drawn:
+        """Queues what follows a token, which may itself still be queued; ``more`` as of ``reserve``."""
+        self.reserve(more)
         sampler = self.sampler
         with mx.stream(generation_stream):
-            logits, back = self.target.attempt(token)
+            logits, back = self.runner.attempt(token)
             try:
                 logprobs = sampler.logprobs(logits, text)
-                drawn = sampler.draw(logprobs).astype(mx.int32)
+                sampler.drawn, sampler.seen = sampler.drawn + 1, logprobs
+                drawn = sampler.sampler(logprobs).astype(mx.int32)
                 mx.async_eval(drawn, logprobs)
                 return _Drawn(drawn, logprobs[0], None if text is None else mx.concatenate([text, drawn]), back)
             except BaseException:
@@ -224,23 +230,22 @@ class OneText:
                 raise
 
     def stop_ahead(self, error: BaseException | None = None) -> None:
-        """Take back what was computed ahead, but where caches are to hold the last token; ``error``: what ends the
+        """Takes back the token drawn ahead, unless the caches shall hold the last token too; ``error``: what ends the
         text."""
-        ahead, self._ahead, self._failed = self._ahead, None, None
+        ahead, self.ahead, self.failed = self.ahead, None, None
         if ahead is not None and (error is not None or not self._own.whole):
             ahead.back()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Nothing more is asked for; ``error``: what ends it."""
         self.stop_ahead(error)
         with mx.stream(generation_stream):
             self.settle()
 
     def end(self, error: BaseException | None = None) -> None:
-        """The text is over: caches that somebody goes on with hold what was handed out.
+        """Ends the text; caches that the caller goes on with hold what was handed out.
 
         Args:
-            error: what broke it off; ``NotHandedOut``: nobody got to see its last token.
+            error: what broke it off; ``NotHandedOut``: the caller did not get the last token.
         """
         made, unseen = self.answered, isinstance(error, NotHandedOut)
         try:
@@ -248,7 +253,7 @@ class OneText:
             if unseen and made == 1:
                 if self.undo is not None:
                     self.undo.restore()
-                self.target.in_cache = 0
+                self.runner.in_cache = 0
             if not unseen:
                 self.sampler.draw_ahead(made)
             try:
@@ -256,30 +261,30 @@ class OneText:
             except Exception as again:
                 if error is None:
                     raise
-                error.add_note(f"the prompt cache holds {self.target.in_cache} tokens of prompt and answer: {again}")
+                error.add_note(f"the prompt cache holds {self.runner.in_cache} tokens of prompt and answer: {again}")
         finally:
-            # What was found of a prompt that brought no token is nobody's.
-            self.session.in_cache = self.target.in_cache if made else 0
+            # The cached prefix of a prompt that brought no token does not count for the caller.
+            self.session.in_cache = self.runner.in_cache if made else 0
 
     def _bring_up(self, whole: bool) -> None:
-        """Have caches that somebody goes on with hold the text; ``whole``: its last token too."""
-        target = self.target
-        if target.owned:
-            last = self.sampler.text[-1] if whole and target.in_cache < self.total + self.answered else None
-            # Of a model that was closed meanwhile, what there is stays.
+        """Makes caches that the caller goes on with hold the text; ``whole``: its last token too."""
+        runner = self.runner
+        if runner.owned:
+            last = self.sampler.text[-1] if whole and runner.in_cache < self.total + self.answered else None
+            # If the model was closed meanwhile, the caches stay as they are.
             with mx.stream(generation_stream), contextlib.suppress(ClosedError):
-                target.flush(last)
+                runner.flush(last)
 
-    def reserve(self, tokens: int) -> None:
-        """Room for so many tokens of prompt and answer, before a pass."""
-        tokens += self._held
-        bound = self._own.bound
-        make_room(self.session, tokens if bound is None else min(tokens, bound))
-        # Where nothing is streamed, a look at memory too, which a streamed model takes by itself.
-        self.session.before_pass()
-        control = self.drafts.control
-        if self.session.streaming is not None and control is not None:
-            control.most = min(control.most, self.session.size.drafted)
+    def reserve(self, more: int = 0) -> None:
+        """Makes room for the text so far and ``more`` tokens, before a pass."""
+        session, control, bound = self.session, self.drafts.control, self._own.bound
+        tokens = len(self.sampler.text) + self._more + more
+        if session.state is not State.CLOSED:
+            session.residency.reserve(tokens if bound is None else min(tokens, bound))
+        # Checks memory where nothing is streamed; a streamed model does so by itself.
+        session.before_pass()
+        if session.streaming is not None and control is not None:
+            control.most = min(control.most, session.size.drafted)
 
 
 @dataclass
@@ -290,10 +295,9 @@ class Sampler:
         sampler: from log-probabilities (1, vocabulary) to a token.
         processors: change logits before that.
         text: tokens so far.
-        drawn: tokens that the sampler was asked for; ``seen``: the log-probabilities that it saw last, if any.
-        transport: to the ranks that have other layers of the model.
-        forgives: an error of the sampler or a processor is kept as ``failed``, and the likeliest token stands in, as
-            others share the passes.
+        drawn: how often the sampler was called; ``seen``: the log-probabilities of the last call, if any.
+        forgives: an error of the sampler or a processor is stored in ``failed`` and the likeliest token stands in, as
+            other sequences share the pass.
     """
 
     sampler: Draw
@@ -305,16 +309,9 @@ class Sampler:
     forgives: bool = False
     failed: Exception | None = None
 
-    def draw(self, logprobs: mx.array) -> mx.array:
-        """The sampler's token (1,) for log-probabilities (1, vocabulary); not evaluated."""
-        self.drawn, self.seen = self.drawn + 1, logprobs
-        return self.sampler(logprobs)
-
     def draw_ahead(self, tokens: int) -> None:
-        """Leave the random numbers where mlx-lm leaves them, which draws one more than the ``tokens`` of a text.
-
-        The sampler is called once more, as mlx-lm calls it, whoever made it; what it returns is dropped unevaluated.
-        """
+        """Leaves the caller's random numbers where mlx-lm leaves them, which draws one token more than the ``tokens``
+        of a text: the sampler is called once more and its result dropped unevaluated."""
         if self.drawn == tokens and self.seen is not None:
             # An error of this call concerns no token of the text.
             with contextlib.suppress(Exception):
@@ -328,13 +325,10 @@ class Sampler:
         return logits - mx.logsumexp(logits, keepdims=True)
 
     def choose(self, logits: mx.array, guess: Guess | None = None) -> tuple[int, mx.array, bool]:
-        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed.
-
-        Args:
-            logits: (1, vocabulary).
-        """
+        """The next token, its log-probabilities (vocabulary,), and whether it is the one that was guessed; ``logits``
+        are (1, vocabulary)."""
         if not self.transport.chooses:
-            return self._told(logits, guess)
+            return self._chosen_elsewhere(logits, guess)
         try:
             logprobs = self.logprobs(logits, mx.array(self.text, dtype=mx.int32) if self.processors else None)
             if guess is not None and guess.q is not None and isinstance(self.sampler, MlxLmSampler):
@@ -342,7 +336,8 @@ class Sampler:
                 token = judge(guess.token, self.sampler.distribution(logprobs)[0], guess.q)
                 mx.eval(logprobs)
             else:
-                drawn = self.draw(logprobs)
+                self.drawn, self.seen = self.drawn + 1, logprobs
+                drawn = self.sampler(logprobs)
                 mx.eval(drawn, logprobs)
                 token = cast(int, drawn.item())
         except Exception as e:
@@ -355,15 +350,14 @@ class Sampler:
         self.text.append(token)
         return token, logprobs[0], guess is not None and token == guess.token
 
-    def _told(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
-        """The token that another rank chose, which has the logits."""
+    def _chosen_elsewhere(self, logits: mx.array, guess: Guess | None) -> tuple[int, mx.array, bool]:
         (token,) = self.transport.numbers(list)
         self.text.append(token)
         return token, logits[0], guess is not None and token == guess.token
 
 
 def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = False) -> Token:
-    """A token with what its request asked for; ``logprobs`` of shape (vocabulary,)."""
+    """A token with the log-probabilities that its request asks for; ``logprobs`` of shape (vocabulary,)."""
     scores = logprobs if request.scores else None
     if request.logprobs is None:
         return Token(request.uid, token, scores=scores, drafted=drafted)
@@ -376,8 +370,8 @@ def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = F
 
 
 def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
-    """Room for a context of that many tokens, a prompt, and bytes of caches to go back to. Returns tokens of the prompt
-    to compute at a time."""
-    if session.state is State.CLOSED:  # what it holds then stays as it is
+    """Makes room for a context of so many tokens, a prompt, and bytes of caches to go back to. Returns the prompt
+    tokens to compute at a time."""
+    if session.state is State.CLOSED:
         return step or session.plan.prefill_step
     return session.residency.reserve(tokens, prompt, step, kept)

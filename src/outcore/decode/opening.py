@@ -1,4 +1,4 @@
-"""What a model is opened with, and what it weighs for the use that it is opened for; nothing of it has been read."""
+"""A model's options and its sizes for the use that it is opened for; no weights are read."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..plan.model_size import LOGITS_SHARE, ModelSize
 
 @dataclass(frozen=True)
 class Opening:
-    """The folder of a model as it was named, what was asked for, and the machine's calibration, if there is one."""
+    """A model's folder as it was named, the load options, and the machine's calibration, if any."""
 
     folder: Path
     options: LoadOptions
     known: Calibration | None
 
     def measured(self, lazy: LazyModel) -> ModelProfile:
-        """What the model weighs, for the context and the use that it is opened for."""
+        """The model's sizes, for the context and the use that it is opened for."""
         o, known = self.options, self.known
         compute = COMPUTE_DTYPES[o.dtype] if o.dtype is not None else None
-        # A disk that calibration read faster through the page cache is read so, and units need not keep to its blocks.
+        # Units need not be aligned to disk blocks where the calibrated disk is read through the page cache.
         how = known.io if known is not None and o.io == "auto" else o.io
         check_experts(lazy, compute)
         several = o.most_sequences > 1
@@ -42,7 +42,7 @@ class Opening:
         if o.batch is not None:
             size = _in_batches(size, o.batch, o.context or size.context)
         if o.reserved is not None and o.reserved < size.context:
-            # The prompt, if it is known, is there from the first sweep on.
+            # A known prompt needs its room from the first pass on.
             size = size.at_context(max(o.reserved, min(o.prompt or 0, size.context)))
         if o.sequences == 1 and o.batch is None and size.kept_apart:
             size = replace(size, kv_disk=kv_disk(o.kv_disk, called("kv_disk")))
@@ -50,8 +50,8 @@ class Opening:
 
 
 def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:
-    """The model with memory for calls of so many sequences of ``length`` tokens, without caches and with the logits of
-    every token, as mlx-lm's perplexity makes them."""
+    """Adds memory for calls with so many sequences of ``length`` tokens, without caches and with the logits of every
+    token, as mlx-lm's perplexity makes them."""
     tokens = sequences * length
     whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
     more = whole.activations(tokens) - size.activations(min(length, size.prompt))

@@ -1,8 +1,8 @@
-"""Forward passes of a model: over a chunk of a prompt, or over the newest tokens; several share what is read.
+"""Forward passes over a chunk of a prompt or over the newest tokens; several can share one reading of the weights.
 
-mlx-lm's own loop reads a prompt in chunks, its last token apart, and looks one step ahead: three times through all
-weights before the first token and one more after the last. Here the same chunks, so the same bits, are computed layer
-by layer together.
+mlx-lm's own loop reads a prompt in chunks, its last token apart, and looks one step ahead: three readings of all
+weights before the first token and one more after the last. Here the same chunks, and so the same bits, are computed
+together layer by layer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from ..machine.device import on_cpu
 from ..machine.interrupts import check
 
 MLX_LM_STEP = 2048
-"""Tokens of a prompt that mlx-lm computes at a time (``generate_step``), after which it looks whether to quantize."""
+"""Prompt tokens per chunk in mlx-lm's ``generate_step``, after which it looks whether to quantize."""
 
 
 @dataclass(frozen=True)
 class KvBits:
-    """How mlx-lm quantizes a text's keys and values: ``kv_bits`` and what goes with it in ``generate_step``.
+    """How mlx-lm quantizes a text's keys and values: ``kv_bits`` and the arguments that go with it in
+    ``generate_step``.
 
     Attributes:
-        start: token from which it does.
-        step: tokens of its chunks of a prompt, behind which it looks whether so many are there.
+        start: token from which they are quantized.
+        step: tokens of mlx-lm's chunks of a prompt, after which it checks that.
     """
 
     bits: int
@@ -43,19 +44,20 @@ class KvBits:
 
 @dataclass(frozen=True)
 class Pass:
-    """One over so many tokens (0: many); ``run`` builds it, and returns logits (1, tokens, vocabulary)."""
+    """A forward pass over so many tokens (0: unknown); ``run`` builds it and returns logits (1, tokens, vocabulary)."""
 
     run: Callable[[], mx.array]
     tokens: int
 
 
 class HiddenKeeper(Protocol):
-    """Keeps hidden states of a text's tokens, (1, tokens, hidden), for what drafts from them: behind the last layer, or
-    behind others. What is called on the way to logits is called inside ``watch``.
+    """Keeps hidden states (1, tokens, hidden) of a text's latest tokens for a drafter. Everything that computes logits
+    runs inside ``watch``.
 
     Attributes:
         arrays: what it holds, to be evaluated with the pass that made it.
-        end: the token behind the last one whose state was seen. ``window``: tokens whose states it keeps.
+        end: the token after the last one whose state was seen.
+        window: the most tokens whose states it keeps.
     """
 
     end: int
@@ -68,13 +70,12 @@ class HiddenKeeper(Protocol):
         """A prompt is computed that ends before this token."""
 
     def watch(self, first: int, tokens: int) -> AbstractContextManager[None]:
-        """Keep the states of a pass over so many tokens from ``first`` on, which is built inside."""
+        """Keep the states of the pass that is built inside, over so many tokens from ``first`` on."""
 
-    def settle(self) -> None:
-        """What is held was evaluated."""
+    def settle(self) -> None: ...
 
     def cut(self, end: int) -> None:
-        """Forget the states of tokens from this one on: they are not part of the text."""
+        """Forget the states from this token on."""
 
 
 def run_passes(
@@ -86,18 +87,19 @@ def run_passes(
     prompts: int = 0,
     context: int = 0,
 ) -> list[mx.array]:
-    """What the ``wanted`` of some passes put out, by their numbers: layer by layer over all passes where weights are
+    """Runs passes and returns the output of the ``wanted`` ones: layer by layer over all passes where weights are
     streamed, so that they are read once; else one after the other.
 
     Args:
-        between: called behind passes that are not the last, with how many there were, and what the newest of them put
-            out that is wanted: it evaluates that and what they left behind. What is queued all at once needs memory all
-            at once.
-        prompts: the first so many are of prompts, which are computed together as far as there is memory for their
-            graphs; ``context``: tokens that the longest of them has, with all before it.
+        wanted: indices of passes whose output is returned.
+        between: called after passes that are not the last, with their number and their wanted output; it evaluates that
+            and the caches, since a graph queued all at once needs all its memory at once.
+        prompts: the first so many passes are of prompts, which share a reading as far as there is memory for their
+            graphs.
+        context: tokens that the longest of them has, with all before it.
     """
     runner, rows = pass_runner(session.streaming, session.transport), list[mx.array]()
-    # Such a model's graph cannot be built ahead of its weights, or it has none to read.
+    # Without shared passes a model reads no weights, or its graph cannot be built ahead of them.
     each_alone = runner is None or (len(passes) == 1 and not prompts)
     counts = [1] * len(passes) if each_alone else [0]
     if prompts and not each_alone:
@@ -110,7 +112,7 @@ def run_passes(
         if runner is None or each_alone:
             made = [share[0].run()]
             if not mine:
-                made.clear()  # what nobody wants would hold what it is made from, caches above all
+                made.clear()  # an unused output would keep its inputs alive, caches above all
         else:
             made = runner.run_passes(
                 [each.run for each in share], tokens=sum(each.tokens for each in share) or None, wanted=mine
@@ -127,7 +129,7 @@ def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
     """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself.
 
     Args:
-        within: tokens of longer chunks that none of these may pass the end of.
+        within: no chunk crosses a multiple of so many tokens.
     """
     long = within or max(total, 1)
     ends = [*range(long, total - 1, long), max(0, total - 1)]
@@ -141,8 +143,8 @@ def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """mlx-lm's ``wired_limit`` around a generation: it wires all, and puts back what was there, which may be older than
-    a model."""
+    """mlx-lm's ``wired_limit`` around a generation. It restores the limit that it found, which may be older than a
+    model, so ours is set again."""
     try:
         with wired_limit(model, [generation_stream]):
             yield

@@ -1,7 +1,5 @@
-"""A prompt that is computed a few chunks at a time, into caches of its own, before its sequence joins the others.
-
-So between two of its chunks others have their tokens, and whoever does not want it any more can leave.
-"""
+"""A prompt that is computed a few chunks at a time into its own caches before its sequence joins the others, so that
+they get tokens meanwhile and it can be given up."""
 
 from __future__ import annotations
 
@@ -24,89 +22,83 @@ class Prefill:
 
     Args:
         request: of its sequence; its cache is taken over with the first chunk.
-        step: tokens of a chunk.
+        step: tokens per chunk.
 
     Attributes:
-        held: tokens of the prompt that are computed.
-        passes: over the chunks that are computed next; ``run`` runs them, or ``computed`` is told that others did.
+        held: computed tokens of the prompt.
+        passes: over the chunks that are next; the caller runs them and calls ``computed``, or calls ``run``.
     """
 
     def __init__(self, model: nn.Module, session: Session, request: Request, step: int) -> None:
         self._model, self._session, self._request, self._step = model, session, request, step
-        # Drafts that are made from the model's last hidden states need those of the end of the prompt.
+        self.uid = request.uid
+        # Drafters that use the model's last hidden states need those of the prompt's end.
         hidden = None if session.drafting is None else session.drafting.hidden()
         self._end = len(request.tokens) - 1 - (0 if hidden is None else hidden.window)
-        self._target: ModelRunner | None = None
-        self.held = request.known.held
+        self._runner: ModelRunner | None = None
+        self.held = request.cached.tokens
         self.passes: list[Pass] = []
 
     @property
-    def uid(self) -> int:
-        """Its sequence's."""
-        return self._request.uid
-
-    @property
     def ahead(self) -> int:
-        """Tokens that are to be computed before its sequence joins: the last one gives the answer's first token."""
+        """Tokens to be computed before its sequence joins, whose pass computes the last one."""
         return max(0, self._end - self.held)
 
     def take(self, count: int, step: int) -> int:
-        """Have so many of the chunks that are ``ahead`` be computed next; tokens of them."""
+        """Prepares the passes over the next ``count`` chunks; returns their tokens."""
         request, held = self._cut(step), self.held
-        if self._target is None:
+        if self._runner is None:
             cache = own_cache(self._model, request)
             grow_by(cache, self._session.size.step)
-            self._target = ModelRunner(self._model, self._session, cache, in_cache=held)
-        passed = functools.partial(replace(request.known, held=held).passed, self._target.cache)
+            self._runner = ModelRunner(self._model, self._session, cache, in_cache=held)
+        passed = functools.partial(replace(request.cached, tokens=held).passed, self._runner.cache)
         ids = mx.array(list(request.tokens[held : held + count * step + 1]), dtype=mx.int32)
-        # The last token of what is cut is by itself, and not one of them.
-        self.passes = self._target.prompting(ids, step, passed=passed)[:count]
+        # The last pass has the last token only, which is left to the pass with which the sequence joins.
+        self.passes = self._runner.prompting(ids, step, passed=passed)[:count]
         return sum(each.tokens for each in self.passes)
 
     def computed(self) -> None:
-        """The passes were run."""
-        assert self._target is not None
+        assert self._runner is not None
         with mx.stream(generation_stream):
-            self._target.evaluate()
+            self._runner.evaluate()
         self.held += sum(each.tokens for each in self.passes)
-        self._target.in_cache, self.passes = self.held, []
+        self._runner.in_cache, self.passes = self.held, []
 
     def run(self) -> None:
-        """Run the passes one after the other."""
-        assert self._target is not None
+        assert self._runner is not None
         self._session.before_pass()
         with mx.stream(generation_stream):
             for each in self.passes:
                 each.run()
-                self._target.evaluate()
+                self._runner.evaluate()
         self.computed()
 
     def joining(self, step: int) -> Request:
-        """The request of the sequence that joins, with what was computed of its prompt."""
+        """The request with which its sequence joins, with the computed part of its prompt."""
         request = self._cut(step)
-        if self._target is None:
+        if self._runner is None:
             return request
-        known = replace(request.known, held=self.held)
-        return replace(request, cache=self._target.cache, given=True, known=known, begun=False)
+        cached = replace(request.cached, tokens=self.held)
+        return replace(request, cache=self._runner.cache, given=True, cached=cached, begun=False)
 
     def caches(self) -> tuple[list[Any], int]:
-        """What there is of it, and the tokens of its text that this holds."""
-        cache = self._target.cache if self._target is not None else list(self._request.cache or ())
+        cache = self._runner.cache if self._runner is not None else list(self._request.cache or ())
         return cache, len(self._request.earlier) + self.held
 
     def _cut(self, step: int) -> Request:
-        """The request; its chunks have so many tokens from now on. What was computed in others' chunks is not kept."""
+        """The request, with ``step`` tokens per chunk from now on. A prompt computed in chunks of different lengths is
+        not stored."""
         if step != self._step:
             self._step = step
-            self._request = replace(self._request, known=replace(self._request.known, recording=None))
+            self._request = replace(self._request, cached=replace(self._request.cached, recording=None))
         return self._request
 
 
 class Prefills(dict[int, Prefill]):
-    """Prompts that are not all computed, by their sequences.
+    """Partly computed prompts by their sequence's uid.
 
     Attributes:
-        chunks: that a pass of others has time for while weights are read.
+        chunks: number of chunks that a shared pass has time for while weights are read.
     """
 
     def __init__(self) -> None:
@@ -115,11 +107,11 @@ class Prefills(dict[int, Prefill]):
         self._shortest_first = True
 
     def next(self, chunk: int, room: float) -> tuple[list[int], Prefill | None]:
-        """Those that are computed to their ends within so many tokens; and one of which some chunks are."""
+        """The prompts that are finished within so many tokens (``room``), and one of which some chunks are computed."""
         joining: list[int] = []
         part: Prefill | None = None
         order = list(self.values())
-        # By turns the oldest and the shortest is first: neither waits for the others' ends.
+        # The oldest and the shortest take turns, so that neither waits for the ends of others.
         self._shortest_first = not self._shortest_first
         if self._shortest_first:
             order.sort(key=lambda prefill: prefill.ahead)

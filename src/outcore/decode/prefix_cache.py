@@ -1,9 +1,9 @@
-"""The seam to what keeps computed prompts (``outcore_prefix``, on disk), and how a prompt is looked up there."""
+"""The seam to what stores computed prompts (``outcore_prefix``, on disk), and how a prompt is looked up there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -17,19 +17,20 @@ from .one_text import make_room
 from .request import CachedPrefix, Recorder
 
 GRID = 512
-"""Tokens of a block, and at most of a chunk of a prompt."""
+"""Tokens of a block, and the most tokens of a chunk of a prompt."""
 
 CAPTURED = 2
-"""States that are held until a prompt is computed, beside the last ones."""
+"""States that are held in memory until a prompt is computed, in addition to the final ones."""
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What there is of a prompt.
+    """The longest stored prefix of a prompt.
 
     Attributes:
-        cache: as after ``tokens`` of its tokens.
-        logits: (1, vocabulary) of its last position, where that is all of them; else None.
+        tokens: its length.
+        cache: caches that hold these tokens.
+        logits: (1, vocabulary) of its last position, where it is the whole prompt; else None.
     """
 
     tokens: int
@@ -38,51 +39,50 @@ class PrefixMatch:
 
 
 class PrefixCache(Protocol):
-    """Prompts of one model, computed in one way. A package has the group ``prefix_cache`` with ``make(lazy, options)``,
-    which returns one."""
+    """Stored prompts of one model. A package's module of the group ``prefix_cache`` has ``make(lazy, options)``, which
+    returns one."""
 
     def salt(self, secret: str) -> None:
-        """From now on prompts are kept and found under names that only who knows the secret comes to: whoever does not
-        finds nothing of them, and sees by no answer's time what was asked."""
+        """Mixes a secret into all names from now on: a user without it finds none of the prompts, and cannot learn from
+        response times which were asked."""
 
     def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> PrefixMatch | None:
-        """The longest prefix of a prompt that was kept; None: there is none.
+        """The longest stored prefix of a prompt; None: there is none.
 
         Args:
-            step: tokens of a chunk, of which some are a block.
-            whole: all of it will do, with its logits.
+            step: tokens of a chunk, which divide a block.
+            whole: the whole prompt may match, with its logits.
         """
 
     def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recorder:
-        """What notes a prompt while it is computed, of which so many tokens were found; with the first ``shared`` of
-        them other texts begin too."""
+        """Stores a prompt while it is computed, of which ``held`` tokens were found; other prompts begin with its first
+        ``shared`` tokens too."""
 
     def like(self, cache: Sequence[Any]) -> bool:
-        """Whether somebody's caches are those that prompts are kept of: of the same kinds, with the same bounds."""
+        """Whether a caller's caches are of the same kinds and bounds as the stored ones."""
 
     def keep(self, tokens: Sequence[int], cache: Sequence[Any], instead: str | None = None) -> str | None:
-        """Keep a conversation's caches that hold these tokens, however those were computed; the name under which they
-        are, if they are. ``instead``: of this one, which is removed."""
+        """Store a conversation's caches, which hold these tokens, however those were computed. Returns the name, None
+        if not stored. ``instead``: the stored conversation that this replaces."""
 
     def kept(self, tokens: Sequence[int], cache: list[Any]) -> str | None:
-        """Have new caches hold these tokens, if such were kept; the name under which they are."""
+        """Fill new caches with these tokens, if such a conversation is stored; returns its name."""
 
 
 def prefix_cache(lazy: LazyModel, o: LoadOptions) -> tuple[PrefixCache | None, tuple[str, ...]]:
-    """A model's prefix cache, if it was asked for; and why there is none. There can be none where blocks end within
-    chunks of prompts."""
+    """A model's prefix cache, if asked for, and notes that say why there is none: chunks must end where blocks do."""
     if o.prefix_cache == "off":
         return None, ()
-    told = f"{called('prefix_cache')}: prompts are not kept, since"
+    note = f"{called('prefix_cache')}: prompts are not stored, since"
     if GRID % (o.prefill_step_size or GRID):
-        return None, (f"{told} chunks of {o.prefill_step_size} tokens do not end where blocks of {GRID} do",)
+        return None, (f"{note} chunks of {o.prefill_step_size} tokens do not end where blocks of {GRID} do",)
     for package in modules("prefix_cache").values():
         return cast(PrefixCache, package.make(lazy, o)), ()
-    return None, (f"{told} outcore_prefix is not installed",)
+    return None, (f"{note} outcore_prefix is not installed",)
 
 
 def block_step(step: int) -> int:
-    """The largest chunk of a prompt, in tokens, that is no larger than this and ends where each block does."""
+    """The largest chunk length, in tokens, that is at most ``step`` and divides a block."""
     return next(tokens for tokens in range(min(step, GRID), 0, -1) if GRID % tokens == 0)
 
 
@@ -93,45 +93,38 @@ def look_up(
     *,
     whole: bool = True,
     shared: int = 0,
+    records: bool = True,
 ) -> tuple[PrefixMatch | None, CachedPrefix]:
-    """What was kept of a prompt, with the caches that it is in; and what goes with them.
+    """The stored prefix of a prompt, and how a request begins with it.
 
     Args:
-        step: tokens of a chunk. Where a block ends within one, nothing is found or kept.
-        whole: all of it will do.
-        shared: its first tokens, with which others' texts begin too.
+        step: tokens of a chunk. Where chunks do not end with blocks, nothing is found or stored.
+        whole: the whole prompt may match.
+        shared: number of its first tokens that other prompts begin with too.
+        records: there is memory to store what is computed.
     """
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
         return None, CachedPrefix()
-    found = prefix.find(tokens, step, whole=whole)
-    if found is None:
-        return None, CachedPrefix(recording=prefix.recording(tokens, step, shared=shared))
-    recording = prefix.recording(tokens, step, found.tokens, shared) if found.logits is None else None
-    session.metrics.prompt_found += found.tokens
-    return found, CachedPrefix(found.tokens, found.logits, recording)
-
-
-def unkept(session: Session, known: CachedPrefix, tokens: int) -> CachedPrefix:
-    """The same of a prompt of so many tokens, of which nothing is kept, as there is no memory for it; it is told."""
-    if known.recording is None:
-        return known
-    session.note(f"prefix cache: a prompt of {tokens} tokens is not kept, as memory is too small for that")
-    return replace(known, recording=None)
+    found, recording = prefix.find(tokens, step, whole=whole), None
+    held, logits = (0, None) if found is None else (found.tokens, found.logits)
+    if logits is None and records:
+        recording = prefix.recording(tokens, step, held, shared)
+    elif logits is None:
+        session.note(f"prefix cache: a prompt of {len(tokens)} tokens is not stored: memory is too small for that")
+    session.metrics.prompt_found += held
+    return found, CachedPrefix(held, logits, recording)
 
 
 def captured_bytes(session: Session, tokens: int) -> int:
-    """Bytes of states that are held while so many tokens of a prompt are computed, to be kept."""
-    return (
-        CAPTURED * session.size.states
-        if session.prefix is not None and not session.plan.kv_slot and tokens > GRID
-        else 0
-    )
+    """Bytes of states that are held while a prompt of so many tokens is computed, to be stored then."""
+    records = session.prefix is not None and not session.plan.kv_slot and tokens > GRID
+    return CAPTURED * session.size.states if records else 0
 
 
 def room_to_record(session: Session, tokens: int, prompt: int, step: int | None, kept: int) -> tuple[int, bool]:
-    """Room for a context as ``make_room`` makes it, and for what is held of its prompt until it is kept, if there can
-    be. Returns tokens of the prompt to compute at a time, and whether it can be kept."""
+    """Makes room as ``make_room`` does, and for what is held of a prompt until it is stored, if it fits. Returns the
+    prompt tokens to compute at a time, and whether the prompt can be stored."""
     captured = captured_bytes(session, prompt)
     try:
         return make_room(session, tokens, prompt, step, kept + captured), True

@@ -1,4 +1,4 @@
-"""A model opened and planned for: all that ``load`` does before it reads weights, and what ``outcore info`` shows."""
+"""Opens a model and plans for it: all that ``load`` does before it reads weights, and what ``outcore info`` shows."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ from .speculative.sources import parse_draft, with_draft
 
 @dataclass(frozen=True)
 class Preparation:
-    """A model opened and planned for, of which nothing has been read.
+    """A model opened and planned for; no weights have been read.
 
     Attributes:
-        opening: what it was opened with.
-        planning: makes plans within other budgets. For one sequence.
-        given: the folder, as it was named; what is read may be a copy in the cache.
-        choices: ways to draft, where ``auto`` had to choose; empty where it had not.
-        choice: what drafts, and is expected to give; None: not foreseen.
-        refused: why the budget that was asked for does not do, where the plan is for the smallest that does.
+        planning: makes plans within other budgets, for one sequence.
+        given: the folder as it was named; files may be read from a copy in the cache.
+        choices: ways to draft, where ``auto`` had to choose; else empty.
+        choice: the chosen way to draft and its expected speed; None: not predicted.
+        refused: why the requested budget is too small, where the plan is for the smallest that works.
         mirrors: folders with copies of the model's files, and its own; None: there are none.
         calibration: of the machine and the disk that the model is on.
     """
@@ -70,7 +69,7 @@ class Preparation:
 
 
 class SharedOut(Protocol):
-    """What one of several machines holds of a model, and what drafts for it."""
+    """One machine's part of a model, and its draft."""
 
     @property
     def profile(self) -> ModelProfile: ...
@@ -80,26 +79,29 @@ class SharedOut(Protocol):
 
 
 class Ranks(Protocol):
-    """Other machines that a model is loaded with: the seam to ``outcore_cluster``. All of them ask at the same time."""
+    """Other machines that share a model: the seam to ``outcore_cluster``. All of them call the same methods at the same
+    time."""
 
     def options(self, o: LoadOptions) -> LoadOptions:
-        """The options without what is not done over several machines. Raises ``UsageError`` where it was asked for."""
+        """The options without defaults that several machines do not support. Raises ``UsageError`` where one was asked
+        for."""
 
     def share_out(
         self, profile: ModelProfile, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
     ) -> SharedOut:
-        """Which layers are this machine's, and what drafts."""
+        """This machine's layers, and its draft."""
 
     def room_for_draft(self, planning: Planning, o: LoadOptions, budget: int) -> Planning:
-        """Without a draft that nobody asked for, where a machine has no room for it."""
+        """The planning, without an automatic draft that some machine has no room for."""
 
     def several(
         self, size: ModelSize, plan: Plan, o: LoadOptions, planned: Callable[[LoadOptions], tuple[ModelSize, Plan]]
     ) -> tuple[ModelSize, Plan]:
-        """As many sequences as all machines have room for; ``planned`` plans with other options."""
+        """The size and plan for as many sequences as all machines have room for; ``planned`` plans with other
+        options."""
 
     def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
-        """With what all machines together are predicted to take."""
+        """The preparation with predictions for all machines together."""
 
 
 def prepare(
@@ -113,8 +115,8 @@ def prepare(
 
     Args:
         options: or ``arguments``, its fields; without drafts where they do not name any.
-        least: plan for the smallest budget that works where the one that was asked for is too small, however large that
-            is; for one sequence. ``refused`` says so then.
+        least: plan for the smallest budget that works where the requested one is too small, for one sequence;
+            ``refused`` then says why.
 
     Raises:
         BudgetError, UsageError, CheckpointError, StoreError: see their docstrings.
@@ -149,10 +151,10 @@ def prepare(
 
 
 def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
-    """A model before it is planned for, and what drafts for it."""
+    """Opens a model and its draft, before planning."""
     if o.kv_dir is not None and o.kv_disk != "off" and (offload := kv_offload()) is not None:
-        offload.try_folder(Path(o.kv_dir))  # whether or not anything will lie there: it was named
-    # Mirrors and ranks have the folder that was named. A processor decodes more slowly than most disks are read.
+        offload.try_folder(Path(o.kv_dir))  # checked even if unused, as it was named
+    # Mirrors and ranks have the named folder's files; and a CPU decodes more slowly than most disks are read.
     compact = not (on_cpu() or o.mirrors or o.ranks is not None)
     lazy = open_model(
         folder,
@@ -171,40 +173,39 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
     shared: SharedOut | None = None if o.ranks is None else o.ranks.share_out(profile, o, folder, known, budget)
     if shared is not None:
         profile, kind = shared.profile, NONE if shared.draft is None else shared.draft.kind
-    told = () if mirrors is None else mirrors.about()
+    notes = () if mirrors is None else mirrors.about()
     draft = shared.draft if shared is not None else None
     if shared is None:
         profile, draft = with_draft(kind, which, profile, opening)
     planning = Planning(profile.size, kind, draft, ring_options(o), blocks=not on_cpu())
     calibration = known or ASSUMED
     return Preparation(
-        opening, profile, cast(Plan, None), streams, told, calibration, draft, planning, "", mirrors=mirrors
+        opening, profile, cast(Plan, None), streams, notes, calibration, draft, planning, "", mirrors=mirrors
     )
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
-    """Refuse to read experts one by one where no layer of the whole model has experts that can be.
+    """Refuse ``experts`` where no layer's experts can be read one by one.
 
     Raises:
-        UsageError: none has.
+        UsageError: says why.
     """
     if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
     asked = f"{called('experts')} {o.experts}"
     if on_demand() is None:
-        raise UsageError(f"{asked}: nothing here reads experts: the package outcore_experts is missing; install it")
+        raise UsageError(f"{asked}: reading experts needs the package outcore_experts, which is missing; install it")
     if o.adapter_path is not None and any(is_stacked(module) for _, module in named_modules(profile.lazy.model)):
         raise UsageError(
-            f"{asked}: with the adapter {o.adapter_path} none can be read one by one, because its modules look at the "
-            "weights of those that they wrap, as DoRA's do; leave one of them out"
+            f"{asked}: with the adapter {o.adapter_path} none can be read one by one, because its modules use the "
+            "weights of the modules that they wrap, as DoRA's do; leave one of them out"
         )
     raise UsageError(f"{asked}: this model has none that could be read one by one; leave it out")
 
 
 def _planned_for_one(opened: Preparation, budget: int, least: bool) -> Preparation:
-    """One sequence, and what drafts for it."""
     planning, profile, draft_ways = opened.planning, opened.profile, list[Way]()
-    # A caution of ours is no reason to refuse what there is room for.
+    # A default budget leaves memory free as a precaution, which is no reason to refuse a model that fits.
     room = budget if opened.opening.options.asked else max(budget, last_resort())
     allowed = max(budget, planning.smallest) if least or planning.smallest <= room else budget
     planned = planning.at(allowed, opened.calibration)
@@ -240,7 +241,6 @@ def plan_model(model_path: str | Path, **arguments: Any) -> Plan:
 
 
 def ring_options(o: LoadOptions) -> dict[str, Any]:
-    """What ``make_plan`` takes."""
     return {
         "slots": o.slots,
         "resident": o.resident,
@@ -251,11 +251,11 @@ def ring_options(o: LoadOptions) -> dict[str, Any]:
 
 
 def draft_kind(o: LoadOptions) -> tuple[str, Any]:
-    """What drafts, which is nothing where several sequences share sweeps."""
+    """The kind and argument of the draft; none where several sequences share passes."""
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(
-            f"{called('draft')} {o.draft}: several sequences that share sweeps have no drafts; leave it out"
+            f"{called('draft')} {o.draft}: several sequences that share passes have no drafts; leave it out"
         )
     return (NONE, None) if o.most_sequences > 1 else (kind, which)
 
@@ -263,14 +263,14 @@ def draft_kind(o: LoadOptions) -> tuple[str, Any]:
 def _plan_for_several(
     size: ModelSize, o: LoadOptions, *, alone: bool, budget: int, calibration: Calibration
 ) -> tuple[ModelSize, Plan]:
-    """The size and the plan for sequences that share passes; for one at a time where they have to run ``alone``."""
+    """The size and plan for sequences that share passes; for one at a time where they have to run ``alone``."""
     plan_for: Callable[..., Plan] = partial(make_plan, calibration=calibration, **ring_options(o))
 
     def planned(size: ModelSize) -> Plan:
         try:
             return plan_for(size, budget=budget)
         except BudgetError as e:
-            # Where none was asked for, the budget is what we take of what is free; there may be more.
+            # A default budget is only part of the free memory; there may be more.
             if o.asked or e.smallest is None or e.smallest > last_resort():
                 raise
             return plan_for(size, budget=e.smallest)
@@ -288,24 +288,24 @@ def _plan_for_several(
 
 
 def _advice(profile: ModelProfile, plan: Plan, kind: str, o: LoadOptions) -> list[str]:
-    """What the user should know of a plan: what would be faster, what a context on disk costs, and what was asked for
-    and has nothing to do. ``kind``: of what drafts."""
-    told: list[str] = []
+    """Notes on a plan for the user: what would be faster, what a context on disk costs, and options without effect.
+    ``kind``: of the draft."""
+    notes: list[str] = []
     scales = {a.dtype for path, a in named_parameters(profile.lazy.model) if path.endswith("scales")}
     if on_cpu() and scales & {mx.bfloat16, mx.float16} and o.dtype is None:
         # Measured with MLX 0.32.4: 8192 x 2048 at 4 bit, 11 against 98 ms.
-        told.append(f"quantized products run about 9 times faster on the CPU with {called('dtype')} float32")
+        notes.append(f"quantized products run about 9 times faster on the CPU with {called('dtype')} float32")
     if plan.pools and on_cpu() and kind not in (AUTO, NONE):
-        told.append(
-            "nothing is drafted: experts are read one by one, and each drafted token's take as long as a token does "
+        notes.append(
+            "nothing is drafted: experts are read one by one, and those of a drafted token take as long as a token "
             f"({called('experts')} 0 streams layers whole)"
         )
     if plan.kv_slot:
         each = sum(n for i, n in profile.size.kept_apart if i in plan.streamed)
-        told.append(
+        notes.append(
             f"keys and values lie on disk ({called('kv_disk')}): each token reads {format_size(each * 1000)} for every "
             "1,000 tokens of context"
         )
     elif o.kv_disk == "on" and not profile.size.kept_apart:
-        told.append("keys and values stay in memory: no layer of this model has some that grow and are its own")
-    return told
+        notes.append("keys and values stay in memory: no layer of this model has some that grow and are its own")
+    return notes

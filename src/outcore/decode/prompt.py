@@ -1,5 +1,4 @@
-"""Prompts: from texts and messages to token ids, what a cache holds of the text before them, and what no model can
-answer."""
+"""Prompts: from texts and messages to token ids, cached tokens, and checks that refuse what no model can answer."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from .request_text import TEMPLATE_OWN, checked_text
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Token ids of a text, by mlx-lm's rule for special tokens: one that begins with the first of them has them all."""
+    """Token ids of a text, by mlx-lm's rule: special tokens are added unless it begins with the first of them."""
     special = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(text, add_special_tokens=special))
 
 
 def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Token ids of what a chat template wrote: all special tokens are in it.
+    """Token ids of a chat template's output, which has all special tokens already.
 
     Raises:
-        RequestError: there are none, or half of a surrogate pair is in it.
+        RequestError: there are none, or the text has half of a surrogate pair.
     """
     tokens = list(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
     if not tokens:
@@ -42,14 +41,13 @@ def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 def render(
     tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], **arguments: Any
 ) -> str:
-    """What a model's chat template makes of messages.
+    """Applies a model's chat template to messages.
 
     Args:
-        options: that the request gives it.
-        arguments: of ``apply_chat_template``.
+        options: arguments for the template from the request; ``arguments``: of ``apply_chat_template``.
 
     Raises:
-        RequestError: an option that no request may give, or the template refuses it.
+        RequestError: an option that no request may give, or the template refuses the messages.
     """
     if given := TEMPLATE_OWN & options.keys():
         raise RequestError(f"{min(given)}: no option of the chat template", param=min(given))
@@ -61,18 +59,14 @@ def render(
 
 
 def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts have in common before they differ."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def check_known(tokens: Sequence[int], ids: Container[int], where: str = "prompt") -> None:
-    """Refuse what is no prompt of token ids.
-
-    Args:
-        ids: all of the tokenizer's tokens.
+    """Refuse what is no prompt of token ids; ``ids`` are all of the tokenizer's tokens.
 
     Raises:
-        RequestError: there are none, or one that the model does not have.
+        RequestError: the prompt is empty, or has a token that the model does not have.
     """
     if unknown := [t for t in tokens if t not in ids]:
         raise RequestError(f"{where}: the model has no token {shortened(unknown[0])}", param=where)
@@ -97,18 +91,18 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
 
 
 def cached_tokens(cache: Sequence[Any]) -> int:
-    """Tokens that a prompt cache holds, by the layer that holds most."""
+    """Tokens in a prompt cache: those of the layer that holds most."""
     sizes = [c.size() for c in cache if hasattr(c, "size")]
     offsets = [c.offset for c in cache if isinstance(getattr(c, "offset", None), int)]
     return max([*sizes, *offsets], default=0)
 
 
 def check_prompt(length: int, max_tokens: int, session: Session | None, held: int = 0, bounded: bool = True) -> int:
-    """``max_tokens`` as it can be had, or an error if the prompt cannot.
+    """``max_tokens``, lowered to what the context allows, or an error if the prompt cannot be answered.
 
     Args:
-        held: tokens before the prompt that a cache holds.
-        bounded: the caches grow with each token, and are not kept to a size.
+        held: tokens that a cache holds before the prompt.
+        bounded: the caches grow with each token instead of keeping a fixed size.
 
     Raises:
         PromptError: no tokens, more than the model has positions for, or more than there can be memory for.
@@ -117,7 +111,7 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     if session is None:
         return max_tokens
     if session.positions is not None:
-        # The last token is not computed.
+        # The last token is never fed to the model.
         most = session.positions - held - length + 1
         max_tokens = min(max_tokens, most) if max_tokens > 0 else most
     longest = session.max_context
@@ -136,35 +130,33 @@ def check_prompt(length: int, max_tokens: int, session: Session | None, held: in
     room = planned - held - length
     if room > 0:
         return room
-    # The prompt fills what was planned for: as much as an answer usually takes, if there can be room for it.
+    # The prompt fills the planned context: allow as much as an answer usually takes, if there can be room for it.
     left = ANSWER if longest is None else longest - held - length
     more = min(ANSWER, left) if left > 0 else ANSWER
     return more if session.residency.holds(held + length + more, length) else 1
 
 
 def most_tokens(length: int, max_tokens: int, session: Session, held: int = 0, bounded: bool = True) -> int:
-    """``max_tokens``, or as many as a prompt can be answered with; arguments and errors as of ``check_prompt``."""
-
-    def had(tokens: int) -> int:
-        return check_prompt(length, tokens, session, held, bounded)
+    """``max_tokens``, or as many as there can be room for after the prompt; arguments and errors as of
+    ``check_prompt``."""
 
     def refused(tokens: int) -> bool:
         try:
-            return had(tokens) < 0
+            return check_prompt(length, tokens, session, held, bounded) < 0
         except PromptError:
             return True
 
-    if max_tokens < 2 or not refused(max_tokens):
-        return had(max_tokens)
-    # What is needed grows with each token.
-    return had(max(1, bisect_left(range(1, max_tokens), True, key=refused)))
+    if max_tokens > 1 and refused(max_tokens):
+        # Each token needs more memory, so the largest number that works is found by bisection.
+        max_tokens = max(1, bisect_left(range(1, max_tokens), True, key=refused))
+    return check_prompt(length, max_tokens, session, held, bounded)
 
 
 def check_ids(ids: mx.array, session: Session, name: str) -> None:
-    """Refuse tokens that the model has no embedding for: MLX reads there whatever lies in memory.
+    """Refuse tokens without an embedding, for which MLX would read whatever lies in memory.
 
     Raises:
-        PromptError: says which, by ``name``.
+        PromptError: names the token, and the prompt by ``name``.
     """
     if session.vocabulary is None or not ids.size:
         return
@@ -175,10 +167,10 @@ def check_ids(ids: mx.array, session: Session, name: str) -> None:
 
 
 def check_length(tokens: int, session: Session | None, name: str, held: int = 0) -> None:
-    """Refuse a prompt that is empty, or that the model has no positions for behind ``held`` tokens.
+    """Refuse a prompt that is empty, or longer than the model's positions after ``held`` tokens.
 
     Raises:
-        PromptError: says which, by ``name``.
+        PromptError: names the prompt by ``name``.
     """
     if tokens == 0:
         raise PromptError(f"{name} is empty; give at least one token")
@@ -187,14 +179,14 @@ def check_length(tokens: int, session: Session | None, name: str, held: int = 0)
 
 
 def note_length(tokens: int, session: Session | None, name: str) -> None:
-    """Tell of a prompt that is answered and is longer than what the model was made for."""
+    """Note that a prompt is longer than what the model was made for."""
     if session is not None and session.max_context is not None and tokens >= session.max_context:
         session.note(f"{name} has {tokens} tokens; this model was made for {session.max_context}, beyond them it errs")
 
 
 def kept_at_most(model: nn.Module, cache: Sequence[Any] | None, max_kv_size: int | None, step: int) -> int | None:
-    """Tokens that caches hold at most while a text is computed, ``step`` of its prompt at a time; None: as many as it
-    has. ``cache`` None: those that mlx-lm makes (``make_prompt_cache``)."""
+    """The most tokens that caches hold while a text is computed, ``step`` prompt tokens at a time; None: all of them.
+    ``cache`` None: those that mlx-lm makes (``make_prompt_cache``)."""
     if cache is None:
         bounded = max_kv_size is not None and not hasattr(model, "make_cache")
         return max_kv_size + step if bounded and max_kv_size is not None else None
@@ -203,7 +195,7 @@ def kept_at_most(model: nn.Module, cache: Sequence[Any] | None, max_kv_size: int
 
 
 def note_bounds(model: nn.Module, session: Session | None) -> bool:
-    """Whether ``max_kv_size`` bounds the caches that mlx-lm makes for this model; else it is told."""
+    """Whether ``max_kv_size`` bounds the caches that mlx-lm makes for this model; if not, the session notes it."""
     if not hasattr(model, "make_cache"):
         return True
     if session is not None:

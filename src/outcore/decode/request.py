@@ -1,4 +1,4 @@
-"""What a sequence begins with, and what each of its tokens comes with."""
+"""Requests of sequences, and the tokens that answer them."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from .sampling import Draw, Processor
 
 
 class Recorder(Protocol):
-    """Keeps what is computed of a prompt (``prefix.Recording``)."""
+    """Stores a prompt's computed caches (``prefix_cache``)."""
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A chunk's graph was built behind which the caches hold so many tokens of the prompt."""
+        """A chunk's graph was built; behind it the caches hold so many tokens of the prompt."""
 
     def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
-        """The prompt was computed, or its first ``tokens``, of which ``cache`` holds no others."""
+        """The prompt was computed, or its first ``tokens``, and ``cache`` holds exactly those."""
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """What is known of a prompt before it is computed.
+    """The part of a prompt that a request's cache holds already.
 
     Attributes:
-        held: its first tokens, which the caches hold.
-        logits: (1, vocabulary) of its last position, where they hold all of it.
-        recording: what keeps the rest; None: nothing does.
+        tokens: number of its first tokens in the cache.
+        logits: (1, vocabulary) of its last position, where the cache holds all of it.
+        recording: stores the rest as it is computed; None: it is not stored.
     """
 
-    held: int = 0
+    tokens: int = 0
     logits: mx.array | None = None
     recording: Recorder | None = None
 
     def passed(self, cache: Sequence[Any], tokens: int) -> None:
-        """A chunk's graph was built that ends behind so many tokens of those that are computed."""
+        """A chunk's graph was built that ends after so many of the tokens that are computed."""
         if self.recording is not None:
-            self.recording.passed(self.held + tokens, cache)
+            self.recording.passed(self.tokens + tokens, cache)
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What a text can ask for that is written by itself.
+    """Options that only a text running alone can have.
 
     Attributes:
-        keeps: somebody goes on with its caches: whatever fails, they are what they were before it.
-        whole: they hold the answer's last token too when it has ended; else all but that.
+        keeps: the caller goes on with its caches: after any failure they are what they were before it.
+        whole: at the end the caches hold the answer's last token too; else all but that.
         kv: how keys and values are quantized; None: they are not.
-        bound: tokens that its caches hold at most; None: as many as it has.
-        embeddings: (tokens, hidden), in place of the prompt's.
-        progress: called with the tokens of the prompt that are computed, and all of them.
-        history: tokens before the prompt that the caches hold, as far as they are known: drafts may repeat them.
-        draft_model: drafts in place of what was loaded for it.
-        forget: has the caller's caches be as they were before, where the text leaves nothing in them.
+        bound: the most tokens that its caches hold; None: all.
+        embeddings: (tokens, hidden), instead of the prompt's.
+        progress: called with the computed and all tokens of the prompt.
+        history: the tokens in the caches before the prompt, as far as known: drafts may repeat them.
+        draft_model: drafts instead of the loaded drafter.
+        forget: restores the caller's caches where the text leaves nothing in them.
     """
 
     keeps: bool = False
@@ -75,24 +75,25 @@ class Alone:
 
 @dataclass(frozen=True)
 class Request:
-    """What a sequence begins with.
+    """A sequence to be written.
 
     Attributes:
-        uid: names it; no other that runs at the same time has the same.
+        uid: unique among the sequences that run at the same time.
         tokens: ids of the prompt, at least one.
         max_tokens: of the answer, at least one.
         sampler: log-probabilities of shape (1, vocabulary) to a token of shape (1,); None: the likeliest.
         processors: mlx-lm's logits processors.
-        stop: strings that end the answer; not part of it.
-        cache: what has been computed of the text before the prompt; copied, not changed. None: nothing.
-        given: the cache is taken over instead, out of the list.
+        stop: strings that end the answer and are not part of it.
+        cache: caches of the text before the prompt; copied, not changed. None: there is none.
+        given: the caches are taken out of the list instead of copied.
         earlier: the tokens of that text, where a processor looks at them.
-        known: what ``cache`` holds of ``tokens`` themselves.
-        begun: ``tokens`` are the last of an answer that goes on, and not a prompt.
-        shared: the first of ``tokens``, with which others' texts begin too.
-        logprobs: tokens come with their log-probability, and with so many of the likeliest; None: without.
-        scores: tokens come with the log-probabilities that they were drawn by, of shape (vocabulary,).
-        alone: it is written by itself, and into its own ``cache``; None: others may share its passes.
+        cached: the part of ``tokens`` that ``cache`` holds.
+        begun: ``tokens`` are the end of an answer that goes on, not a prompt.
+        shared: number of first ``tokens`` that other prompts begin with too.
+        logprobs: how many of the likeliest tokens come with each token and its log-probability; None: no
+            log-probabilities.
+        scores: tokens come with the log-probabilities that they were drawn from, of shape (vocabulary,).
+        alone: options of a text that runs alone and writes into its own ``cache``; None: it may share passes.
     """
 
     uid: int
@@ -104,7 +105,7 @@ class Request:
     cache: Sequence[Any] | None = None
     given: bool = False
     earlier: Sequence[int] = ()
-    known: CachedPrefix = field(default_factory=CachedPrefix)
+    cached: CachedPrefix = field(default_factory=CachedPrefix)
     begun: bool = False
     shared: int = 0
     logprobs: int | None = None
@@ -114,8 +115,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """One more token of a sequence; its log-probability, the likeliest tokens in its place, best first, and the
-    log-probabilities of all, where that was asked for; whether it was drafted."""
+    """The next token of a sequence. As the request asks: its log-probability, the likeliest tokens in its place (best
+    first), and the log-probabilities of all. ``drafted``: it is an accepted draft token."""
 
     uid: int
     token: int
@@ -126,14 +127,13 @@ class Token:
 
 
 def grow_by(caches: Any, step: int) -> None:
-    """Have caches grow by so many tokens at a time."""
     for cache in caches_in(caches):
         if hasattr(cache, "step"):
             cache.step = step
 
 
 def own_cache(model: nn.Module, request: Request) -> list[Any]:
-    """Caches that a sequence's tokens may be written to."""
+    """Caches that may be written to for a request."""
     if request.cache is None:
         return make_prompt_cache(model)
     if request.alone is not None:
@@ -141,6 +141,6 @@ def own_cache(model: nn.Module, request: Request) -> list[Any]:
     if not request.given:
         return copy.deepcopy(list(request.cache))
     cache = list(request.cache)
-    # Whoever refers to a cache's arrays has MLX copy them for every token.
+    # A second reference to a cache's arrays makes MLX copy them for every token.
     cast(list[Any], request.cache).clear()
     return cache

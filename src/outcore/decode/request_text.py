@@ -1,4 +1,4 @@
-"""What texts of requests may be. No MLX."""
+"""Checks of the texts in requests. No MLX."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ TEMPLATE_OWN = frozenset(
      "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
      "tokenizer_kwargs", "tools", "truncation"}
 )  # fmt: skip
-"""Arguments of ``apply_chat_template`` that no request may give: it would bring code of its own, or get no text."""
+"""Arguments of ``apply_chat_template`` that no request may give: they would run code from the request, or return no
+text."""
 
 
 def checked_text(text: str, where: str) -> str:
-    """The text, if it is one: JSON can escape half of a surrogate pair, which no tokenizer takes.
+    """The text, unless it has half of a surrogate pair, which JSON can escape but no tokenizer takes.
 
     Raises:
-        RequestError: it is not.
+        RequestError: names the place.
     """
     if (at := half_character(text)) is not None:
         wanted = "write the pair, or the character"

@@ -1,13 +1,13 @@
-"""How tokens are drawn: mlx-lm's samplers, and the rejection rule.
+"""Samplers as mlx-lm's, and the rejection rule for drafted tokens.
 
-What the text's own repetitions suggest stays if the sampler draws it; so does what a model drafts as the likeliest
-token. What is drawn of a model's probabilities stays by the rejection rule (Leviathan et al. 2023,
-https://arxiv.org/abs/2211.17192; Chen et al. 2023, https://arxiv.org/abs/2302.01318): a token drafted from q stays
-with probability min(1, p / q), and in the place of the first that does not one is drawn from max(0, p - q). What
-comes out is distributed as p, and no rule keeps more. But which random numbers go where depends on how much was
-drafted, which is a matter of time: a seed does not give one text. For a ``coupled`` sampler nothing is drawn of a
-draft: it draws each token with the random numbers that it would have had without one, so a seed gives one text, and
-fewer drafted tokens stay.
+A guess from the text's own repetitions is accepted if the sampler draws the same token; so is the likeliest token of a
+draft model. A token that a draft model draws from its probabilities is accepted by the rejection rule (Leviathan et al.
+2023, https://arxiv.org/abs/2211.17192; Chen et al. 2023, https://arxiv.org/abs/2302.01318): a token drafted from q
+stays with probability min(1, p / q), and the first one that does not is replaced by one drawn from max(0, p - q). The
+result is distributed as p, and no rule accepts more. But which random numbers are used where depends on how much was
+drafted, and so on timing: a seed does not fix the text. With a ``coupled`` sampler a draft takes no random numbers:
+each token is drawn with those that it would have had without a draft, so a seed fixes the text, and fewer drafted
+tokens are accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Draw = Callable[[mx.array], mx.array]
 """mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
 
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""mlx-lm's: all tokens so far, and logits (1, vocabulary), to logits."""
+"""mlx-lm's logits processor: all tokens so far and logits (1, vocabulary) to logits."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MlxLmSampler:
         temp: temperature; 0 takes the most likely token.
         top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: as in
             ``mlx_lm.sample_utils.make_sampler``.
-        coupled: one seed gives one text, drafted or not.
+        coupled: a seed fixes the text, drafted or not.
     """
 
     temp: float = 0.0
@@ -64,7 +64,7 @@ class MlxLmSampler:
         return self._draw(logprobs)
 
     def distribution(self, logprobs: mx.array) -> mx.array:
-        """Probabilities, float32 (rows, vocabulary), that tokens are drawn with; for a temperature above 0."""
+        """The probabilities, float32 (rows, vocabulary), that tokens are drawn with; for a temperature above 0."""
         if 0 < self.top_p < 1.0:
             logprobs = sample_utils.apply_top_p(logprobs, self.top_p)
         if self.min_p != 0.0:
@@ -81,16 +81,16 @@ make_sampler = MlxLmSampler
 """mlx-lm's function of that name, with its arguments in the same order."""
 
 SHARES = {"top_p": 1.0, "min_p": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.5}
-"""What each is at most."""
+"""The maximum of each."""
 
 SAMPLING = "temp", *SHARES, "min_tokens_to_keep", "top_k"
 
 
 def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given: float) -> None:
-    """Refuse what mlx-lm's samplers would refuse with the first token, or draw nonsense from.
+    """Refuse values that mlx-lm's samplers would refuse at the first token, or draw nonsense from.
 
     Args:
-        vocabulary: tokens that there are to choose from, if that is known.
+        vocabulary: number of tokens, if known.
         flags: name flags in errors, not arguments.
         given: some of ``SAMPLING``.
 
@@ -104,7 +104,7 @@ def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given
         real(names[argument], given.get(argument, 0.0), 0.0, most)
     tokens = COUNT if vocabulary is None else vocabulary
     whole(names["min_tokens_to_keep"], given.get("min_tokens_to_keep", 1), most=tokens)
-    # Less than 1 is off, as in mlx-lm; so is 0.
+    # Below 1 is off, as in mlx-lm.
     if whole(names["top_k"], given.get("top_k", 0), -COUNT, COUNT) >= tokens:
         raise UsageError(
             f"{names['top_k']} {given['top_k']}: fewer than the {tokens} tokens of this model, or 0 for all"
@@ -112,12 +112,12 @@ def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given
 
 
 class OwnSampler:
-    """A sampler with random numbers of its own: what it draws depends neither on who shares the sweep nor on what is
-    computed ahead.
+    """A sampler with its own random numbers, so that its tokens do not depend on other sequences or on what is computed
+    ahead.
 
     Args:
-        sampler: how it draws; its temperature is above 0.
-        seed: of the random numbers; None: another one each time.
+        sampler: its temperature is above 0.
+        seed: None: another one each time.
     """
 
     REMEMBERED = 8
@@ -129,7 +129,7 @@ class OwnSampler:
         self._keys: deque[mx.array] = deque(maxlen=self.REMEMBERED + 1)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        if not self._keys:  # not before: who waits takes no memory
+        if not self._keys:  # made late, so that a waiting sequence takes no memory
             self._keys.append(mx.random.key(secrets.randbits(63) if self._seed is None else self._seed % 2**63))
         kept = self._sampler
         if kept.top_k >= logprobs.shape[-1]:
@@ -140,30 +140,29 @@ class OwnSampler:
         return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
 
     def rewind(self, drawn: int) -> None:
-        """Be as after so many draws: what was drawn ahead and given to nobody is drawn again."""
+        """Go back to the state after so many draws, so that tokens drawn ahead and not handed out are drawn again."""
         while self.drawn > drawn:
             self._keys.pop()
             self.drawn -= 1
 
 
 def own_sampler(temperature: float, *, seed: int | None = None, **options: Any) -> OwnSampler | None:
-    """A sampler with random numbers of its own; None for a temperature of 0, which takes the likeliest token.
-    ``options``: as of ``MlxLmSampler``."""
+    """A sampler with its own random numbers; None for a temperature of 0. ``options``: as of ``MlxLmSampler``."""
     return None if temperature == 0 else OwnSampler(MlxLmSampler(temperature, **options), seed)
 
 
 def drawn_by(sampler: Draw | None) -> MlxLmSampler | None:
-    """What a draft's tokens are to be drawn by. None: the likeliest is what to expect of a greedy sampler, of one that
-    is not ours to call, and of one that is ``coupled``."""
+    """The sampler whose distribution drafted tokens are drawn from. None: the likeliest token is drafted, for a greedy
+    sampler, an unknown one and a ``coupled`` one."""
     return sampler if isinstance(sampler, MlxLmSampler) and sampler.temp > 0 and not sampler.coupled else None
 
 
 def judge(token: int, p: mx.array, q: mx.array) -> int:
-    """The rejection rule for one drafted token: the token itself if it stays, another one if it does not.
+    """The rejection rule for one drafted token: the token itself if it is accepted, another one if not.
 
     Args:
         p: probabilities of the model, (vocabulary,).
-        q: those that it was drawn with.
+        q: those that the token was drawn from.
     """
     stays = mx.minimum(p[token] / mx.maximum(q[token], 1e-30), 1.0)
     draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))

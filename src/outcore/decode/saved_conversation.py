@@ -1,4 +1,4 @@
-"""Conversations in files: what was said, as text and as token ids, with which it goes on as if it had never ended."""
+"""Conversations in files, as text and token ids, from which a chat goes on as if it had never ended."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ FORMAT = "outcore-conversation"
 
 
 class SavedTurn(BaseModel):
-    """A message and its answer."""
-
     model_config = ConfigDict(strict=True, extra="ignore")
     message: str
     answer: str
 
 
 class Saved(BaseModel):
-    """A conversation, as its file has it.
+    """A saved conversation.
 
     Attributes:
-        model: that it was saved with, as it was named.
-        text: of its tokens, by which another tokenizer is told from this one; and for people.
+        model: its name when saved.
+        text: of its tokens, which shows whether another tokenizer was used; and for people.
         tokens: all of it, templates included.
-        random: the state of MLX's random numbers behind it.
-        held: of the tokens, those that the caches held.
+        random: MLX's random state after it.
+        held: tokens that the caches held.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -49,10 +47,10 @@ class Saved(BaseModel):
 
 
 def _expanded(path: Path) -> Path:
-    """With the home folder in place of ``~``.
+    """The path with the home folder for ``~``.
 
     Raises:
-        UsageError: there is none of that name, or no path is meant.
+        UsageError: there is no such home folder, or this is no path.
     """
     try:
         path = path.expanduser()
@@ -63,13 +61,10 @@ def _expanded(path: Path) -> Path:
 
 
 def save(path: Path, **said: Any) -> None:
-    """Write a conversation, whole or not at all, for this user alone.
-
-    Args:
-        said: what ``Saved`` has of it.
+    """Write a conversation atomically, readable by this user only; ``said`` are the fields of ``Saved``.
 
     Raises:
-        UsageError: something else is there, or it cannot be written.
+        UsageError: the file exists and is no conversation, or cannot be written.
     """
     saved = Saved.model_validate({"format": FORMAT, "schema": 1, **said})
     path = Path(os.path.realpath(_expanded(path)))
@@ -91,13 +86,13 @@ def save(path: Path, **said: Any) -> None:
 
 
 def load(path: Path, tokenizer: TokenizerWrapper, vocabulary: int | None) -> Saved:
-    """Read one that was saved with a tokenizer like this.
+    """Read a conversation that was saved with the same tokenizer.
 
     Args:
-        vocabulary: tokens that the model has embeddings for; None: not known.
+        vocabulary: tokens that the model has embeddings for; None: unknown.
 
     Raises:
-        UsageError: it is none, or another model's.
+        UsageError: it is no conversation, or another model's.
     """
     path = _expanded(path)
     try:

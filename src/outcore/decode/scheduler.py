@@ -1,11 +1,11 @@
-"""The scheduler: sequences that come and go share sweeps, from one text on.
+"""The scheduler: sequences that join and leave between steps share forward passes.
 
-A short prompt is computed with the sweep in which its sequence joins. Of a longer one each step computes a chunk, or as
-many as take as long as the weights to be read, so that between them others have their tokens and who is not wanted can
-leave. One that leaves frees its place before the next sweep. Memory is taken as they come: what the caches under way
-need, and a little more, in place of resident layers, which come back when sequences have left. Where there is no room
-for one more it waits; where those under way have grown too long together, the newest waits too, and is computed again
-later. A model that is all in memory stays so: sequences wait instead.
+A short prompt is computed in the pass with which its sequence joins. Of a longer one each step computes one chunk, or
+as many as take no longer than reading the weights, so that the other sequences keep getting tokens meanwhile. A
+sequence that is removed frees its place before the next pass. Memory follows demand: the caches of the running
+sequences displace resident layers, which return when sequences have left. A sequence waits while there is no room for
+it; when the running ones outgrow memory together, the newest goes back to waiting and is computed again later. A model
+that is all in memory gives up no layers: sequences wait instead.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from .step import ScheduledSequence, StepResult
 
 
 class Scheduler:
-    """Writes sequences: each step is one more token of each.
+    """Writes sequences: each step gives one more token of each.
 
     Args:
-        ends: tokens that end a text: nothing is drafted behind them.
-        most: sequences that share sweeps at most.
-        prefill_step: tokens of a prompt computed at a time; None: as planned.
-        draft_tokens: drafted for a sweep at most; None: as many as are worth it.
-        planned: the model's plan has room for all sequences that share sweeps, to the ends of their answers.
-        alone: one text is written whose request says so, and which makes room for itself as it grows.
+        ends: end-of-text tokens; nothing is drafted behind them.
+        most: the most sequences that share a pass.
+        prefill_step: prompt tokens per chunk; None: as planned.
+        draft_tokens: the most tokens drafted per pass; None: as many as pay.
+        planned: the plan has room for all sequences that share passes, to the ends of their answers.
+        alone: runs one request, which has an ``alone`` part and makes room for itself as it grows.
 
     Attributes:
-        ends: as above; of sequences that begin from now on.
-        sequences: that share sweeps at most: 1 where caches cannot be merged.
+        ends: as above; applies to sequences that begin from now on.
+        sequences: the most that share a pass; 1 where caches cannot be merged.
     """
 
     def __init__(
@@ -74,15 +74,14 @@ class Scheduler:
             (self.sequences,) = self._session.transport.leasts([1 if single else most])
         self._waiting: deque[ScheduledSequence] = deque()
         self._rows: dict[int, ScheduledSequence] = {}
-        self._prefills = Prefills()  # of those whose prompts are not all computed
+        self._prefills = Prefills()  # sequences with partly computed prompts
         self._batch: SpeculativeDecoder | BatchDecoder | None = None
         self._order = 0
-        self._refused: tuple[object, ...] | None = None  # who could not join whom
-        self._unseen: StepResult | None = None  # was made, and interrupted before anybody had it
+        self._refused: tuple[object, ...] | None = None  # running and joining sequences that had no room together
+        self._unseen: StepResult | None = None  # computed, but interrupted before the caller got it
 
     @property
     def running(self) -> int:
-        """Sequences under way; ``waiting``: that wait."""
         return len(self._rows)
 
     @property
@@ -90,8 +89,8 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Have a sequence join as soon as there is room for it. Of a request with a ``cache``, ``earlier`` are the
-        tokens that it holds: where they have to, they are computed again."""
+        """Let a sequence join as soon as there is room. Where its request has a ``cache``, ``earlier`` are the tokens
+        in that cache; they are computed again if the cache has to be given up."""
         self._order += 1
         if request.alone is not None:
             self._waiting.append(ScheduledSequence(request, list(request.tokens), self._order))
@@ -105,7 +104,6 @@ class Scheduler:
         self._waiting.append(row)
 
     def remove(self, uids: Iterable[int]) -> None:
-        """Sequences have ended, or nobody wants them any more."""
         gone = set(uids)
         if self._unseen is not None:
             self._unseen = self._unseen.without(gone)
@@ -119,15 +117,15 @@ class Scheduler:
                 self._batch.remove(here)
 
     def take_out(self, uid: int) -> tuple[list[Any], list[int]]:
-        """End a sequence; its caches, as for it alone, and the tokens of its prompt and answer that they hold: all but
-        the last, or fewer where drafted tokens had to be taken back. Of one that waits, those that it came with."""
+        """End a sequence and return its own caches with the prompt and answer tokens in them: all but the last, or
+        fewer where drafted tokens were taken back. A waiting sequence returns the cache that it came with."""
         row = self._rows.get(uid)
         if row is None:
             row = next((row for row in self._waiting if row.request.uid == uid), None)
             self.remove([uid])
             return ([], []) if row is None or not row.cache else (row.cache, row.text[: row.held])
         if self._unseen is not None and (unseen := sum(token.uid == uid for token in self._unseen.tokens)):
-            # Its caches are further than what anybody knows of it.
+            # Its caches hold a token that the caller has not seen.
             row.rewind(unseen)
             self.remove([uid])
             return [], []
@@ -141,12 +139,12 @@ class Scheduler:
         return row.cache or [], row.text[: row.held]
 
     def step(self) -> StepResult:
-        """One more token of every sequence, from one sweep or less; of several with drafts, of those that have one; and
-        a part of the prompts that are not all computed.
+        """Compute one more token of every sequence with at most one shared pass (with drafts, of every sequence that
+        has one), and part of the prompts that are not finished.
 
-        A sweep that fails takes all sequences with it that it was for; the next ones can be written all the same. Those
-        of one that is interrupted wait, and are computed again. Ranks that share the model are told of the same
-        sequences, and step together: there whatever fails is raised, and nobody can go on.
+        A pass that fails ends all sequences in it; later ones can still be written. After an interrupt its sequences
+        wait and are computed again. Ranks that share a model must hold the same sequences and step together; there any
+        failure is raised and ends the run.
         """
         if self._unseen is not None:
             step, self._unseen = self._unseen, None
@@ -157,19 +155,22 @@ class Scheduler:
                 self._make(step)
                 made = True
         except BaseException:
-            # A signal that came meanwhile is handled behind it; and who has ended is told of in any case.
+            # A signal was handled after the result was complete; ended sequences are reported in any case.
             self._unseen = step if made or step.failed or step.full else None
             raise
         return step
 
     def _make(self, step: StepResult) -> None:
-        """Compute it, and write down what it brought."""
         self._session.bind_again()
         self._session.residency.layers.note_arrivals()
         if self._room is None:
-            self._write_alone(step)
+            if self._batch is None:
+                self._batch = self._decoder(together=False)
+            alone = [self._waiting.popleft().request] if self._waiting else []
+            step.tokens = self._batch.step(alone, self._asked_step or self._session.plan.prefill_step)
+            self._session.metrics.tokens += len(step.tokens)
             return
-        # Who joins is computed with all others, when these have no tokens left of the pass before.
+        # New sequences join once the others have no verified tokens left of the last pass, and then share the next.
         waits = self._batch is not None and self._batch.ready
         admitted = [] if waits else self._admit(self._room, step)
         self._grow(self._room, admitted, step)
@@ -177,17 +178,17 @@ class Scheduler:
             self._room.rest()
             return
         try:
-            joined = self._sweep(self._room, admitted, step, waits=waits)
+            joined = self._run_pass(self._room, admitted, step, waits=waits)
         except Exception as e:
             if not self._session.transport.alone:
-                raise  # others are in the middle of it
+                raise  # the other ranks are in the middle of this step
             if isinstance(e, BudgetError) and len(self._rows) == 1 and all(r.answered for r in self._rows.values()):
                 step.full += self._rows
             else:
                 step.failed += [(uid, e) for uid in self._rows]
             self._drop()
         except BaseException:
-            # What the caches hold is not known: all under way wait.
+            # An interrupt leaves the caches in an unknown state: all running sequences wait and are computed again.
             rows = sorted(self._rows.values(), key=lambda row: row.order)
             self._drop()
             self._wait(rows)
@@ -199,26 +200,13 @@ class Scheduler:
             for token in step.tokens:
                 self._rows[token.uid].text.append(token.token)
             if self._batch is not None and self._batch.failed:
-                # What a sequence's own sampler or processors raised ends it alone.
+                # An error of a sequence's own sampler or processors ends that sequence only.
                 step.failed += self._batch.failed.items()
                 self.remove([*self._batch.failed])
 
-    def _write_alone(self, step: StepResult) -> None:
-        """One more token of the only text: nobody waits for it, or shares its passes."""
-        if self._batch is None:
-            self._batch = self._decoder(together=False)
-        chunk = self._asked_step or self._session.plan.prefill_step
-        joining = [self._waiting.popleft().request] if self._waiting else []
-        step.tokens = self._batch.step(joining, chunk)
-        self._session.metrics.tokens += len(step.tokens)
-
     def close(self, error: BaseException | None = None) -> None:
-        """End all of them; caches of one text alone hold what was handed out of it, as ``OneText.end``. Safe to call
-        twice.
-
-        Args:
-            error: what broke it off.
-        """
+        """End all sequences. The caches of a text that runs alone then hold the tokens that were handed out
+        (``OneText.end``). Safe to call twice; ``error`` is what broke the text off."""
         with self._session.exclusive:
             if self._room is None and isinstance(self._batch, SpeculativeDecoder):
                 self._batch.end(error)
@@ -226,10 +214,8 @@ class Scheduler:
             self._waiting.clear()
             self._drop()
 
-    # Who is under way
-
     def _admit(self, room: SequenceRoom, step: StepResult) -> list[ScheduledSequence]:
-        """Those of the waiting who join now, which there is room for."""
+        """Takes the waiting sequences that there is room for now."""
         while self._waiting:
             joining = self._next(room)
             asked = (*self._rows, None, *(row.request.uid for row in joining))
@@ -254,13 +240,13 @@ class Scheduler:
                     return []
                 except BudgetError as e:
                     refusal = e
-            # Not even alone.
+            # There is no room for it even by itself.
             row = self._waiting.popleft()
             (step.full.append(row.request.uid) if row.answered else step.failed.append((row.request.uid, refusal)))
         return []
 
     def _next(self, room: SequenceRoom) -> list[ScheduledSequence]:
-        """The next of the waiting, as many as may share a sweep."""
+        """The first of the waiting sequences that may share a pass with the running ones."""
         found: list[ScheduledSequence] = []
         needs, prompts = [row.need for row in self._rows.values()], [0]
         for row in self._waiting:
@@ -272,8 +258,8 @@ class Scheduler:
         return found
 
     def _grow(self, room: SequenceRoom, joining: Sequence[ScheduledSequence], step: StepResult) -> None:
-        """Room for one more token of everybody; where there is none, the newest waits; or where there should be, the
-        longest fails."""
+        """Makes room for one more token of every sequence. Where there is none the newest waits again, or, if the plan
+        had promised room, the longest fails."""
         while len(self._rows) > len(self._prefills) and not joining:
             try:
                 self._fit(room, list(self._rows.values()), [])
@@ -292,7 +278,7 @@ class Scheduler:
                 self._wait([newest])
 
     def _wait(self, rows: Sequence[ScheduledSequence]) -> None:
-        """Have these wait before all others, and be computed again then."""
+        """Puts sequences at the head of the queue, to be computed again from their tokens."""
         for row in rows:
             row.held, row.cache = 0, None
             row.rewind()
@@ -308,28 +294,27 @@ class Scheduler:
             clear_cache()
 
     def _fit(self, room: SequenceRoom, rows: Sequence[ScheduledSequence], joining: Sequence[ScheduledSequence]) -> None:
-        """Room for these sequences, and the prompts of those that join, beside those that are not all computed; or a
-        ``BudgetError``."""
+        """Makes room for these sequences, including the prompts of the joining and of the partly computed ones, or
+        raises ``BudgetError``."""
         begun = [self._rows[uid].new for uid in self._prefills]
         room.fit([row.length for row in rows], [row.new for row in joining], begun)
 
-    # How a sweep is done
-
-    def _sweep(
+    def _run_pass(
         self, room: SequenceRoom, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool
     ) -> list[int]:
-        """A token of each sequence whose prompt is computed, and a part of the prompts that are not.
+        """Computes a token of each sequence whose prompt is finished, and part of the other prompts.
 
         Args:
-            admitted: who is new. waits: there are tokens without a pass, and prompts wait.
+            admitted: sequences that are new.
+            waits: some sequence still has verified tokens, so no prompt is computed now.
 
         Returns:
-            those whose prompts are all computed now.
+            The sequences whose prompts were finished in this pass.
         """
         chunk, metrics = room.step, self._session.metrics
         if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)
-        # Then chunks of prompts and others' tokens are computed layer by layer, each of which is read once for all.
+        # Chunks of prompts and other sequences' tokens are computed layer by layer, so that each layer is read once.
         together = pass_runner(self._session.streaming, self._session.transport) is not None
         apart = len(self._rows) == 1 or room.apart
         for row in admitted:
@@ -340,7 +325,7 @@ class Scheduler:
             try:
                 part.run()
                 step.prompts[part.uid] = part.held
-            except Exception as e:  # of its sequence alone
+            except Exception as e:  # fails this sequence only
                 self.remove([part.uid])
                 step.failed.append((part.uid, e))
         requests = [self._prefills.pop(uid).joining(chunk) for uid in joining]
@@ -359,34 +344,33 @@ class Scheduler:
             beside.computed()
             step.prompts[beside.uid] = beside.held
             if metrics.stall_s - waited > (metrics.clock() - began) / 2:
-                # It was weights that the pass waited for: there is time for twice as many chunks.
+                # The pass mostly waited for weights, so twice as many chunks fit into the same time.
                 self._prefills.chunks *= 2
         step.drafts = self._batch.drafts
         metrics.tokens += len(step.tokens)
         return joining
 
     def _decoder(self, *, together: bool) -> SpeculativeDecoder | BatchDecoder:
-        """What computes sequences in caches of their own, or ``together`` in the rows of the same ones."""
+        """Makes a decoder with the rows of shared caches (``together``), or one with separate caches for each
+        sequence."""
         if together:
             return BatchDecoder(self._model, self._session)
         return SpeculativeDecoder(self._model, self._session, ends=self.ends, most=self._drafted)
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
-        """Whose prompts are computed to their ends in this step; and one of which ``passes`` are computed.
-
-        Args:
-            chunk: tokens of one. together: as in ``_sweep``.
-        """
+        """The prompts that are finished in this step, and one of which some chunks are computed."""
         going = len(self._rows) > len(self._prefills)
         if self._planned or not self._session.transport.alone or (together and not going):
-            # Ranks compute one chunk each at the same time; and a prompt that nobody waits for is read for once.
+            # Ranks compute one chunk each at the same time; and where no sequence waits for a token, whole prompts
+            # share one reading of the weights.
             return self._prefills.next(chunk, math.inf)
-        # Chunks are planned no longer than the longest prompt so far: several short ones are one that is long enough.
+        # A chunk is planned no longer than the longest prompt so far; several short ones make up a long enough one.
         room = self._asked_step or max(chunk, ENOUGH_STEP)
         return self._prefills.next(chunk, room * self._prefills.chunks if together else room)
 
     def _taken_out(self, new: Collection[int]) -> list[ScheduledSequence]:
-        """Those under way, but for these, with their caches, out of a batch of the other kind; it is closed."""
+        """Closes the current decoder, which is of the other kind, and returns its sequences with their caches, without
+        the ``new`` ones."""
         batch, self._batch = self._batch, None
         if batch is None:
             return []

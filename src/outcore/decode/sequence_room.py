@@ -1,5 +1,5 @@
-"""Memory for sequences that come and go, on every rank that shares the model: what the caches under way need, and a
-little more, in place of resident layers, which come back when sequences have left."""
+"""Memory for sequences that come and go, on every rank that shares the model: the caches under way and a little more
+displace resident layers, which return when sequences have left."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from .speculative.acceptance import AcceptanceStats, Seconds
 
 
 class SequenceRoom:
-    """What sequences of one model have.
+    """Memory of the sequences of one model.
 
     Args:
-        asked_step: tokens of a prompt that are to be computed at a time; None: as planned.
-        asked_drafts: tokens that may be drafted of a text for a sweep; None: as many as are worth it.
-        planned: as in ``Scheduler``.
+        asked_step: prompt tokens per chunk; None: as planned.
+        asked_drafts: the most tokens drafted of a text per pass; None: as many as pay.
+        planned: as of ``Scheduler``.
 
     Attributes:
-        drafted: tokens that there is room to draft for a sweep of those under way, of several together; 0: several are
-            not drafted.
-        apart: each of several has caches of its own: where they are drafted, and where padding all to the longest
-            leaves no room for others.
-        records: there is room for what is kept of a prompt for the prefix cache.
+        drafted: tokens that several running sequences together may draft per pass; 0: several are not drafted.
+        apart: several sequences have separate caches: when they are drafted, and when padding all to the longest would
+            leave no room for others.
+        records: there is room to store prompts in the prefix cache.
     """
 
     def __init__(
@@ -53,31 +52,33 @@ class SequenceRoom:
         self._transport = session.transport
         self._transport.rest()
         self.drafted, self.apart, self.records = 0, False, True
-        self._captured = 0  # bytes of the joining prompts' states that there is room for
+        self._captured = 0  # bytes of room for states of joining prompts
         self._agreed_step: int | None = None  # the least of all ranks' chunks
 
     @property
     def step(self) -> int:
-        """Tokens of a prompt to compute at a time, the same on all ranks."""
+        """Prompt tokens per chunk, the same on all ranks."""
         return self._asked_step or self._agreed_step or self._session.plan.prefill_step
 
     def fit(self, lengths: Sequence[int], joining: Sequence[int] = (), begun: Sequence[int] = ()) -> None:
-        """Room for sequences; of ranks that share the model all call it at the same time.
+        """Makes room for sequences; all ranks that share the model call it at the same time.
 
         Args:
-            lengths: tokens of each so far. joining: tokens that are to be computed of each that joins. begun: of each
-                that did, and of whose prompt some are not computed.
+            lengths: tokens of each so far.
+            joining: tokens to be computed of each that joins.
+            begun: the same of each whose prompt is partly computed.
 
         Raises:
-            BudgetError: there is none within the budget, or not on another rank.
+            BudgetError: there is no room within the budget, here or on another rank.
         """
         self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
     def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
-        """Whether sequences may be under way together, before there is room for them.
+        """Whether sequences may run together, to be asked before room is made.
 
         Args:
-            needs: tokens of each at most. prompts: of those that join; so many of them do before the last.
+            needs: the most tokens of each.
+            prompts: prompt tokens of those that join; ``joining``: how many do before the last.
         """
         size = self._session.size
         if not self._planned:
@@ -86,31 +87,30 @@ class SequenceRoom:
         return joins and len(needs) <= size.sequences and len(needs) * max(needs) <= size.room
 
     def _fit_here(self, lengths: Sequence[int], joining: Sequence[int], begun: Sequence[int] = ()) -> int:
-        """The same on this rank; tokens of the longest that there is room for."""
+        """Makes room on this rank; returns the tokens that the longest sequence has room for."""
         session = self._session
         residency, size = session.residency, session.size
         if self._planned:
             make_room(session, max(lengths) + 1, max(joining, default=1), self._asked_step)
             return session.size.context
         if len(lengths) > 1 and session.streaming is not None and session.streaming.kv is not None:
-            # A layer's turn has one text's: others would be computed with what is another's.
+            # A layer's offloaded keys and values are those of one text; other texts would be computed with them.
             raise BudgetError("keys and values that are kept on disk are those of one text at a time")
         given_up, self.records = self._see_draft(), True
         longest = max(lengths) + 1
         if len(lengths) == 1:
             prompt = max(joining, default=1)
             if size.sequences > 1 or (joining and size is not self._base):
-                # What those before it had grown to is not this one's.
+                # Gives back the room of the sequences before it.
                 residency.release(self._base)
-            # What looks ahead in memory keeps what it goes back to.
+            # Decoding ahead in memory keeps the states to go back to.
             kept = self._base.states if session.streaming is None else 0
-            # Whether there is room for drafted tokens is agreed on before they are: a rank that has none would find it
-            # out when others go on.
+            # Ranks agree on room for drafted tokens before drafting: a rank without room would find out too late.
             ahead = 0 if self._transport.alone or session.drafting is None else MOST
             _, self.records = room_to_record(session, longest + ahead, prompt, self._asked_step, kept)
             return max(longest, session.plan.context - ahead)
         prompts = [*joining, *begun]
-        kept = self._to_keep(begun) if self.apart else 0
+        kept = self._captured_bytes(begun) if self.apart else 0
         same = size.sequences == len(lengths) and not joining and not given_up and self._captured == kept
         held = sum(lengths) + len(lengths) if self.apart and not self.drafted else 0
         if same and longest + self.drafted <= size.context and held <= size.room:
@@ -121,11 +121,10 @@ class SequenceRoom:
                 context = self._take(lengths, prompts, drafted, apart=True)
                 self.drafted, self.apart = drafted, True
                 return context
-        # Who has no room for one more goes on as before.
         try:
             context, apart = self._take(lengths, prompts, 0), False
         except BudgetError:
-            # Of what reads experts one by one, each would read its own.
+            # Sequences in separate caches would each read their own experts.
             if not self._transport.alone or session.plan.pools:
                 raise
             context, apart = self._take(lengths, prompts, 0, apart=True), True
@@ -133,8 +132,8 @@ class SequenceRoom:
         return context
 
     def _take(self, lengths: Sequence[int], joining: Sequence[int], drafted: int, *, apart: bool = False) -> int:
-        """Room for several sequences, of which so many tokens together are drafted; tokens that there is room for of
-        the longest. ``apart``: each in caches of its own."""
+        """Makes room for several sequences that together draft so many tokens; returns the tokens that the longest has
+        room for. ``apart``: in separate caches."""
         session, size = self._session, self._session.size
         residency = session.residency
         longest, prompt = max(lengths) + 1 + drafted, max(joining, default=1)
@@ -142,17 +141,17 @@ class SequenceRoom:
         context = max(longest, min(room, session.max_context or room))
         one = replace(self._base.at_context(context), drafted=drafted, prompt=prompt)
         wanted = for_sequences(one, len(lengths), sum(joining) + drafted)
-        # Of what is drafted each text has states to go back to. Who is drafted by a copy has room for them in what is
-        # counted of the copy's caches, which are there for one text after the other.
+        # Each drafted text keeps states to go back to. With a draft copy they fit into the room of the copy's caches,
+        # which exist for one text at a time.
         kept = one.kept + ((len(lengths) - 1) * one.states if drafted and self._draft is None else 0)
-        # Whoever has caches of its own has its prompt kept; room for that is given back behind the sweep.
-        captured, before = self._to_keep(joining) if apart else 0, self._captured
-        # Without drafts, caches of their own are as long as each text; padded ones are as long as the longest.
+        # Prompts in separate caches are stored for the prefix cache; that room is given back after the pass.
+        captured, before = self._captured_bytes(joining) if apart else 0, self._captured
+        # Without drafts, separate caches are as long as each text; padded ones are as long as the longest.
         alone = sum(n // SHARED_STEP + 1 for n in lengths) * SHARED_STEP
         shared = alone if apart and not drafted else len(lengths) * context
         wanted = replace(wanted, shared=shared, step=KV_STEP if apart else SHARED_STEP, kept=kept + captured)
         if session.streaming is None:
-            # What a model that is all in memory would have to be streamed for is refused.
+            # A model that is all in memory is not streamed to make room.
             least = replace(session.plan, prefill_step=prefill_steps(prompt)[-1])
             needed = replanned_bytes(wanted, least, least.resident)
             if needed > least.budget_bytes:
@@ -164,12 +163,12 @@ class SequenceRoom:
         self._captured = captured
         return context
 
-    def _to_keep(self, prompts: Sequence[int]) -> int:
-        """Bytes of states that are kept of prompts that are computed, of several drafted sequences."""
+    def _captured_bytes(self, prompts: Sequence[int]) -> int:
+        """Bytes of states that are captured of these prompts, for the prefix cache."""
         return sum(captured_bytes(self._session, tokens) for tokens in prompts)
 
     def _drafts_pay(self, texts: int) -> bool:
-        """Whether several texts are written faster with drafts, each in caches of its own."""
+        """Whether drafts, with separate caches, make several texts faster."""
         session, residency = self._session, self._session.residency
         drafting, streaming, size = session.drafting, session.streaming, self._base
         if not self._transport.alone or streaming is None or drafting is None:
@@ -181,7 +180,7 @@ class SequenceRoom:
         if drafting.kind == NGRAM:
             return pays(tokens=seen.made / seen.sweeps if seen.sweeps else None)
         if residency.layers.draft is None or not (draft := residency.layers.draft.draft).copies_model:
-            return False  # it has caches for one text
+            return False  # the draft model has caches for one text
         guess = seen.guess.get(draft.kind, Seconds()).value
         if guess is None:
             guess = guess_s(size, draft, residency.calibration)
@@ -189,7 +188,7 @@ class SequenceRoom:
         return pays(chance=min(chance, 0.999), guess_s=guess)
 
     def _see_draft(self) -> bool:
-        """What drafts may have been given up for others' sake: one sequence is smaller then. Whether it was."""
+        """Whether the draft was given up to make room since the last call, which makes one sequence smaller."""
         residency = self._session.residency
         if residency.layers.draft is self._draft:
             return False
@@ -197,13 +196,14 @@ class SequenceRoom:
         return True
 
     def check_alone(self, tokens: int, prompt: int) -> None:
-        """See whether a text that waits for others can ever have room.
+        """Check that a waiting text can ever have room.
 
         Args:
-            tokens: of it. prompt: those of them that are to be computed.
+            tokens: of the text so far.
+            prompt: those of them to be computed.
 
         Raises:
-            BudgetError: not even by itself.
+            BudgetError: it does not fit even by itself.
         """
         residency, budget = self._session.residency, self._session.plan.budget_bytes
         if not self._transport.alone or residency.holds(tokens + 1, prompt, self._base):
@@ -214,7 +214,7 @@ class SequenceRoom:
         )
 
     def rest(self) -> None:
-        """Nobody is under way: what sequences took is given back, for the next sweep to bring layers into."""
+        """Gives the room of sequences back when none is running; the next pass brings layers in."""
         self._transport.rest()
         if self._planned:
             return

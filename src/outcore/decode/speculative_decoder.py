@@ -1,7 +1,6 @@
-"""Texts in caches and passes of their own, one or several: each has the bits that it has alone, and where tokens are
-drafted, several of each come from one sweep.
+"""Decodes texts in separate caches and passes, each with the bits that it has by itself, and verifies drafted tokens.
 
-One text whose model is all in memory, and that is not drafted, is decoded ahead (``OneText.look_ahead``).
+One undrafted text of a model that is all in memory is decoded one token ahead (``OneText.look_ahead``).
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from ..modules.away import in_memory
 from .one_text import Computed, OneText
 from .passes import Pass, run_passes
 from .request import Request, Token
-from .speculative.draft_length import SharedPass
+from .speculative.draft_length import DraftLengthPolicy, SharedPass
 from .speculative.proposers import Guess
 
 
 class SpeculativeDecoder:
-    """Sequences that run side by side, each in caches of its own.
+    """Sequences that run side by side, each with its own caches.
 
     Args:
-        ends: tokens that end a text: nothing is drafted behind them.
-        most: tokens drafted of a text for a sweep at most; None: as many as are worth it.
+        ends: end-of-text tokens; nothing is drafted behind them.
+        most: the most tokens drafted of a text per pass; None: as many as pay.
 
     Attributes:
-        drafts: of the last step, tokens that were drafted for each text, and those that were right.
-        failed: of the last step, sequences whose own sampler or processors raised, which have no token of it, and what.
+        drafts: per sequence, the drafted and the accepted tokens of the last step.
+        failed: sequences whose own sampler or processors raised in the last step, with the error; they got no token.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class SpeculativeDecoder:
 
     @property
     def ready(self) -> bool:
-        """Whether some of them have tokens without another sweep."""
+        """Whether some sequence has tokens that need no further pass."""
         return any(text.now is not None for text in self._texts.values())
 
     def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each that has one without another pass; where none has, or some join, of all from one.
-        Who joins while others are ``ready`` has a pass without them.
+        """One more token of each sequence that has a verified one; where none has, or some join, of all from one pass.
+        A sequence that joins while others are ``ready`` gets a pass of its own.
 
         Args:
-            chunk: tokens of a prompt computed at a time.
-            beside: passes over a part of a prompt whose sequence does not join yet; none is ``ready`` then.
+            chunk: prompt tokens per chunk.
+            beside: passes over part of a prompt whose sequence does not join yet; then no sequence is ``ready``.
         """
         self.drafts, self.failed = {}, {}
         for request in joining:
@@ -69,7 +68,8 @@ class SpeculativeDecoder:
         one = texts[0] if len(texts) == 1 else None
         if one is not None:
             one.undo = None
-            if not beside and not one.prompt and (found := one.look_ahead()) is not None:
+            looks = self._session.streaming is None or one.ahead is not None or one.failed is not None
+            if looks and not beside and not one.prompt and (found := one.look_ahead()) is not None:
                 return [found]
         elif joining:
             for text in texts:
@@ -77,50 +77,54 @@ class SpeculativeDecoder:
         waiting = texts if one is not None and one.now is None else [text for text in texts if text.now is None]
         if waiting and (joining or len(waiting) == len(texts)):
             try:
-                return self._sweep(waiting, beside, one)
+                return self._run_pass(waiting, beside, one)
             except BaseException:
                 for text in waiting:
                     text.now = None
                 raise
-        given = self._given()
+        tokens = self._choose()
         if joining and one is not None:
-            one.tell(one.total)
-        return given
+            one.report(one.total)
+        return tokens
 
     def end(self, error: BaseException | None = None) -> None:
-        """The text, which is alone, is over: as ``OneText.end``."""
         for text in self._texts.values():
             text.end(error)
         self._texts = {}
 
-    def _sweep(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
-        """Compute prompts, or a part of one, and draft for the others and look at what was drafted, in one pass over
-        the weights; then tokens of all texts that have one. What fails leaves the caches of ``one`` as they were; of
-        several texts nobody goes on with the caches then."""
+    def _run_pass(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
+        """Computes prompts, or part of one, drafts for the other texts and verifies their drafts, with one reading of
+        the weights; returns a token of each text that has one. A failure leaves the caches of ``one`` as they were;
+        caches of several texts are dropped then."""
         session, clock = self._session, self._session.metrics.clock
         going = texts if one is not None and not one.prompt else [text for text in texts if not text.prompt]
-        drafted = [self._draft_alone(one)] if one is not None and going else self._drafted(going)
+        drafted: list[list[Guess]] = [[]]
+        if one is None or not going:
+            drafted = self._drafted(going)
+        elif one.drafts.control is None:
+            one.reserve()
+        else:
+            drafted = [self._draft_alone(one, one.drafts.control)]
         controls = [text.drafts.control for text in going if text.drafts.control is not None]
-        began, given = clock(), list[Token]()
+        began, tokens = clock(), list[Token]()
         within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
         if one is not None:
-            fed = len(one.target.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)
-            within = one.target.transaction(fed)
+            fed = len(one.runner.pending) + 1 + len(drafted[0]) if going else sum(each.tokens for each in one.prompt)
+            within = one.runner.transaction(fed)
         elif session.streaming is not None:
             within = session.streaming.transaction(None, 0)
         with mx.stream(generation_stream), within as undo:
-            plain = one is not None and going and not (drafted[0] or beside or one.target.pending)
+            plain = one is not None and going and not (drafted[0] or beside or one.runner.pending)
             if one is not None and plain:
-                # What chooses the token is computed together with its logits.
-                one.now = Computed([one.target.step(mx.array(one.sampler.text[-1:], dtype=mx.int32))])
-                given = self._given()
-                one.target.drain()
+                # The sampler's graph is evaluated together with the logits.
+                one.now = Computed([one.runner.step(mx.array(one.sampler.text[-1:], dtype=mx.int32))])
+                tokens = self._choose()
             else:
                 self._compute(texts, drafted, beside, began)
             seconds = clock() - began
-            # What prompts take says nothing of what is drafted.
+            # The time of a pass with prompts in it says nothing about drafts.
             if controls and len(going) == len(texts) and not beside:
-                computed = 1 if plain else sum(len(text.target.fed) for text in going)
+                computed = 1 if plain else sum(len(text.runner.fed) for text in going)
                 drafting = next((each for each in controls if each.source is not None), controls[0])
                 drafting.swept(computed, seconds + sum(each.spent for each in controls))
             for text in going:
@@ -129,72 +133,69 @@ class SpeculativeDecoder:
                 elif text.drafts.control is not None:
                     text.drafts.control.judged((), (), seconds)
             if not plain:
-                given = self._given()
-                texts[0].target.drain()  # all slots are free to read ahead into while the caller looks at tokens
+                tokens = self._choose()
+            if session.streaming is not None:
+                session.streaming.drain()  # frees all slots, so that reading goes on while the caller handles tokens
             if not going and one is not None:
-                one.tell(one.total)
+                one.report(one.total)
         if one is not None:
             one.undo = None if going else undo
-        return given
+        return tokens
 
     def _compute(
         self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], beside: Sequence[Pass], began: float
     ) -> None:
-        """Have each text's ``now`` be what the sweep brought it."""
+        """Runs the passes of prompts and of drafts, and sets each text's ``now`` to their outcome."""
         session = self._session
         new, going = [text for text in texts if text.prompt], [text for text in texts if not text.prompt]
         passes = [*beside, *(each for text in new for each in text.prompt)]
         ends = list(itertools.accumulate((len(text.prompt) for text in new), initial=len(beside)))[1:]
         windows = [
-            text.target.verifying(text.sampler.text[-1], [g.token for g in guesses])
+            text.runner.verifying(text.sampler.text[-1], [g.token for g in guesses])
             for text, guesses in zip(going, drafted, strict=True)
         ]
-        every, wanted = [*passes, *(each for of_one in windows for each in of_one)], [end - 1 for end in ends]
+        every, wanted = [*passes, *itertools.chain.from_iterable(windows)], [end - 1 for end in ends]
         wanted += range(len(passes), len(every))
         if session.streaming is None and len(self._texts) > 1:
             session.before_pass()
-        context = max((text.target.context + sum(p.tokens for p in text.prompt) for text in new), default=0)
+        context = max((text.runner.context + sum(p.tokens for p in text.prompt) for text in new), default=0)
 
         def between(done: int, made: Sequence[mx.array]) -> None:
             mx.eval(made)
             for text in texts:
-                text.target.evaluate()
+                text.runner.evaluate()
             if len(texts) == len(new) == 1 and not beside:
-                new[0].tell(new[0].request.known.held + sum(each.tokens for each in passes[:done]))
+                new[0].report(new[0].request.cached.tokens + sum(each.tokens for each in passes[:done]))
 
         rows = run_passes(session, every, wanted, between, prompts=len(passes), context=context)
         seconds = session.metrics.clock() - began
         for text in new:
             text.prompted(rows.pop(0), seconds)
-        for text, of_one, guesses in zip(going, windows, drafted, strict=True):
-            text.now = Computed(text.target.verified(rows[: len(of_one)]), guesses, verified=True)
-            del rows[: len(of_one)]
+        for text, window, guesses in zip(going, windows, drafted, strict=True):
+            text.now = Computed(text.runner.verified(rows[: len(window)]), guesses, verified=True)
+            del rows[: len(window)]
         session.metrics.drafted += sum(map(len, drafted))
 
-    def _draft_alone(self, text: OneText) -> list[Guess]:
-        """Guesses for the only text, for which there is room; of ranks that share a model the first one guesses."""
-        control, transport, size = text.drafts.control, self._session.transport, self._session.size
-        if control is None:
-            text.reserve(text.total + text.answered)
-            return []
-        control.beside = SharedPass()
+    def _draft_alone(self, text: OneText, control: DraftLengthPolicy) -> list[Guess]:
+        """Guesses for the only text, with room made for them. Of ranks that share a model the first one guesses."""
+        transport, size = self._session.transport, self._session.size
+        control.shared = SharedPass()
         control.most = text.drafts.most if self._session.streaming is None else min(text.drafts.most, size.drafted)
         self._share_snapshots([text])
         guesses: list[Guess] = []
         if transport.chooses:
             guesses = text.drafts.guesses(text.sampler.text, text.left - 1)
-            text.reserve(text.total + text.answered + len(guesses))
-            # The room that drafted tokens took may have been needed.
+            text.reserve(len(guesses))
+            # Making room may have lowered how many drafted tokens there is memory for.
             del guesses[control.most :]
         tokens = transport.numbers(lambda: [g.token for g in guesses])
         if not transport.chooses:
-            text.reserve(text.total + text.answered + len(tokens))
+            text.reserve(len(tokens))
             guesses = [Guess(token, ("told", 0)) for token in tokens]
         return guesses
 
     def _drafted(self, texts: Sequence[OneText]) -> list[list[Guess]]:
-        """Guesses for one after the other, as is worth their common sweep's time; all together as many as there is room
-        for."""
+        """Guesses for one text after the other, as many as pay in the shared pass and together fit into memory."""
         room, done = self._session.size.drafted, SharedPass(len(texts) - 1, len(texts) - 1.0)
         self._share_snapshots(texts)
         found: list[list[Guess]] = []
@@ -203,10 +204,10 @@ class SpeculativeDecoder:
             if control is not None and source is not None:
                 share = room // (len(texts) - n)
                 control.most = share if self._most is None else min(self._most, share)
-                control.beside = done
+                control.shared = done
                 if control.most and text.left > 1:
                     guesses = text.drafts.guesses(text.sampler.text, min(control.most, text.left - 1))
-                    source.begin(text.sampler.text)  # caches that it drafted in go: one text's are counted
+                    source.begin(text.sampler.text)  # drops its draft's caches: the plan counts those of one text
                 room -= len(guesses)
                 worth = control.expected - 1 if guesses else 0.0
                 done = SharedPass(done.tokens + len(guesses), done.expected + worth)
@@ -214,15 +215,15 @@ class SpeculativeDecoder:
         return found
 
     def _share_snapshots(self, texts: Sequence[OneText]) -> None:
-        """States to go back to may take what the plan leaves of the budget now."""
+        """Lets cache snapshots use what the plan leaves of the budget now."""
         plan = self._session.plan
         # Where nothing is streamed, what the budget leaves over is the allocator's.
         room = max(0, plan.budget_bytes - plan.peak_bytes) if plan.streams else 0
         for text in texts:
-            text.target.snapshots = room // len(texts)
+            text.runner.snapshots = room // len(texts)
 
-    def _given(self) -> list[Token]:
-        """A token of each that has one."""
+    def _choose(self) -> list[Token]:
+        """The next token of each text that has logits for one."""
         tokens = []
         with mx.stream(generation_stream):
             for text in self._texts.values():
@@ -236,17 +237,17 @@ class SpeculativeDecoder:
         return tokens
 
     def take_out(self, uid: int) -> tuple[list[Any], int]:
-        """End a sequence; its caches, and how many tokens of its prompt and answer they hold: all but the last, or
-        fewer where drafted tokens had to be taken back."""
+        """End a sequence. Returns its caches and how many tokens of prompt and answer they hold: all but the last, or
+        fewer where drafted tokens were taken back."""
         text = self._texts.pop(uid)
         text.stop()
-        in_memory(text.target.cache)
-        return text.target.cache, text.target.in_cache
+        in_memory(text.runner.cache)
+        return text.runner.cache, text.runner.in_cache
 
     def remove(self, uids: Sequence[int]) -> None:
         gone = self._texts.keys() & set(uids)
         for uid in gone:
-            self._texts.pop(uid).stop()  # what became of its last sweep is learnt from
+            self._texts.pop(uid).stop()  # its last draft still counts for the acceptance statistics
         if gone:
             clear_cache()
 

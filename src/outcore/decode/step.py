@@ -1,4 +1,4 @@
-"""Sequences that are scheduled together, and what a step brings each of them."""
+"""Sequences of the scheduler, and the result of a step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.session import Session
-from .prefix_cache import look_up, unkept
+from .prefix_cache import look_up
 from .request import CachedPrefix, Request, Token
 from .sampling import OwnSampler
 
 
 @dataclass
 class ScheduledSequence:
-    """A sequence.
+    """A sequence of the scheduler.
 
     Attributes:
         text: its prompt and answer so far.
-        held: how many of them ``cache`` holds, or the batch that it joined with them.
-        found: of its prompt, what the prefix cache had when it joined.
-        order: a later one joined later.
-        before: tokens before ``text`` that the cache it came with holds, of which it is not known what they are.
-        began: when it was let in, by ``time.monotonic``.
+        held: how many tokens of it ``cache``, or the decoder's caches, hold.
+        found: tokens of its prompt that the prefix cache had.
+        order: grows with each sequence that is added.
+        before: tokens in the cache that it came with whose ids are not known; they come before ``text``.
+        began: when it joined, by ``time.monotonic``.
     """
 
     request: Request
@@ -36,12 +36,11 @@ class ScheduledSequence:
 
     @property
     def answered(self) -> int:
-        """Tokens of the answer so far."""
         return len(self.text) - len(self.request.tokens)
 
     @property
     def new(self) -> int:
-        """Tokens that joining computes."""
+        """Tokens to be computed when it joins."""
         return len(self.text) - self.held
 
     @property
@@ -51,30 +50,32 @@ class ScheduledSequence:
 
     @property
     def need(self) -> int:
-        """Tokens of it at most."""
+        """The most tokens that it may come to."""
         return self.length - self.answered + self.request.max_tokens
 
     def rewind(self, unseen: int = 0) -> None:
-        """Have its own sampler be as after its answer, but for ``unseen`` tokens: what was computed ahead and given to
-        nobody has not been drawn."""
+        """Takes its own sampler back to its answer, less the last ``unseen`` tokens, which the caller did not get."""
         if isinstance(sampler := self.request.sampler, OwnSampler):
             sampler.rewind(self.answered - unseen)
 
     def begin(self, session: Session, chunk: int, *, whole: bool, finds: bool, records: bool) -> Request:
-        """What it begins with, or begins anew.
+        """The request with which it begins, or begins anew.
 
         Args:
-            chunk, whole: as in ``look_up``. finds: prompts are looked up; records: and there is room to keep them.
+            chunk, whole: as in ``look_up``.
+            finds: look its prompt up in the prefix cache.
+            records: there is room to store its prompt.
         """
         if self.cache is not None or self.held or not finds:
             return self.go_on()
-        found, known = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared)
+        found, cached = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared, records=records)
         self.cache, self.found = (found.cache, found.tokens) if found is not None else (None, 0)
-        return self.go_on(known if records else unkept(session, known, len(self.text)))
+        return self.go_on(cached)
 
-    def go_on(self, known: CachedPrefix | None = None) -> Request:
-        """What it goes on from, which takes over its cache; ``known``: what that holds of ``text`` beyond ``held``."""
+    def go_on(self, cached: CachedPrefix | None = None) -> Request:
+        """The request for the rest of its text, which takes over its cache; ``cached``: the part of the rest in it."""
         cache, self.cache = self.cache, None
+        cached = cached or CachedPrefix()
         return replace(
             self.request,
             tokens=self.text[self.held :],
@@ -82,22 +83,23 @@ class ScheduledSequence:
             cache=cache,
             given=True,
             earlier=self.text[: self.held],
-            known=known or CachedPrefix(),
-            begun=cache is not None and (self.answered > 0 or self.request.begun) and not (known and known.held),
+            cached=cached,
+            begun=cache is not None and (self.answered > 0 or self.request.begun) and not cached.tokens,
         )
 
 
 @dataclass
 class StepResult:
-    """What a step brought.
+    """Result of a scheduler's step.
 
     Attributes:
-        tokens: one of each sequence under way; with drafts, of each that the last sweep brought another.
-        joined: sequences that joined with it, for the first time, and seconds since their prompts were begun;
-            ``found``: tokens of their prompts that the prefix cache had.
-        prompts: of sequences that have not joined, tokens of their prompts that are computed.
-        drafts: of each, tokens that were drafted and those that were right.
-        full: those that end because there is no memory for a longer context; those that ``failed``, and why.
+        tokens: one of each running sequence; with drafts, of each that has another verified one.
+        joined: sequences that joined for the first time, and the seconds since their prompts were begun.
+        found: tokens of their prompts that the prefix cache had.
+        prompts: computed prompt tokens of sequences that have not joined.
+        drafts: drafted and accepted tokens per sequence.
+        full: sequences that end because there is no memory for a longer context.
+        failed: sequences that end with an error.
     """
 
     tokens: list[Token] = field(default_factory=list)
@@ -109,10 +111,8 @@ class StepResult:
     failed: list[tuple[int, Exception]] = field(default_factory=list)
 
     def without(self, gone: Collection[int]) -> StepResult:
-        """What it brought the others."""
-
-        def rest(told: Mapping[int, Any]) -> dict[int, Any]:
-            return {uid: value for uid, value in told.items() if uid not in gone}
+        def rest(of: Mapping[int, Any]) -> dict[int, Any]:
+            return {uid: value for uid, value in of.items() if uid not in gone}
 
         tokens = [token for token in self.tokens if token.uid not in gone]
         full, failed = [*rest(dict.fromkeys(self.full))], [*rest(dict(self.failed)).items()]

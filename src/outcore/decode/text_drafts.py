@@ -1,4 +1,4 @@
-"""What is drafted of one text: whether it can be worth its time, by what, and how much for a pass."""
+"""Drafting for one text: whether it can pay, which drafter guesses, and how many tokens for a pass."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .speculative.sources import for_models
 
 
 class TextDrafts:
-    """What is drafted of a text, once its first log-probabilities are known.
+    """Drafting for a text, from its first log-probabilities on.
 
     Args:
-        ends: tokens after which nothing is drafted.
-        most: tokens drafted for a forward pass at most; None: as many as are worth it.
+        ends: end-of-text tokens; nothing is drafted behind them.
+        most: the most tokens drafted per forward pass; None: as many as pay.
 
     Attributes:
-        drafting: what is to draft once they are; None: it does, or nothing can.
+        drafting: the drafter, before it has begun; None: it has, or there is none.
         control: decides how much is drafted; None: nothing is, or not yet.
         source: guesses tokens; None with ``control``.
-        hidden: keeps what the source is made from of the text's hidden states; None: it needs none.
+        hidden: keeps the hidden states that the drafter uses; None: it needs none.
     """
 
     def __init__(self, session: Session, request: Request, ends: Collection[int], most: int | None) -> None:
@@ -44,59 +44,59 @@ class TextDrafts:
         self.control: DraftLengthPolicy | None = None
         self.source: Proposer | None = None
 
-    def begin(self, logprobs: mx.array, target: ModelRunner) -> None:
-        """Have tokens be drafted whose log-probabilities are like these, if that can be worth its time; ``target`` runs
-        the text."""
+    def begin(self, logprobs: mx.array, runner: ModelRunner) -> None:
+        """Start drafting, if it can pay, for a text with log-probabilities of this size; ``runner`` runs the text."""
         session, drafting, self.drafting = self._session, self.drafting, None
-        # What evaluates on the way cannot be verified in one pass.
+        # A model that evaluates inside its forward pass cannot verify several tokens in one pass.
         evaluates = session.transport.eager or (session.streaming is not None and session.streaming.evaluates)
-        if drafting is None or evaluates or (session.plan.pools and not self._fit_to_pools(target)):
+        if drafting is None or evaluates or (session.plan.pools and not self._fits_expert_cache(runner)):
             return
         if session.acceptance is None:
             session.acceptance = AcceptanceStats()
         self.control = DraftLengthPolicy(self.most, session.acceptance)
         self.most = self.control.most
-        self.control.foreseen_s = target.prompt_s
+        self.control.foreseen_s = runner.prompt_s
         self.source = drafting.source(
             self.control,
             drawn_by(self._request.sampler),
             logprobs.size,
-            lambda: (target.cache, target.pending),
-            target.hidden,
+            lambda: (runner.cache, runner.pending),
+            runner.hidden,
         )
 
     def guesses(self, text: list[int], most: int) -> list[Guess]:
-        """What follows the text perhaps, as is worth a pass's time, up to a token that ends the text."""
+        """Guesses that may follow the text, as many as pay, up to an end-of-text token."""
         assert self.control is not None and self.source is not None
         found = self.control.draft(self.source, [*self._history, *text], most)
         end = next((i + 1 for i, g in enumerate(found) if g.token in self._ends), len(found))
         return found[:end]
 
-    def _fit_to_pools(self, target: ModelRunner) -> bool:
-        """Whether drafts can be worth their time where experts are read one by one: passes of a token each would read,
-        and compute, as much for each as plain decoding. No more are drafted than go to the pools."""
+    def _fits_expert_cache(self, runner: ModelRunner) -> bool:
+        """Whether drafts can pay where experts are read one by one; limits them to what the expert cache takes in one
+        pass. (Verified in a pass each, tokens would read and compute as much as plain decoding.)"""
         plan, size = self._session.plan, self._session.size
         experts = size.on_demand
         fits = (n for n in range(self.most, 0, -1) if experts is not None and experts.reads(plan, size, n + 1))
         self.most = next(fits, 0)
-        return target.in_blocks and self.most > 0
+        return runner.in_blocks and self.most > 0
 
 
 def drafting_of(
     session: Session, model: nn.Module | None = None, asked: int | None = None
 ) -> tuple[Drafting | None, int]:
-    """What drafts (``Drafting``; None: nothing), and how many tokens for a pass at most.
+    """The drafter of a text, None if there is none, and the most tokens that it drafts per pass.
 
     Args:
-        model: in place of what was loaded for it. asked: how many; None: as many as are worth it.
+        model: a draft model of the caller's, instead of the loaded drafter.
+        asked: the number that the caller asks for; None: as many as pay.
     """
     if asked == 0:
         return None, 0
     drafting = cast(Drafting | None, session.drafting) if model is None else for_models("draft_model").of_model(model)
     most = MOST if session.streaming is None else session.size.drafted
     if not session.transport.alone:
-        # Who has experts in pools would read as many for each guess; what evaluates on the way cannot be verified while
-        # it is streamed, on whichever rank. Then nobody drafts, whatever was asked for.
+        # A rank with an expert cache would read experts for each guess, and one that evaluates inside its forward pass
+        # cannot verify drafts. Then no rank drafts, whatever was asked for.
         evaluates = session.streaming is not None and session.streaming.evaluates
         none = drafting is None or session.plan.pools or evaluates
         (most,) = session.transport.leasts([0 if none else most])

@@ -3,11 +3,11 @@
     x = project([embedding_norm(embedding of token i + 1); hidden_norm(hidden state of token i)])
     state of token i + 1 = norm(layer(x)),   logits of token i + 2 = model's head(state)
 
-The order and the norms are those of the sources that ``layouts`` names. The hidden state is the one that the model's
-own head is given, behind the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of vLLM
-return. (Heads fed with the state before it draft fluently and are right less often; llama.cpp's pull request 24025 has
-numbers.) The head's own state takes its place for the tokens after, as in sglang. vLLM hands DeepSeek's on before
-``shared_head.norm``; which of the two is right more often was not measured with trained weights of that family.
+The order and the norms are those of the sources named in ``layouts``. The hidden state is the input of the model's own
+head, behind the final norm: what ``Qwen3NextModel.forward`` and ``DeepseekV2Model.forward`` of vLLM return. (Heads fed
+with the state before it draft fluently and are right less often; llama.cpp's pull request 24025 has numbers.) For later
+tokens the head's own state takes its place, as in sglang. vLLM passes DeepSeek's on before ``shared_head.norm``; which
+of the two is right more often was not measured with trained weights of that family.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 class MtpHead(nn.Module):
-    """The head; embeddings and what makes logits are the model's (``SharedParts``).
+    """The head; embeddings and the output head are the model's (``SharedParts``).
 
     Args:
-        hidden: width of its states. ``made``: its layer.
+        hidden: width of its states.
+        made: its layer.
     """
 
     def __init__(self, hidden: int, made: HeadLayer, eps: float) -> None:
@@ -59,7 +60,6 @@ class MtpHead(nn.Module):
         self.layer, self.caches = made.module, made.caches
 
     def make_cache(self) -> Cache:
-        """A new cache for its layer, empty."""
         return KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))
 
     def __call__(self, embedded: mx.array, states: mx.array, cache: Cache | None = None) -> mx.array:
@@ -73,7 +73,7 @@ class MtpHead(nn.Module):
 
 
 class SharedParts:
-    """What a head shares with its model. Not a module, so that no weights are counted twice."""
+    """The parts of the model that a head uses. Not a module, so that no weights are counted twice."""
 
     def __init__(self, model: nn.Module) -> None:
         self.text = text_model(model)
@@ -81,12 +81,11 @@ class SharedParts:
         self._table, self.tap = inner.embed_tokens, HiddenTap(inner.norm)
 
     def embedded(self, ids: mx.array) -> mx.array:
-        """Embeddings (1, tokens, hidden) of ids (tokens,), looked up on disk where they lie there."""
+        """Embeddings (1, tokens, hidden) of ids (tokens,); rows are read from disk where the table lies there."""
         found: mx.array = self._table(ids[None])
         return found
 
     def logits(self, states: mx.array) -> mx.array:
-        """By the model's own head."""
         made: mx.array = self.text.lm_head(states) if "lm_head" in self.text else self._table.as_linear(states)
         return made
 
@@ -97,12 +96,11 @@ def text_model(model: Any) -> Any:
 
 
 def trunk(text: Any) -> Any:
-    """Embeddings, layers and the last norm: all of a model but what makes logits."""
+    """Embeddings, layers and the final norm, without the output head."""
     return text.model
 
 
 def has_mtp(lazy: LazyModel) -> bool:
-    """Whether the model's own folder has a head for it."""
     try:
         count = len(trunk(text_model(lazy.model)).layers)
     except AttributeError:
@@ -110,20 +108,22 @@ def has_mtp(lazy: LazyModel) -> bool:
     return find_mtp(lazy.checkpoint.tensors, count) is not None
 
 
-Target = Callable[[str, mx.Dtype], mx.Dtype | None]
-"""By a parameter's path and dtype, the one to compute it in; None: as it is."""
+ComputeDtype = Callable[[str, mx.Dtype], mx.Dtype | None]
+"""From a parameter's path and dtype to the dtype that it is computed in; None: its own."""
 
 
-def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambda *_: None) -> MtpHead | None:
-    """A model's head, lazily: nothing is read. Quantized as the model is; None where there is none at all.
+def open_mtp(
+    lazy: LazyModel, source: Path | None = None, compute_dtype: ComputeDtype = lambda *_: None
+) -> MtpHead | None:
+    """A model's head, lazily and quantized as the model is; None if there is none.
 
     Args:
         lazy: the model, before its layers are streamed.
-        source: the folder that has the head's tensors; None: the model's own.
+        source: the folder with the head's tensors; None: the model's own.
 
     Raises:
-        UnsupportedModelError: there is one, and it is laid out in another way, or mlx-lm's classes cannot make it.
-        CheckpointError, MissingFileError, HeaderError: files are not there, or damaged.
+        UnsupportedModelError: its layout is unknown, or mlx-lm's classes cannot make it.
+        CheckpointError, MissingFileError, HeaderError: files are missing or damaged.
     """
     where = lazy.checkpoint.folder if source is None else source
     tensors = lazy.checkpoint.tensors if source is None else tensors_in(source)
@@ -135,22 +135,20 @@ def open_mtp(lazy: LazyModel, source: Path | None = None, target: Target = lambd
     found = find_mtp(tensors, len(layers))
     if found is None:
         if (name := unknown_mtp(tensors)) is not None:
-            raise UnsupportedModelError(
-                f"{where}: a multi-token-prediction head of a layout that is not known ({name})"
-            )
+            raise UnsupportedModelError(f"{where}: a multi-token-prediction head of an unknown layout ({name})")
         return None
     try:
         with random_state_kept():
-            return _open(lazy, text, found, target)
+            return _open(lazy, text, found, compute_dtype)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as e:
         raise UnsupportedModelError(f"{where}: its multi-token-prediction head cannot be made: {one_line(e)}") from e
 
 
-def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpHead:
+def _open(lazy: LazyModel, text: Any, found: MtpTensors, compute_dtype: ComputeDtype) -> MtpHead:
     layers = trunk(text).layers
     made = found.make_layer(text, layers)
     own, inside = _arrays(found)
-    # Qwen's originals have norms less one, until mlx-lm converts them.
+    # Qwen's original checkpoints store norm weights minus one; mlx-lm's conversion adds it.
     shifted = found.layout is QWEN and not found.converted
     if shifted:
         own = {path: a + 1.0 if a.ndim == 1 else a for path, a in own.items()}
@@ -163,13 +161,13 @@ def _open(lazy: LazyModel, text: Any, found: MtpTensors, target: Target) -> MtpH
             return False
         return asked(path, module) if callable(asked) else True
 
-    # As it was stored; and then to the model's own bits: what drafts need not be exact, and stays in memory.
+    # First as stored, then to the model's own bits: a draft need not be exact, and stays in memory.
     _quantize(head, how, lambda path, module: hasattr(module, "to_quantized") and f"{path}.scales" in weights)
     head.load_weights(list(weights.items()), strict=True)
     _quantize(head, how, chosen)
 
     def cast(path: str, a: mx.array) -> mx.array:
-        to = target(path, a.dtype)
+        to = compute_dtype(path, a.dtype)
         return a if to is None else a.astype(to)
 
     head.update(tree_map_with_path(cast, head.parameters()))
@@ -183,7 +181,6 @@ def _quantize(head: MtpHead, how: Mapping[str, Any] | None, which: Callable[[str
 
 
 def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """The tensors outside of the layer and inside, lazily, by their paths."""
     arrays: dict[str, mx.array] = {}
     infos = (*found.own.values(), *found.layer.values())
     for file in sorted({info.file for info in infos}):
@@ -196,9 +193,9 @@ def _arrays(found: MtpTensors) -> tuple[dict[str, mx.array], dict[str, mx.array]
 
 
 def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dict[str, mx.array]:
-    """A layer's weights as mlx-lm uses them: its own ``sanitize`` is handed them as those of the model's last layer.
+    """A layer's weights as mlx-lm uses them: ``sanitize`` gets them as those of the model's last layer.
 
-    Qwen's shifts norms where a convolution has the original's shape; the head has none, so it is handed one.
+    Qwen's shifts norms if it finds a convolution of the original's shape, so it is given one.
     """
     prefix = f"model.layers.{attending(trunk(text_model(model)).layers)}."
     weights = {prefix + path: a for path, a in inside.items()}
@@ -209,7 +206,7 @@ def _sanitized(model: Any, inside: Mapping[str, mx.array], shifted: bool) -> dic
 
 
 def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Experts that lie one by one put together, where the model's own are not kept so and ``sanitize`` left them."""
+    """Stacks experts that are stored one by one, where ``sanitize`` left them so."""
     made: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
     for path, a in layer.items():
@@ -223,7 +220,7 @@ def _stacked(layer: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def kv_bytes(head: MtpHead, hidden: int, dtype: mx.Dtype) -> int:
-    """Bytes of keys and values for each token of its cache. Computes nothing."""
+    """Bytes of keys and values per token of its cache; computes nothing."""
     cache = head.make_cache()
     head(mx.zeros((1, 1, hidden), dtype), mx.zeros((1, 1, hidden), dtype), cache)
     held = [a for leaf in leaves(cache) for a in (leaf.keys, leaf.values) if a is not None]

@@ -1,7 +1,7 @@
-"""The last hidden states of a text's tokens, kept for what drafts from them: those of the latest tokens only.
+"""Hidden states of a text's latest tokens, kept for the head that drafts from them.
 
-Who takes them need not come after each sweep, and need not get all: of a prompt, or of tokens that were found in a
-cache, there may be fewer than tokens. So what they take of memory does not depend on how long a text is.
+They need not be taken after each pass, and of a prompt, or of tokens found in a cache, there may be fewer states than
+tokens. So their memory does not depend on the text's length.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from outcore.modules.call_values import copy_of
 from outcore.modules.hooks import swap
 
 WINDOW = 256
-"""Tokens whose states are held at most."""
+"""The most tokens whose states are held."""
 
 
 class HiddenTap:
-    """Listens to a model's final norm, which puts out the states that its head is given; nothing of a pass changes.
+    """Records the output of a model's final norm, which its head receives; passes are not changed.
 
     Args:
         norm: outside of layers, so that its weights are always in memory.
@@ -41,7 +41,7 @@ class HiddenTap:
 
     @contextmanager
     def listening(self) -> Iterator[list[mx.array]]:
-        """What passes that this thread builds inside put out: arrays (1, tokens, hidden), not evaluated."""
+        """Records the outputs of passes that this thread builds inside: arrays (1, tokens, hidden), not evaluated."""
         heard: list[mx.array] = []
         self._heard.now = heard
         try:
@@ -51,35 +51,30 @@ class HiddenTap:
 
 
 class HiddenStates:
-    """States by their token's place in a text.
+    """Hidden states by their token's place in a text; a ``HiddenKeeper``.
 
     Args:
         tap: on the model's final norm.
-        window: tokens whose states are held at most.
-
-    Attributes:
-        end: the token behind the last one whose state was seen.
+        window: the most tokens whose states are held.
     """
 
     def __init__(self, tap: HiddenTap, window: int = WINDOW) -> None:
         self._tap = tap
         self.window = window
-        self._first = 0  # token of a prompt from which on states are wanted
+        self._first = 0  # first token of a prompt whose state is needed
         self._parts: list[tuple[int, mx.array]] = []  # first token, and states (1, tokens, hidden); without gaps
         self.end = 0
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What is held. To be evaluated with the pass that made it: a state that is not keeps what it is made from."""
+        """The states, to be evaluated with the pass that made them: an unevaluated one keeps its inputs alive."""
         return [a for _, a in self._parts]
 
     def expect(self, tokens: int) -> None:
-        """A prompt is computed that ends before this token."""
         self._first = tokens - self.window
 
     @contextmanager
     def watch(self, first: int, tokens: int) -> Iterator[None]:
-        """Keep the states of a pass over so many tokens from ``first`` on, which is built inside."""
         if first + tokens <= self._first:
             yield
             return
@@ -91,7 +86,7 @@ class HiddenStates:
     def _add(self, first: int, states: mx.array) -> None:
         if first > self.end:
             self._parts = []
-        # Tokens that a snapshot gave up are computed again; their states are here.
+        # Tokens behind a restored snapshot are computed again; their states are here already.
         known = max(0, self.end - first)
         if known < states.shape[1]:
             self._parts.append((first + known, states[:, known:] if known else states))
@@ -100,7 +95,7 @@ class HiddenStates:
             del self._parts[0]
 
     def settle(self) -> None:
-        """What is held was evaluated. A long part's older tokens go, and with them its memory."""
+        """Drops a long part's older tokens, and with them their memory."""
         if self._parts and (old := self.end - self.window - self._parts[0][0]) > 0:
             first, states = self._parts[0]
             own = copy_of(states[:, old:])
@@ -108,13 +103,12 @@ class HiddenStates:
             self._parts[0] = first + old, own
 
     def cut(self, end: int) -> None:
-        """Forget the states of tokens from this one on: they are not part of the text."""
         self._parts = [(first, a[:, : end - first]) for first, a in self._parts if first < end]
         self.end = min(self.end, end)
 
     def take(self, known: int) -> tuple[int, mx.array] | None:
-        """States (1, tokens, hidden) from the token ``known`` on, or a later one where that is gone, and which; they
-        are not held any longer. None if there are none."""
+        """Removes and returns the states (1, tokens, hidden) from the token ``known`` on, and the first token; later
+        ones where that is gone, None if there are none."""
         parts, self._parts = self._parts, []
         wanted = [
             (max(first, known), a[:, max(0, known - first) :]) for first, a in parts if first + a.shape[1] > known

@@ -30,8 +30,6 @@ from .proposer import MTP, MtpProposer
 
 
 class MtpHeads(DraftSource):
-    """Drafts by multi-token-prediction heads."""
-
     kind, usage, over_ranks = MTP, "mtp, mtp:FOLDER", False
 
     def parse(self, asked: str, argument: str | None) -> str | None:
@@ -50,11 +48,11 @@ class MtpHeads(DraftSource):
         asked = f"{called('draft')} {o.draft}"
         if o.head_resident is False and profile.size.head is not None:
             raise UsageError(
-                f"{asked}: drafts with the model's head, which has to stay in memory; let it, or draft ngram"
+                f"{asked}: drafts with the model's head, which has to stay in memory; keep it there, or draft ngram"
             )
         folder = None
         if which is not None:
-            # Of the original its one file with the head is enough.
+            # The original's one file with the head is enough.
             folder = Path(which) if Path(which).is_dir() else draft_folder(which)
         draft = draft_by_head(profile, folder)
         if draft is not None:
@@ -74,7 +72,8 @@ class MtpHeads(DraftSource):
 
 
 def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
-    """The model's head, from its own folder or from this one; None where it has none. Raises as ``open_mtp``."""
+    """The draft by the model's head, from its own folder or this one; None where it has none. Raises as
+    ``open_mtp``."""
     head = open_mtp(profile.lazy, folder, profile.cast.target)
     if head is None:
         return None
@@ -92,7 +91,7 @@ def draft_by_head(profile: ModelProfile, folder: Path | None) -> Draft | None:
 
 
 class ByHead(Drafting):
-    """A head in memory: read before the model, as quantizing takes memory beside it."""
+    """A head in memory. It is read before the model, as quantizing takes additional memory."""
 
     kind = MTP
     holds_head = True
@@ -125,7 +124,7 @@ class ByHead(Drafting):
 
 
 def load_head(folder: Path | None, profile: ModelProfile) -> MtpHead:
-    """The model's head, in memory; read array by array: what quantizing takes beside it is one of them."""
+    """Loads the model's head array by array, so that quantizing needs additional memory for one array only."""
     head = open_mtp(profile.lazy, folder, profile.cast.target)
     assert head is not None
     for _, array in tree_flatten(head.parameters()):

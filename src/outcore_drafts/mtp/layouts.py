@@ -1,9 +1,9 @@
-"""Layouts of multi-token-prediction heads as data: where originals have the tensors, which mlx-lm drops, and
-of which of the model's own classes the head's layer is.
+"""Layouts of multi-token-prediction heads as data: the names of their tensors in original checkpoints (mlx-lm drops
+them), and the model's class of the head's layer.
 
-The layouts were read in vLLM and sglang, whose files are named beside them. All have a norm for the embedding and one
-for the hidden state, what projects both together, a layer, and a norm behind them; embeddings and what makes
-logits are the model's own, also where they lie beside the head once more.
+The layouts were read in vLLM and sglang, whose files are named at each. All have a norm for the embedding and one for
+the hidden state, a projection of both, a layer and a final norm; embeddings and the output head are the model's own,
+even where a copy is stored with the head.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.errors import MissingFileError
 
 Cache: TypeAlias = KVCache | CacheList
-"""What a head keeps of the tokens before. Nothing of a window goes: guessed tokens are to be trimmed."""
+"""Keys and values of a head. No sliding windows: guessed tokens have to be trimmed."""
 
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """A head's layer, called as the model's layers are; ``caches``: of keys and values that it is given, as one if
-    several."""
+    """A head's layer, called as the model's layers are; ``caches``: how many keys-and-values caches it takes, as one
+    list if several."""
 
     module: nn.Module
     caches: int = 1
 
 
 def leaves(cache: Cache) -> list[KVCache]:
-    """The caches that one is made of."""
     return list(cache.caches) if isinstance(cache, CacheList) else [cache]
 
 
 def attending(layers: Any) -> int:
-    """The last layer that has keys and values."""
     return max(i for i, layer in enumerate(layers) if not getattr(layer, "is_linear", False))
 
 
@@ -48,12 +46,13 @@ class Layout:
     """How originals name a head's tensors.
 
     Attributes:
-        name: for people. ``place``: a pattern of whole names, with the number of the model's layers put in; its group
-            is what the other attributes are about.
-        sign: what a name begins with that no other layout in the same place has.
-        own: what they call the norms of the embedding and of the hidden state, what projects both, and the last norm.
-        kinds: files of mlx-lm's that the model's layers may be of; none: any.
-        layer: what names inside of its layer begin with.
+        name: for people.
+        place: a pattern of whole names, with the number of the model's layers put in; the other attributes refer to its
+            group.
+        sign: the start of a name that no other layout in the same place has.
+        own: their names of the embedding norm, the hidden-state norm, the projection and the final norm.
+        kinds: mlx-lm's files that the model's layers may come from; empty: any.
+        layer: prefix of names inside its layer.
     """
 
     name: str
@@ -90,10 +89,9 @@ class MtpTensors:
     """A head's tensors.
 
     Attributes:
-        layout: that they lie in.
-        own: of the head but for its layer, by their paths in it (``project.weight``); ``layer``: of its layer
-            (``self_attn.q_proj.weight``).
-        converted: by mlx-lm, which beside them says so.
+        own: those outside of its layer, by path in the head (``project.weight``).
+        layer: those of its layer (``self_attn.q_proj.weight``).
+        converted: by mlx-lm, as the model's other tensors show.
     """
 
     layout: Layout
@@ -102,10 +100,8 @@ class MtpTensors:
     converted: bool
 
     def make_layer(self, text: Any, layers: Any) -> HeadLayer:
-        """The layer, as the last of the model's that attends to all tokens, with random weights.
-
-        Args:
-            text: the model's part with its ``args``.
+        """The layer, of the class of the model's last layer that attends to all tokens, with random weights. ``text``:
+        the model's part with ``args``.
 
         Raises:
             ValueError: it cannot be made so.
@@ -127,15 +123,16 @@ class MtpTensors:
 
 
 def file_of(layers: Any) -> str:
-    """The file of mlx-lm's that a model's layers are of, which says more than the name of the model's type."""
+    """The mlx-lm file of a model's layers, which says more than the model type's name."""
     return type(layers[attending(layers)]).__module__.rpartition(".")[2]
 
 
 def tensors_in(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a folder's safetensors files, which need not be all of a model: those with the head do.
+    """Every tensor of a folder's safetensors files, which may be only those with the head.
 
     Raises:
-        MissingFileError: there are none. HeaderError, CheckpointError: as ``read_header``.
+        MissingFileError: there are none.
+        HeaderError, CheckpointError: as ``read_header``.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -144,12 +141,9 @@ def tensors_in(folder: Path) -> dict[str, TensorInfo]:
 
 
 def find_mtp(tensors: Mapping[str, TensorInfo], layers: int) -> MtpTensors | None:
-    """The head among a checkpoint's tensors; None if it has none in a layout that is known. Of several the first.
-
-    Args:
-        layers: that the model has.
-    """
-    # mlx-lm's own rule for what was converted: a convolution's kernel comes last in originals only.
+    """The head among a checkpoint's tensors, the first of several; None if there is none in a known layout. ``layers``:
+    of the model."""
+    # mlx-lm's own test for converted checkpoints: a convolution's kernel comes last in originals only.
     converted = any("conv1d.weight" in name and info.shape[-1] == 1 for name, info in tensors.items())
     near = {name: info for name, info in tensors.items() if "mtp" in name or f"layers.{layers}." in name}
     for layout in (QWEN, DEEPSEEK):
@@ -161,7 +155,7 @@ def find_mtp(tensors: Mapping[str, TensorInfo], layers: int) -> MtpTensors | Non
 
 
 def unknown_mtp(tensors: Mapping[str, TensorInfo]) -> str | None:
-    """A tensor that belongs to a head by its name, where ``find_mtp`` knows none; None if there is none either."""
+    """A tensor that belongs to a head by its name, for where ``find_mtp`` finds none; None if there is none either."""
     return next((name for name in tensors if "mtp" in name and _MTP.fullmatch(name)), None)
 
 

@@ -1,4 +1,4 @@
-"""Guesses by a model's multi-token-prediction head: from its last hidden states, one head's layer for each guess."""
+"""Guesses by a model's multi-token-prediction head, from the model's last hidden states."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .layouts import Cache, leaves
 MTP = "mtp"
 
 STEP = 16
-"""Tokens that the head follows at a time: few, since a plan counts a chunk of the model's own activations, at least
-as many, and none for what drafts."""
+"""Tokens that the head follows at a time: few, since a plan has room for a chunk of the model's own activations, at
+least as many, and none for the draft's."""
 
 
 class MtpProposer:
-    """The head, used again and again: its state of a guessed token takes the place of the model's own.
+    """The head, applied again and again: its state of a guessed token takes the place of the model's own.
 
-    Its keys and values are of the text's tokens, from the first one on whose hidden state is known. Those of guessed
-    tokens go when the text goes on.
+    Its keys and values are those of the text's tokens from the first known hidden state on; those of guessed tokens are
+    dropped when the text goes on.
 
     Args:
-        head, shared: in memory; ``shared`` with the model.
+        head, shared: in memory.
         draw: as in ``Drafting.proposer``.
-        hidden: of the text's tokens, but for the last one.
+        hidden: states of the text's tokens, except the last.
     """
 
     name = MTP
@@ -39,13 +39,12 @@ class MtpProposer:
         self._head: MtpHead | None = head
         self._shared, self._draw, self._hidden = shared, draw, hidden
         self._text: list[int] = []
-        self._cache: Cache | None = None  # none where nothing was followed yet
-        self._followed = 0  # the token behind the last one whose hidden state went into the head
-        self._state: mx.array | None = None  # (1, 1, hidden) of the text's last token, by the head
-        self._chain: list[mx.array] = []  # and of the tokens guessed since
+        self._cache: Cache | None = None  # None until the head has followed some tokens
+        self._followed = 0  # tokens whose hidden states went into the head
+        self._state: mx.array | None = None  # (1, 1, hidden): the head's state of the text's last token
+        self._chain: list[mx.array] = []  # the head's states of the tokens guessed since
 
     def give_up(self) -> None:
-        """Have no more guesses, and let go of the head."""
         self._head = self._state = None
         self._chain, self._cache = [], None
 
@@ -58,7 +57,6 @@ class MtpProposer:
             self._follow()
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
-        """What the head would say after the text and these tokens."""
         if self._state is None:
             return None
         with mx.stream(generation_stream):
@@ -68,7 +66,7 @@ class MtpProposer:
             return self._draw(logits[0, -1])
 
     def _follow(self) -> None:
-        """Compute the text's tokens that are new: each from the hidden state of the one before it."""
+        """Feeds the text's new tokens to the head, each with the hidden state of the one before it."""
         if self._head is None or self._hidden.end == self._followed:
             return
         taken = self._hidden.take(self._followed)
@@ -77,7 +75,7 @@ class MtpProposer:
             return
         at, states = taken
         if at > self._followed or self._state is None or self._cache is None:
-            # Some are not known, or none were: from here on, then.
+            # Some states are missing: start anew from here.
             self._cache = self._head.make_cache()
         ids = self._text[len(self._text) - states.shape[1] :]
         for first in range(0, len(ids), STEP):

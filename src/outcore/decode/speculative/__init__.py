@@ -1,1 +1,1 @@
-"""Tokens that are drafted, and verified by the model in one forward pass."""
+"""Speculative decoding: proposers draft tokens, and the model verifies them in one forward pass."""

@@ -1,4 +1,4 @@
-"""What drafting has taught: how likely guesses are right, and what they and passes take on this machine."""
+"""Acceptance statistics: how likely guesses are right, and what guesses and passes cost on this machine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import dataclass, field
 from .proposers import Key
 
 PRIOR, WEIGHT, FADE = 0.6, 2.0, 0.98
-"""The chance of a kind of guess that was never tried, how many guesses that counts for, and how old ones fade."""
+"""The chance of a kind of guess that was never tried; how many guesses that prior counts for; the factor by which old
+guesses fade."""
 
 NEAR, LAST = 0.3, 0.8
-"""How fast what was measured before gives way to what is measured now, and how much of it stays where many count."""
+"""How fast a longer measured time replaces the one before, and how much of the old sums stays with each new pass."""
 
 FAR = 3.0
-"""A time counts as so many times what was expected at most; one that much shorter means that those before were not what
-it takes."""
+"""A time counts as at most so many times the expected one; one shorter by that factor replaces all before it."""
 
 KEPT = 8
-"""Guesses that what was learnt of other texts counts for."""
+"""Guesses that the statistics of earlier texts count for."""
 
 
 @dataclass
 class Seconds:
-    """What something takes, of late: falls at once, as kernels may have been compiled before, and rises slowly."""
+    """The recent duration of something. It falls at once, as kernels may have been compiled before, and rises
+    slowly."""
 
     value: float | None = None
     seen: int = 0
@@ -35,10 +36,10 @@ class Seconds:
 
 @dataclass
 class CostLine:
-    """Seconds that drafting and a pass over so many tokens take together, of late: a line through what was seen.
+    """Recent seconds of drafting plus a pass, as a line over the pass's tokens.
 
     Attributes:
-        slope: seconds for each token more: none until passes over several numbers of tokens were seen.
+        slope: seconds per additional token; 0 until passes over different numbers of tokens were seen.
     """
 
     seen: int = 0
@@ -53,19 +54,19 @@ class CostLine:
             seconds = min(seconds, FAR * expected)
         new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
         one, n, s, nn, ns = self.sums = tuple(LAST * b + n for b, n in zip(self.sums, new, strict=True))
-        # As if one more token had been seen to take what it took before: passes over the same number say nothing of it.
+        # The old slope counts as one observation: passes over one number of tokens say nothing about the slope.
         self.slope = max(0.0, (ns - n * s / one + self.slope) / (nn - n * n / one + 1))
         self.seen += 1
 
     def at(self, tokens: int) -> float:
-        """0 if nothing was seen."""
+        """Expected seconds; 0 if nothing was seen."""
         one, n, s, _, _ = self.sums
         return max(0.0, (s - self.slope * n) / one + self.slope * tokens) if one else 0.0
 
 
 @dataclass
 class Rate:
-    """How often guesses were right, the older ones counting less; begins with what is thought of them before."""
+    """The share of guesses that were right, older ones counting less; starts from a prior."""
 
     right: float
     all: float = WEIGHT
@@ -84,13 +85,13 @@ class Rate:
 
 @dataclass
 class AcceptanceStats:
-    """Goes on from text to text.
+    """Acceptance statistics, which continue from text to text.
 
     Attributes:
-        rates, sources: how often guesses of a kind, and of a source, were right.
-        guess: what a guess of a source takes; ``follow``: and a token of the text there.
-        plain: what a pass takes without a draft; ``drafted``: and with one of a source, which is made before it.
-        sweeps: that were seen, and tokens that they ``made``.
+        rates, sources: share of right guesses by kind, and by source.
+        guess: seconds of a guess by source; ``follow``: of following one token of the text.
+        plain: seconds of a pass without a draft; ``drafted``: of drafting plus the pass, by source.
+        sweeps: passes seen, and tokens that they ``made``.
     """
 
     rates: dict[Key, Rate] = field(default_factory=dict)
@@ -103,34 +104,33 @@ class AcceptanceStats:
     made: int = 0
 
     def another_text(self) -> None:
-        """Another text begins: what was learnt of those before counts for less."""
+        """Another text begins: statistics of earlier ones count for less."""
         for rate in (*self.rates.values(), *self.sources.values()):
             rate.fade_to(KEPT)
 
     def chance(self, key: Key) -> float:
-        """How likely a guess of this kind is right."""
+        """The chance that a guess of this kind is right."""
         rate = self.rates.get(key)
         return rate.value if rate is not None else self.typical(key[0])
 
     def typical(self, source: str) -> float:
-        """How likely a guess of this source is right, on the whole."""
+        """The chance that any guess of this source is right."""
         rate = self.sources.get(source)
         return rate.value if rate is not None else PRIOR
 
     def best(self, source: str) -> float:
-        """How likely the best of its guesses are right."""
+        """The chance of the source's best kind of guess."""
         return max([self.typical(source), *(r.value for k, r in self.rates.items() if k[0] == source)])
 
     def judged(self, key: Key, right: bool) -> None:
-        """A guess of this kind was right, or not."""
         prior = self.typical(key[0]) * WEIGHT
         self.rates.setdefault(key, Rate(prior)).add(right)
         self.sources.setdefault(key[0], Rate(prior)).add(right)
 
     def swept(self, source: str | None, tokens: int, seconds: float) -> None:
-        """Drafting by a source, or nothing, and a pass over so many tokens took so long."""
+        """Records the seconds of drafting by a source (None: no draft) plus a pass over so many tokens."""
         if source is not None:
             self.drafted.setdefault(source, CostLine()).add(tokens, seconds)
-        # No pass takes longer without a draft than with one.
+        # A pass without a draft takes no longer than one with a draft.
         if source is None or seconds < (self.plain.value or 0.0):
             self.plain.add(seconds)

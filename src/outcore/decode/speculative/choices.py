@@ -1,4 +1,4 @@
-"""Ways to draft for a model within a budget, opened and planned for, the fastest of which ``--draft auto`` takes."""
+"""The ways to draft for a model within a budget, each opened and planned for; ``--draft auto`` takes the fastest."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROOM = 1_000_000_000
 
 
 Way = tuple[Choice, ModelProfile]
-"""A way to draft: what it is expected to give, and the model opened for it."""
+"""A way to draft, with its expected speed, and the model opened for it."""
 
 
 def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, opening: Opening, budget: int) -> list[Way]:
-    """Every way that there is, simplest first; those that cannot be say why.
+    """Every way to draft, simplest first; those that cannot be used say why.
 
     Args:
-        planning: of ``auto``: the text's own repetitions where there is room for them; ``base``: its plan.
+        planning: of ``auto``, which drafts n-grams where there is room for them; ``base``: its plan.
     """
     calibration = opening.known or ASSUMED
     none = replace(planning, kind=NONE, draft=None).at(budget, calibration)
@@ -42,7 +42,7 @@ def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, open
         return found
     for source in draft_sources().values():
         for name, which, least in source.offers(profile):
-            if least > budget:  # without opening it, which takes its time
+            if least > budget:  # known without opening it, which takes long
                 found.append((Choice(name, reason=f"needs more than {format_size(least)}"), profile))
             else:
                 found.append(_way(source, name, which, profile, planning, opening, budget))
@@ -75,12 +75,12 @@ def _way(
 
 
 def _cannot_be_written(nbytes: int, folder: Path | None) -> str:
-    """Why so many bytes cannot be written to the cache and this folder; nothing if they can."""
+    """Why so many bytes cannot be written to the cache and this folder; "" if they can."""
     for at in (cache_dir(), folder or cache_dir()):
         while not at.exists() and at != at.parent:
             at = at.parent
         if not os.access(at, os.W_OK):
-            return f"{format_size(nbytes)} are to be written, and {at} cannot be written to"
+            return f"{format_size(nbytes)} are to be written, and {at} is not writable"
         if nbytes + ROOM > (free := shutil.disk_usage(at).free):
             return f"{format_size(nbytes)} are to be written, and {format_size(free)} are free for the cache"
     return ""

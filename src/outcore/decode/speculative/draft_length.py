@@ -1,7 +1,8 @@
-"""How many tokens to draft: what each kind of guess is worth, and what drafting and a pass cost for so many tokens.
+"""Decides how many tokens to draft, from the acceptance statistics and from what drafting and a pass over so many
+tokens cost.
 
 Nothing is assumed about the machine: where the disk is the limit a pass takes as long for thirty tokens as for one,
-elsewhere computing them takes longer than reading, and both are seen while tokens are made.
+elsewhere computing them takes longer than reading, and both are measured while tokens are made.
 """
 
 from __future__ import annotations
@@ -18,20 +19,15 @@ UNTRIED = 4
 """Guesses for the first pass."""
 
 SURE = 3
-"""Drafts of a source after which it is known what they take: kernels are compiled for the first ones."""
+"""Drafts of a source after which its cost is known; the first ones include compiling kernels."""
 
 PROBE = 0.01
-"""Of the time without a draft, that which trying a token again may take where drafting has not been worth it; and of
-the time with drafts, that of passes without, which tell what those are worth."""
+"""Share of time for probing: trying a token where drafting did not pay, or passes without a draft where it does."""
 
 
 @dataclass(frozen=True)
 class SharedPass:
-    """What other texts have of a sweep that they share.
-
-    Attributes:
-        tokens: that are computed for them; ``expected``: that they are thought to get of it.
-    """
+    """The other texts' part of a shared pass: tokens computed for them, and tokens that they are expected to get."""
 
     tokens: int = 0
     expected: float = 0.0
@@ -46,15 +42,15 @@ class DraftLengthPolicy:
     or as computing and drafting, which grow with the number of tokens, whichever is longer.
 
     Args:
-        most: drafted tokens at most.
-        acceptance: of texts before this one; what this one teaches is added.
-        fixed: always draft that many, as far as the source goes.
+        most: the most drafted tokens.
+        acceptance: statistics of earlier texts, to which this text's are added.
+        fixed: always draft ``most`` tokens, as far as the source goes.
 
     Attributes:
-        foreseen_s: seconds that a pass is thought to take before any was seen.
-        beside: what others have of the next sweep.
-        expected: tokens that the last draft is thought to be worth, with the one that the model says itself.
-        source: that it is of, None where there is none; ``spent``: seconds that it took.
+        foreseen_s: expected seconds of a pass before any was seen.
+        shared: the other texts' part of the next pass.
+        expected: tokens that the last draft is expected to yield, with the one that the model itself adds.
+        source: of the last draft, None if there is none; ``spent``: seconds that it took.
     """
 
     def __init__(
@@ -71,37 +67,31 @@ class DraftLengthPolicy:
         self.fixed = fixed
         self.foreseen_s = self.spent = 0.0
         self.source: str | None = None
-        self.beside = SharedPass()
+        self.shared = SharedPass()
         self.expected = 1.0
         self._clock = clock
-        self._seen: dict[str, int] = {}  # tokens of the text that it has followed
-        self._alike_s = 0.0  # of passes one after the other that all had a draft, or all had none
-        self._drafted = False  # whether they had
+        self._seen: dict[str, int] = {}  # tokens of the text that each source has followed
+        self._alike_s = 0.0  # seconds of the latest passes that all had a draft, or all had none
+        self._drafted = False  # whether they had one
 
     def seconds(self, source: str, tokens: int) -> float:
-        """Seconds that drafting by a source and a pass over so many tokens, and what others have of it, are expected to
-        take; 0 if there is nothing to go by."""
+        """Expected seconds of drafting by a source plus the shared pass with so many tokens of this text; 0 if
+        unknown."""
         learnt = self.acceptance
         line = learnt.drafted.get(source)
-        return max(self.plain_s, line.at(tokens + self.beside.tokens) if line is not None else 0.0)
+        return max(self.plain_s, line.at(tokens + self.shared.tokens) if line is not None else 0.0)
 
     @property
     def plain_s(self) -> float:
-        """The same without a draft."""
         return self.foreseen_s if self.acceptance.plain.value is None else self.acceptance.plain.value
 
     def draft(self, source: Proposer, text: Sequence[int], most: int) -> list[Guess]:
-        """Guesses that are worth being looked at by the next sweep.
-
-        Args:
-            text: the tokens so far.
-            most: guesses at most.
-        """
+        """At most ``most`` guesses that are worth verifying in the next pass, after the tokens of ``text``."""
         learnt = self.acceptance
         self.expected = 1.0
         stale = self._drafted and PROBE * self._alike_s > self.plain_s
         if not self.fixed and learnt.drafted and (stale or learnt.plain.seen < 2):
-            return []  # so that it is known what a pass takes without
+            return []  # measures a pass without a draft
         limit = min(most, self.most if learnt.drafted or self.fixed else UNTRIED)
         guesses = self._draft(source, text, limit)
         if not guesses and source.cheaper is not None:
@@ -131,7 +121,7 @@ class DraftLengthPolicy:
                 follows = source.name in self._seen
                 self._seen[source.name] = len(text)
                 if not follows:
-                    # It computed the prompt, which is not what following a text takes.
+                    # It computed the prompt, which is no measure of following a text.
                     began = self._clock()
             guess = source.guess([g.token for g in guesses])
             took = self._clock() - began
@@ -140,7 +130,7 @@ class DraftLengthPolicy:
             if source.cheaper is None or guess.key[0] != source.cheaper.name:
                 if follows and times.value is not None and took > times.value:
                     follow.add((took - times.value) / max(1, behind))
-                    # What it had not seen for long is no part of a draft either.
+                    # Catching up on tokens that it missed is no part of a draft's cost either.
                     caught_up = took - times.value if behind > MOST + 1 else 0.0
                 else:
                     times.add(took)
@@ -156,11 +146,8 @@ class DraftLengthPolicy:
         return guesses
 
     def judged(self, guesses: Sequence[Guess], text: Sequence[int], seconds: float) -> None:
-        """What became of a draft.
-
-        Args:
-            text: that the sweep made: guesses that were right, and one token more; ``seconds``: that it took for it.
-        """
+        """Records the outcome of a draft: ``text`` are the tokens of the pass, accepted guesses and one more;
+        ``seconds`` its duration."""
         learnt = self.acceptance
         for guess, token in zip(guesses, text, strict=False):
             for guessed, key in ((guess.token, guess.key), *guess.others):
@@ -171,15 +158,15 @@ class DraftLengthPolicy:
         self.spent, self.source = 0.0, None
 
     def swept(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens took so many seconds, with what drafting for all who share it took (``spent``). To
-        be told before what became of the draft."""
+        """Records the seconds of a pass over so many tokens, with the drafting of all texts that share it (``spent``);
+        to be called before ``judged``."""
         self.acceptance.swept(self.source, tokens, seconds)
 
     def _promises(self, source: str, chance: float, most: int) -> bool:
-        """Whether drafts of any length are faster than none, if each guess is right with this chance."""
+        """Whether a draft of some length is faster than none, if each guess is right with this chance."""
         if self.fixed:
             return most > 0
-        expected, plain, others = 1.0, self.plain_s, self.beside.expected
+        expected, plain, others = 1.0, self.plain_s, self.shared.expected
         for drafted in range(1, most + 1):
             expected += chance**drafted
             if not plain or (others + expected) * plain > (others + 1) * self.seconds(source, drafted + 1):
@@ -187,11 +174,11 @@ class DraftLengthPolicy:
         return False
 
     def _worth(self, source: str, expected: float, chance: float, drafted: int, spent: float, more: float) -> bool:
-        """Whether one more guess, that is right with this chance, is worth its time, after so many seconds of drafting:
-        ``more`` that it takes, or, below 0, that it took already."""
+        """Whether one more guess, right with this chance, pays after ``spent`` seconds of drafting: ``more`` is its
+        duration, negative if it is already part of ``spent``."""
         if self.fixed or not self.plain_s:
             return True
         before = max(self.seconds(source, drafted + 1), spent)
         after = max(self.seconds(source, drafted + 2) + min(more, 0.0), spent + max(more, 0.0))
-        expected += self.beside.expected
+        expected += self.shared.expected
         return (expected + chance) * before > expected * after

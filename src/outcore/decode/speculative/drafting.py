@@ -1,4 +1,4 @@
-"""What drafts for a loaded model, of which each text has guesses of its own."""
+"""The drafter of a loaded model, which makes a proposer for each text."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from .draft_length import DraftLengthPolicy
 from .proposers import Both, Draw, NGram, Proposer, drawn
 
 LONGEST = 256
-"""Drafted tokens that can be asked for at most: no text can be foreseen that far."""
+"""The most drafted tokens that can be asked for; no text can be predicted that far."""
 
 TextState = Callable[[], tuple[list[Any], list[int]]]
-"""Gives the model's caches of a text, and what they do not hold yet of it, but for its last token."""
+"""Returns the model's caches of a text, and its tokens that they do not hold yet, without the last one."""
 
 
 class DroppableProposer(Proposer, Protocol):
-    """A proposer whose memory may be needed."""
+    """A proposer whose memory can be taken back."""
 
-    def give_up(self) -> None:
-        """Have no more guesses, and let go of the weights."""
+    def give_up(self) -> None: ...
 
 
 class Drafting:
-    """What drafts for a loaded model. Of this class itself: the text's own repetitions, without any weights. Kinds that
-    need some are classes made of it, in packages (``sources``).
+    """The drafter of a loaded model. This class drafts n-grams, without any weights; subclasses in packages
+    (``sources``) have some.
 
     Attributes:
-        model: that drafts, in memory; None: nothing has weights.
+        model: that drafts, in memory; None: there are no weights.
         kind, name, holds_head, intact: as of ``engine.resident_layers.Drafter``, which this is.
     """
 
@@ -49,25 +48,26 @@ class Drafting:
         self._proposers: weakref.WeakSet[DroppableProposer] = weakref.WeakSet()
 
     def join(self, session: Session) -> Drafting:
-        """The model is loaded. Returns what drafts for it: this, or n-grams where this cannot, which is noted."""
+        """Called when the model is loaded. Returns the drafter: this, or n-grams where this cannot draft, which the
+        session notes."""
         return self
 
     @property
     def intact(self) -> bool:
-        """Whether it can be given up without harm."""
+        """Whether it can be given up safely."""
         return True
 
     def hidden(self) -> HiddenKeeper | None:
-        """What keeps a text's hidden states for its proposer; None where it does not draft from them. Of which layers
-        they are is between the two."""
+        """A new keeper of a text's hidden states for its proposer; None if it does not use them."""
         return None
 
     def proposer(self, draw: Draw, state: TextState, hidden: HiddenKeeper | None) -> DroppableProposer | None:
-        """What guesses one text's tokens by weights; None: nothing does.
+        """What guesses one text's tokens by weights; None: there are none.
 
         Args:
-            draw: makes a guess of logits.
-            state: of the text, in the model. ``hidden``: this text's, of ``hidden()``.
+            draw: makes a guess from logits.
+            state: of the text, in the model.
+            hidden: what ``hidden()`` returned for this text.
         """
         return None
 
@@ -79,10 +79,11 @@ class Drafting:
         state: TextState,
         hidden: HiddenKeeper | None = None,
     ) -> Proposer:
-        """What guesses one text's tokens: its own repetitions, and what has weights beside them.
+        """What guesses one text's tokens: n-grams, and the proposer with weights, if any.
 
         Args:
-            how: as in ``proposers.drawn``. ``vocabulary``: tokens that there are.
+            how: as of ``proposers.drawn``.
+            vocabulary: number of tokens.
         """
         model = self.proposer(partial(drawn, how=how, vocabulary=vocabulary, name=self.kind), state, hidden)
         if model is None:
@@ -91,19 +92,17 @@ class Drafting:
         return Both(NGram(), model, control.acceptance.chance)
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
-        """As of ``Drafter``."""
         return profile
 
     def give_up(self, session: Session) -> Drafting:
-        """Let go of what it has in memory, also of texts under way: they have no more guesses of it. Returns n-grams,
-        which draft instead."""
+        """Release the weights, also of texts under way, which get no more guesses from them. Returns n-grams, which
+        draft instead."""
         for proposer in list(self._proposers):
             proposer.give_up()
         self.close()
         return Drafting()
 
     def close(self) -> None:
-        """Let go of the weights."""
         self.model = None
 
 
@@ -111,7 +110,7 @@ def check_draft_length(most: int, name: str = "num_draft_tokens") -> int:
     """The number of drafted tokens that was asked for.
 
     Raises:
-        UsageError: fewer than 1, or more than anything could be good for.
+        UsageError: it is below 1 or above ``LONGEST``.
     """
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
         raise UsageError(f"{name} {shortened(most)}: from 1 to {LONGEST}; to draft nothing, load with draft none")

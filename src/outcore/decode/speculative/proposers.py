@@ -1,4 +1,4 @@
-"""Where drafted tokens come from: the text's own repetitions, a small model, or both."""
+"""Proposers of drafted tokens: the text's own repetitions, a model, or both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Guess:
     """A token that may come next.
 
     Attributes:
-        key: with what else it counts when chances are estimated.
-        q: the probabilities (vocabulary,) that it was drawn with, for the rejection rule; None: the sampler decides.
-        likely: the most likely token where this one was drawn, for what must not depend on the draw.
-        others: what else would have been guessed here, to learn what that is worth.
+        key: the kind of guess that its outcome counts for.
+        q: the probabilities (vocabulary,) that it was drawn from, for the rejection rule; None: the sampler decides.
+        likely: the most likely token where this one was drawn, for decisions that must not depend on the draw.
+        others: other guesses for this place, with their kinds, whose outcomes are counted too.
     """
 
     token: int
@@ -38,8 +38,8 @@ class Proposer(Protocol):
     """Guesses tokens, one after the other.
 
     Attributes:
-        name: that of its keys.
-        cheaper: a part of it that takes less time, for where the whole is not worth it.
+        name: of its kinds of guesses.
+        cheaper: a cheaper part of it, to be used where the whole does not pay.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Proposer(Protocol):
     def cheaper(self) -> Proposer | None: ...
 
     def begin(self, text: Sequence[int]) -> None:
-        """The text is this now; it begins as it did before."""
+        """Sets the text, which begins as it did before."""
 
     def guess(self, drafted: Sequence[int]) -> Guess | None:
-        """What may follow the text and what was drafted since; None if there is nothing to go by."""
+        """The token that may follow the text and the tokens drafted since; None if there is none."""
 
 
 SHORTEST, LONGEST = 2, 24
-"""Tokens that must agree before a repetition is followed, and up to which more of them mean more."""
+"""Tokens that must agree before a repetition is followed, and the most that are compared."""
 
 PLACES = 8
 """Earlier places that are compared, latest first."""
@@ -104,15 +104,11 @@ SURE = 0.95
 """Chance of a repetition from which the model is not asked."""
 
 AGAINST = "against"
-"""Source of repetitions that say otherwise than the model: they are right less often than those that agree."""
+"""Source of repetitions that differ from the model's guess; they are right less often than those that agree."""
 
 
 class Both:
-    """A model's guesses, and in their place the text's repetitions where those are more likely right.
-
-    Args:
-        chance: how likely a guess of that kind is right.
-    """
+    """Guesses of a model, or of n-grams where those are more likely right; ``chance`` is that of a kind of guess."""
 
     def __init__(self, ngram: Proposer, model: Proposer, chance: Callable[[Key], float]) -> None:
         self.name = model.name
@@ -130,7 +126,7 @@ class Both:
         if repeated is None or found is None:
             return found or repeated
         seen = ((repeated.token, repeated.key),)
-        # Were a token that was drawn kept or not for what it is, the text would be distributed otherwise.
+        # The choice must not depend on the token drawn, or the text would be distributed differently.
         if repeated.token == (found.token if found.likely is None else found.likely):
             return replace(found, others=seen)
         against = AGAINST, repeated.key[1]
@@ -140,15 +136,15 @@ class Both:
 
 
 Draw = Callable[[mx.array], Guess | None]
-"""Makes a guess of a drafting model's logits, as many as it has (``drawn``)."""
+"""Makes a guess from a draft model's logits, as many as it has (``drawn``)."""
 
 
 def drawn(logits: mx.array, *, how: MlxLmSampler | None, vocabulary: int, name: str) -> Guess | None:
-    """A model's guess after its logits; None where they are no numbers, as a broken draft's are.
+    """A model's guess from its logits; None where they are not finite, as a broken draft's are.
 
     Args:
-        logits: one-dimensional; a drafting model may have more or fewer than there are tokens in the ``vocabulary``.
-        how: drawn with a sampler's distribution; None: the most likely token.
+        logits: one-dimensional; a draft model may have more or fewer than the ``vocabulary`` has tokens.
+        how: draws from this sampler's distribution; None: takes the most likely token.
         name: of the source.
     """
     missing = vocabulary - logits.size
@@ -161,7 +157,7 @@ def drawn(logits: mx.array, *, how: MlxLmSampler | None, vocabulary: int, name: 
     else:
         q = how.distribution(logprobs[None])[0]
         token = mx.random.categorical(mx.log(q))
-        # Not that of the token drawn: whether a draft goes on must not depend on the draw, or the rule would not hold.
+        # Not the drawn token's: the rejection rule holds only if the draft's length does not depend on the draw.
         likely = mx.argmax(q)
         sure = q[likely]
     mx.eval(token, sure)

@@ -1,8 +1,8 @@
-"""Kinds of drafts beside n-grams, which packages bring: the seam to ``outcore_drafts``.
+"""The kinds of drafts that packages add to n-grams: the seam to ``outcore_drafts``.
 
-A package's module of the group ``drafts`` (``outcore.packages``) has ``SOURCES``, a ``DraftSource`` for each kind. One
-class says all of a kind: what ``--draft`` takes, what it weighs in a plan, and how it is loaded; it gives a
-``Drafting`` whose proposers guess. Verifying, how much is drafted, and what is learnt of it are the same for all.
+A package's module of the group ``drafts`` (``outcore.packages``) has ``SOURCES``, one ``DraftSource`` for each kind:
+the words that ``--draft`` takes, the draft's sizes for the plan, and how it is loaded, as a ``Drafting`` whose
+proposers guess. Verification, draft length and statistics are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..opening import Opening
 from .drafting import Drafting
 
 OWN = (AUTO, NONE, NGRAM)
-"""What the core knows by itself."""
+"""The kinds that the core has itself."""
 
 MISSING = "needs the package outcore_drafts, which is not there; install outcore whole, or draft ngram"
 
@@ -34,9 +34,9 @@ class DraftSource:
     """A kind of draft that has weights.
 
     Attributes:
-        kind: its word for ``--draft``, behind which something may follow a colon.
-        usage: how the word is to be written, for people.
-        names_models: it takes what is no kind's word, as the name of a model.
+        kind: its word for ``--draft``; an argument may follow after a colon.
+        usage: how the word is written, for people.
+        names_models: a word that names no kind is taken as the name of its model.
         over_ranks: it drafts for a model that lies on several machines.
     """
 
@@ -46,25 +46,26 @@ class DraftSource:
     over_ranks = True
 
     def parse(self, asked: str, argument: str | None) -> Any:
-        """What of this kind was asked for, as ``open`` takes it.
+        """The argument of ``--draft`` as ``open`` takes it.
 
         Args:
-            asked: all of ``--draft``; ``argument``: what follows the colon, None where there is none.
+            asked: all of ``--draft``.
+            argument: the part after the colon, None if there is none.
 
         Raises:
-            UsageError: nothing can be meant by it.
+            UsageError: it means nothing.
         """
         if argument is not None:
-            raise UsageError(f"{called('draft')} {shortened(asked)}: {self.kind} takes nothing behind a colon")
+            raise UsageError(f"{called('draft')} {shortened(asked)}: {self.kind} takes nothing after a colon")
         return None
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, Any, int]]:
-        """What ``--draft auto`` weighs for a model: names, what ``open`` takes for them, and bytes that they take at
-        least."""
+        """The drafts that ``--draft auto`` considers: names, arguments of ``open``, and the least bytes that they
+        take."""
         return iter(())
 
     def open(self, which: Any, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft]:
-        """The model as it is with the draft, and the draft, sized; nothing has been read.
+        """The model with the draft, and the draft's sizes; reads no weights.
 
         Raises:
             UsageError, CheckpointError: it cannot draft for this model, or not as that is to be loaded.
@@ -72,32 +73,32 @@ class DraftSource:
         raise NotImplementedError
 
     def to_write(self, profile: ModelProfile, plan: Plan, draft: Draft) -> tuple[int, Path | None]:
-        """Bytes that are written before it drafts, once, and the folder that they are written to."""
+        """Bytes that are written once before it drafts, and the folder."""
         return 0, None
 
     def write(self, profile: ModelProfile, draft: Draft, progress: Progress) -> None:
-        """Write its files before it is loaded, as ``outcore pack`` does."""
+        """Write its files without loading it, as ``outcore pack`` does."""
         raise NotImplementedError
 
     def load(self, draft: Draft, profile: ModelProfile, opening: Opening, progress: Progress) -> Drafting:
-        """What drafts, before the model is loaded, whose ``join`` follows: with weights that are to be read before."""
+        """Loads the draft before the model is loaded; ``Drafting.join`` follows."""
         raise NotImplementedError
 
     def of_model(self, model: nn.Module) -> Drafting:
-        """What drafts with a model that a caller has loaded; of a source that ``names_models``."""
+        """The drafter of a model that the caller has loaded; of a source that ``names_models``."""
         raise NotImplementedError
 
 
 def draft_sources() -> dict[str, DraftSource]:
-    """The kinds that packages bring, by their words."""
+    """The kinds that packages add, by their words."""
     return {source.kind: source for module in packages.modules("drafts").values() for source in module.SOURCES}
 
 
 def draft_source(kind: str) -> DraftSource:
-    """One of them.
+    """The source of this kind.
 
     Raises:
-        UsageError: no package brings it.
+        UsageError: no package has it.
     """
     sources = draft_sources()
     if kind not in sources:
@@ -106,7 +107,8 @@ def draft_source(kind: str) -> DraftSource:
 
 
 def for_models(asked: str) -> DraftSource:
-    """What drafts with other models, as was ``asked``. Raises as ``draft_source``."""
+    """The source that drafts with other models; ``asked`` is named in its errors, which are those of
+    ``draft_source``."""
     found = next((source for source in draft_sources().values() if source.names_models), None)
     if found is None:
         raise UsageError(f"{asked}: {MISSING}")
@@ -114,10 +116,10 @@ def for_models(asked: str) -> DraftSource:
 
 
 def parse_draft(draft: str) -> tuple[str, Any]:
-    """The kind of a ``--draft``, and what of it, as its source takes it.
+    """The kind and the argument of a ``--draft``.
 
     Raises:
-        UsageError: nothing can be meant by it, or the package that drafts so is not there.
+        UsageError: it means nothing, or the package of this kind is missing.
     """
     if not isinstance(draft, str):
         raise UsageError(f"draft={shortened(repr(draft))}: {_ways()}")
@@ -135,18 +137,17 @@ def parse_draft(draft: str) -> tuple[str, Any]:
     words = (*OWN, *(kind for kind, source in sources.items() if not source.names_models))
     meant = difflib.get_close_matches(draft.lower(), words, 1)
     if meant and not Path(draft).exists():
-        raise UsageError(f"{asked}: no folder, and not {meant[0]}, which may be meant; {_ways()}")
+        raise UsageError(f"{asked}: no such folder; did you mean {meant[0]}? {_ways()}")
     by_name = for_models(asked)
     return by_name.kind, by_name.parse(draft, draft)
 
 
 def _ways() -> str:
-    """What ``--draft`` takes."""
     return f"give {', '.join((*OWN, *(source.usage for source in draft_sources().values())))}"
 
 
 def with_draft(kind: str, which: Any, profile: ModelProfile, opening: Opening) -> tuple[ModelProfile, Draft | None]:
-    """The model, and what is to draft for it; of ``auto`` n-grams. Raises as ``DraftSource.open``."""
+    """The model and its draft; ``auto`` begins with n-grams. Raises as ``DraftSource.open``."""
     if kind == NONE:
         return profile, None
     if kind in OWN:
