@@ -45,8 +45,6 @@ SNAPSHOT_STEP, HELD = 16, 4
 
 
 class DraftModels(DraftSource):
-    """Drafts by another model, all of which is in memory."""
-
     kind, usage, names_models = MODEL, "or a model", True
 
     def parse(self, asked: str, argument: str | None) -> str:
@@ -150,7 +148,6 @@ class ModelProposer:
             return self._draw(logits[0, -1])
 
     def _follow(self, ids: list[int]) -> None:
-        """Feeds tokens whose logits are not needed."""
         with mx.stream(generation_stream):
             for at in range(0, len(ids), PROMPT_STEP):
                 self._feed(ids[at : at + PROMPT_STEP])
@@ -168,11 +165,8 @@ class ModelProposer:
 
 
 def draft_folder(model: str) -> Path:
-    """The folder of a draft model, or of a model with a head that drafts; errors name the flag.
-
-    Raises:
-        UsageError, CheckpointError: as ``resolve_model``.
-    """
+    """The folder of a draft model, or of a model with a head that drafts; errors are ``resolve_model``'s and name the
+    flag."""
     try:
         return resolve_model(model)
     except CheckpointError as e:
@@ -180,11 +174,7 @@ def draft_folder(model: str) -> Path:
 
 
 def check_tokenizers(model: Path, draft: Path) -> None:
-    """Refuse a draft model whose tokens differ from the model's.
-
-    Raises:
-        UsageError: they differ.
-    """
+    """Raises ``UsageError`` for a draft model whose tokens differ from the model's."""
     ours, theirs = _tokens(model), _tokens(draft)
     if ours != theirs:
         raise UsageError(
@@ -193,7 +183,6 @@ def check_tokenizers(model: Path, draft: Path) -> None:
 
 
 def _tokens(folder: Path) -> Any:
-    """A folder's vocabulary, or what there is to compare of it."""
     path = folder / "tokenizer.json"
     try:
         if path.exists():

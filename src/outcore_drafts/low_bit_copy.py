@@ -107,7 +107,6 @@ def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
 
 
 def _in_memory(profile: ModelProfile, file: PackedFile) -> int:
-    """Bytes of a file's tensors in the dtypes that they are computed in."""
     found = 0
     for path, dtype, shape in file.tensors:
         found += prod(shape) * (profile.cast.target(path, dtype) or dtype).size
@@ -241,7 +240,6 @@ def _quantized_layers(model: nn.Module, bits: int, heads: Sequence[str], cut: Co
 
 
 def _nbytes(module: nn.Module) -> int:
-    """Bytes of a module that can be quantized, or quantized further; 0 of any other."""
     if not hasattr(module, "to_quantized") and "scales" not in module:
         return 0
     return sum(a.nbytes for a in module.values() if isinstance(a, mx.array))

@@ -56,12 +56,8 @@ class BatchDecoder:
         self.failed: dict[int, Exception] = {}
 
     def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each sequence, the joining ones included.
-
-        Args:
-            chunk: prompt tokens per chunk.
-            beside: passes over part of a prompt whose sequence does not join yet.
-        """
+        """One more token of each sequence, the joining ones included. ``chunk``: prompt tokens per chunk; ``beside``:
+        passes over part of a prompt whose sequence does not join yet."""
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
             runs: list[Callable[[], mx.array]] = [each.run for each in beside]

@@ -22,12 +22,7 @@ QUESTION, ANSWER = "question", "the-answer-stands-here"
 
 
 class ChatTemplate:
-    """A model's chat template, which renders messages to token ids.
-
-    Args:
-        system: the system prompt.
-        messages: follow it, before the first message.
-        options: further arguments of the template.
+    """A model's chat template, which renders messages to token ids: the system prompt and ``messages``, then the chat.
 
     Raises:
         CheckpointError: there is no template, or it cannot be used.
@@ -57,11 +52,8 @@ class ChatTemplate:
             raise UsageError(f"{why}; try it without --system-prompt and --chat-template-config") from e
 
     def opening(self, message: str) -> list[int]:
-        """A conversation's first tokens, until its first answer begins.
-
-        Raises:
-            PromptError: the template refuses the message.
-        """
+        """A conversation's first tokens, until its first answer begins; ``PromptError`` if the template refuses the
+        message."""
         return self.encode(self._render([*self._begin, _said("user", message)]))
 
     def shared(self, prompt: Sequence[int]) -> int:
@@ -105,17 +97,10 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 class Conversation:
-    """A conversation that grows by a message and an answer at a time.
+    """A conversation that grows by a message and an answer at a time; ``held`` counts the tokens in its caches.
 
     Earlier text stays as it was. Many templates would leave an answer's thoughts out of later prompts, but then the
     answer had to be computed again, and with states that cannot be taken back all before it too.
-
-    Args:
-        make_cache: makes new caches for the model.
-
-    Attributes:
-        text: all tokens so far.
-        held: how many of them the caches hold.
     """
 
     def __init__(self, template: ChatTemplate, make_cache: Callable[[], list[Any]]) -> None:
@@ -145,12 +130,8 @@ class Conversation:
         return [*self.text[self.held :], *new]
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:
-        """Record the answer to a prompt, whole or not.
-
-        Args:
-            answer: at least one token.
-            in_cache: tokens of prompt and answer that the caches hold (``Session.in_cache``).
-        """
+        """Record the answer to a prompt, whole or not, of which caches hold ``in_cache`` tokens
+        (``Session.in_cache``)."""
         self._answer = self.held + len(prompt)
         self.text = [*self.text[: self.held], *prompt, *answer]
         self.held += in_cache

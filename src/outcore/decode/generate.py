@@ -159,12 +159,8 @@ def _stream(
 def _tokens(
     model: nn.Module, session: Session, request: Request, step: int, drafted: int | None, ends: Collection[int]
 ) -> Tokens:
-    """Yields a text's tokens; however it ends, the caller's caches hold those that were handed out.
-
-    Args:
-        step: prompt tokens per chunk.
-        drafted: the most tokens drafted per pass; None: as many as pay.
-    """
+    """Yields a text's tokens; however it ends, the caller's caches hold those that were handed out. ``step``: prompt
+    tokens per chunk; ``drafted``: the most tokens drafted per pass."""
     assert request.alone is not None
     sequences = Scheduler(model, ends=ends, prefill_step=step, draft_tokens=drafted, alone=True)
     sequences.add(request)
@@ -240,12 +236,8 @@ def _request(
 
 
 def _alone(kwargs: dict[str, Any], step: int, bound: int | None) -> Alone:
-    """The options of a text that runs alone.
-
-    Args:
-        step: tokens of mlx-lm's chunks of its prompt.
-        bound: the most tokens that its caches hold.
-    """
+    """The options of a text that runs alone; ``step`` is the length of mlx-lm's chunks, ``bound`` the most tokens that
+    its caches hold."""
     keeps, bits, kv = kwargs.get("prompt_cache") is not None, kwargs.get("kv_bits"), None
     if bits is not None:
         start = kwargs.get("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)

@@ -72,11 +72,7 @@ class _Drawn:
 
 
 class OneText:
-    """A text under way.
-
-    Args:
-        ends: end-of-text tokens; nothing is drafted behind them.
-        most: the most tokens drafted per forward pass; None: as many as pay.
+    """A text under way; ``ends`` and ``most`` as of ``TextDrafts``.
 
     Attributes:
         prompt: passes over its prompt that are still to be computed.
@@ -150,7 +146,6 @@ class OneText:
             self.prompt = runner.prompting(ids, prefill_step, self._own.embeddings, passed)
 
     def report(self, tokens: int) -> None:
-        """Calls the request's progress callback: so many of the prompt's tokens are computed."""
         self._own.progress(tokens, self.total)
 
     def prompted(self, logits: mx.array, seconds: float) -> None:
@@ -242,11 +237,8 @@ class OneText:
             self.settle()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the text; caches that the caller goes on with hold what was handed out.
-
-        Args:
-            error: what broke it off; ``NotHandedOut``: the caller did not get the last token.
-        """
+        """Ends the text; caches that the caller goes on with hold what was handed out. ``error`` is what broke it off;
+        ``NotHandedOut``: the caller did not get the last token."""
         made, unseen = self.answered, isinstance(error, NotHandedOut)
         try:
             self.stop(error)
@@ -267,7 +259,7 @@ class OneText:
             self.session.in_cache = self.runner.in_cache if made else 0
 
     def _bring_up(self, whole: bool) -> None:
-        """Makes caches that the caller goes on with hold the text; ``whole``: its last token too."""
+        """Makes the caller's caches hold the text; ``whole``: its last token too."""
         runner = self.runner
         if runner.owned:
             last = self.sampler.text[-1] if whole and runner.in_cache < self.total + self.answered else None
@@ -291,9 +283,7 @@ class OneText:
 class Sampler:
     """Chooses tokens by logits, as mlx-lm does.
 
-    Args:
-        sampler: from log-probabilities (1, vocabulary) to a token.
-        processors: change logits before that.
+    Attributes:
         text: tokens so far.
         drawn: how often the sampler was called; ``seen``: the log-probabilities of the last call, if any.
         forgives: an error of the sampler or a processor is stored in ``failed`` and the likeliest token stands in, as

@@ -28,13 +28,8 @@ MLX_LM_STEP = 2048
 
 @dataclass(frozen=True)
 class KvBits:
-    """How mlx-lm quantizes a text's keys and values: ``kv_bits`` and the arguments that go with it in
-    ``generate_step``.
-
-    Attributes:
-        start: token from which they are quantized.
-        step: tokens of mlx-lm's chunks of a prompt, after which it checks that.
-    """
+    """mlx-lm's ``kv_bits`` and the arguments that go with it: keys and values are quantized from the token ``start``
+    on, which mlx-lm checks after each chunk of ``step`` prompt tokens."""
 
     bits: int
     group_size: int
@@ -126,11 +121,8 @@ def run_passes(
 
 
 def chunks(total: int, step: int, within: int | None = None) -> list[slice]:
-    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself.
-
-    Args:
-        within: no chunk crosses a multiple of so many tokens.
-    """
+    """mlx-lm's cut of a prompt: ``step`` tokens at a time, and the last token by itself; no chunk crosses a multiple of
+    ``within``."""
     long = within or max(total, 1)
     ends = [*range(long, total - 1, long), max(0, total - 1)]
     parts = [

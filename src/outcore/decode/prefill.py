@@ -18,11 +18,7 @@ from .request import Request, grow_by, own_cache
 
 
 class Prefill:
-    """One prompt.
-
-    Args:
-        request: of its sequence; its cache is taken over with the first chunk.
-        step: tokens per chunk.
+    """One prompt, computed ``step`` tokens at a time; the request's cache is taken over with the first chunk.
 
     Attributes:
         held: computed tokens of the prompt.
@@ -95,11 +91,7 @@ class Prefill:
 
 
 class Prefills(dict[int, Prefill]):
-    """Partly computed prompts by their sequence's uid.
-
-    Attributes:
-        chunks: number of chunks that a shared pass has time for while weights are read.
-    """
+    """Partly computed prompts by uid; ``chunks`` is how many a shared pass has time for while weights are read."""
 
     def __init__(self) -> None:
         super().__init__()

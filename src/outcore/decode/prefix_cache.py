@@ -47,12 +47,8 @@ class PrefixCache(Protocol):
         response times which were asked."""
 
     def find(self, tokens: Sequence[int], step: int = GRID, *, whole: bool = True) -> PrefixMatch | None:
-        """The longest stored prefix of a prompt; None: there is none.
-
-        Args:
-            step: tokens of a chunk, which divide a block.
-            whole: the whole prompt may match, with its logits.
-        """
+        """The longest stored prefix of a prompt, computed in chunks of ``step`` tokens; ``whole``: all of it may match,
+        with its logits."""
 
     def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recorder:
         """Stores a prompt while it is computed, of which ``held`` tokens were found; other prompts begin with its first
@@ -95,14 +91,9 @@ def look_up(
     shared: int = 0,
     records: bool = True,
 ) -> tuple[PrefixMatch | None, CachedPrefix]:
-    """The stored prefix of a prompt, and how a request begins with it.
-
-    Args:
-        step: tokens of a chunk. Where chunks do not end with blocks, nothing is found or stored.
-        whole: the whole prompt may match.
-        shared: number of its first tokens that other prompts begin with too.
-        records: there is memory to store what is computed.
-    """
+    """The stored prefix of a prompt, and how a request begins with it. Where chunks of ``step`` tokens do not end with
+    blocks, nothing is found or stored; ``shared`` as of ``PrefixCache.recording``; ``records``: there is memory to
+    store it."""
     prefix = session.prefix
     if prefix is None or GRID % step or session.plan.kv_slot:
         return None, CachedPrefix()

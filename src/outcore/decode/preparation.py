@@ -185,11 +185,7 @@ def _opened(folder: Path, o: LoadOptions, budget: int) -> Preparation:
 
 
 def _check_experts(profile: ModelProfile, o: LoadOptions) -> None:
-    """Refuse ``experts`` where no layer's experts can be read one by one.
-
-    Raises:
-        UsageError: says why.
-    """
+    """Raises ``UsageError`` where ``experts`` are asked for and no layer's can be read one by one."""
     if not o.experts or any(each.experts is not None for each in profile.size.layers):
         return
     asked = f"{called('experts')} {o.experts}"

@@ -30,7 +30,7 @@ def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     """Token ids of a chat template's output, which has all special tokens already.
 
     Raises:
-        RequestError: there are none, or the text has half of a surrogate pair.
+        RequestError: there are none, or half a surrogate pair.
     """
     tokens = list(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
     if not tokens:
@@ -41,10 +41,8 @@ def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 def render(
     tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], **arguments: Any
 ) -> str:
-    """Applies a model's chat template to messages.
-
-    Args:
-        options: arguments for the template from the request; ``arguments``: of ``apply_chat_template``.
+    """Applies a model's chat template to messages, with the request's ``options`` and ``apply_chat_template``'s
+    arguments.
 
     Raises:
         RequestError: an option that no request may give, or the template refuses the messages.
@@ -153,11 +151,7 @@ def most_tokens(length: int, max_tokens: int, session: Session, held: int = 0, b
 
 
 def check_ids(ids: mx.array, session: Session, name: str) -> None:
-    """Refuse tokens without an embedding, for which MLX would read whatever lies in memory.
-
-    Raises:
-        PromptError: names the token, and the prompt by ``name``.
-    """
+    """Raises ``PromptError`` for tokens without an embedding, for which MLX would read whatever lies in memory."""
     if session.vocabulary is None or not ids.size:
         return
     least, most = (cast(int, end.item()) for end in (ids.min(), ids.max()))
@@ -167,11 +161,7 @@ def check_ids(ids: mx.array, session: Session, name: str) -> None:
 
 
 def check_length(tokens: int, session: Session | None, name: str, held: int = 0) -> None:
-    """Refuse a prompt that is empty, or longer than the model's positions after ``held`` tokens.
-
-    Raises:
-        PromptError: names the prompt by ``name``.
-    """
+    """Raises ``PromptError`` for a prompt that is empty, or longer than the model's positions after ``held`` tokens."""
     if tokens == 0:
         raise PromptError(f"{name} is empty; give at least one token")
     if session is not None and session.positions is not None and held + tokens > session.positions:

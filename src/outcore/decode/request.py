@@ -28,11 +28,10 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The part of a prompt that a request's cache holds already.
+    """The first ``tokens`` of a prompt, which a request's cache holds already.
 
     Attributes:
-        tokens: number of its first tokens in the cache.
-        logits: (1, vocabulary) of its last position, where the cache holds all of it.
+        logits: (1, vocabulary) of the last position, where the cache holds all of it.
         recording: stores the rest as it is computed; None: it is not stored.
     """
 
@@ -41,7 +40,6 @@ class CachedPrefix:
     recording: Recorder | None = None
 
     def passed(self, cache: Sequence[Any], tokens: int) -> None:
-        """A chunk's graph was built that ends after so many of the tokens that are computed."""
         if self.recording is not None:
             self.recording.passed(self.tokens + tokens, cache)
 

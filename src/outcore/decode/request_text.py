@@ -15,11 +15,7 @@ text."""
 
 
 def checked_text(text: str, where: str) -> str:
-    """The text, unless it has half of a surrogate pair, which JSON can escape but no tokenizer takes.
-
-    Raises:
-        RequestError: names the place.
-    """
+    """The text; ``RequestError`` if it has half of a surrogate pair, which JSON can escape but no tokenizer takes."""
     if (at := half_character(text)) is not None:
         wanted = "write the pair, or the character"
         raise RequestError(f"{where}: character {at} is half of a surrogate pair; {wanted}", param=where)

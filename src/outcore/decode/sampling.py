@@ -113,12 +113,7 @@ def check_sampling(*, vocabulary: int | None = None, flags: bool = True, **given
 
 class OwnSampler:
     """A sampler with its own random numbers, so that its tokens do not depend on other sequences or on what is computed
-    ahead.
-
-    Args:
-        sampler: its temperature is above 0.
-        seed: None: another one each time.
-    """
+    ahead. Its temperature is above 0; ``seed`` None: another one each time."""
 
     REMEMBERED = 8
     """Draws that can be taken back."""
@@ -158,12 +153,8 @@ def drawn_by(sampler: Draw | None) -> MlxLmSampler | None:
 
 
 def judge(token: int, p: mx.array, q: mx.array) -> int:
-    """The rejection rule for one drafted token: the token itself if it is accepted, another one if not.
-
-    Args:
-        p: probabilities of the model, (vocabulary,).
-        q: those that the token was drawn from.
-    """
+    """The rejection rule for one token drafted from probabilities ``q``, where the model has ``p`` (vocabulary,): the
+    token itself if it is accepted, another one if not."""
     stays = mx.minimum(p[token] / mx.maximum(q[token], 1e-30), 1.0)
     draw, other = mx.random.uniform(), mx.random.categorical(mx.log(mx.maximum(p - q, 0.0)))
     mx.eval(stays, draw, other)

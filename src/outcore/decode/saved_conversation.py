@@ -47,11 +47,7 @@ class Saved(BaseModel):
 
 
 def _expanded(path: Path) -> Path:
-    """The path with the home folder for ``~``.
-
-    Raises:
-        UsageError: there is no such home folder, or this is no path.
-    """
+    """The path with the home folder for ``~``; ``UsageError`` if there is no such folder."""
     try:
         path = path.expanduser()
         path.exists()

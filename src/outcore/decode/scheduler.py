@@ -302,15 +302,9 @@ class Scheduler:
     def _run_pass(
         self, room: SequenceRoom, admitted: Sequence[ScheduledSequence], step: StepResult, *, waits: bool
     ) -> list[int]:
-        """Computes a token of each sequence whose prompt is finished, and part of the other prompts.
-
-        Args:
-            admitted: sequences that are new.
-            waits: some sequence still has verified tokens, so no prompt is computed now.
-
-        Returns:
-            The sequences whose prompts were finished in this pass.
-        """
+        """Computes a token of each sequence whose prompt is finished, and part of the other prompts; returns the
+        sequences whose prompts were finished. ``waits``: some sequence still has verified tokens, so no prompt is
+        computed now."""
         chunk, metrics = room.step, self._session.metrics
         if self._session.prefix is not None and self._asked_step is None and not self._planned:
             chunk = block_step(chunk)

@@ -24,12 +24,7 @@ from .speculative.acceptance import AcceptanceStats, Seconds
 
 
 class SequenceRoom:
-    """Memory of the sequences of one model.
-
-    Args:
-        asked_step: prompt tokens per chunk; None: as planned.
-        asked_drafts: the most tokens drafted of a text per pass; None: as many as pay.
-        planned: as of ``Scheduler``.
+    """Memory of the sequences of one model; arguments as of ``Scheduler``.
 
     Attributes:
         drafted: tokens that several running sequences together may draft per pass; 0: several are not drafted.
@@ -65,8 +60,7 @@ class SequenceRoom:
 
         Args:
             lengths: tokens of each so far.
-            joining: tokens to be computed of each that joins.
-            begun: the same of each whose prompt is partly computed.
+            joining: tokens to be computed of each that joins; ``begun``: of each whose prompt is partly computed.
 
         Raises:
             BudgetError: there is no room within the budget, here or on another rank.
@@ -74,12 +68,8 @@ class SequenceRoom:
         self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
     def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
-        """Whether sequences may run together, to be asked before room is made.
-
-        Args:
-            needs: the most tokens of each.
-            prompts: prompt tokens of those that join; ``joining``: how many do before the last.
-        """
+        """Whether sequences that need so many tokens each may run together, with these prompts, of which ``joining``
+        join before the last; to be asked before room is made."""
         size = self._session.size
         if not self._planned:
             return not joining or sum(prompts) <= JOINING
@@ -196,15 +186,8 @@ class SequenceRoom:
         return True
 
     def check_alone(self, tokens: int, prompt: int) -> None:
-        """Check that a waiting text can ever have room.
-
-        Args:
-            tokens: of the text so far.
-            prompt: those of them to be computed.
-
-        Raises:
-            BudgetError: it does not fit even by itself.
-        """
+        """Raises ``BudgetError`` if a waiting text of so many tokens, ``prompt`` of them to be computed, does not fit
+        even by itself."""
         residency, budget = self._session.residency, self._session.plan.budget_bytes
         if not self._transport.alone or residency.holds(tokens + 1, prompt, self._base):
             return

@@ -27,11 +27,7 @@ from .speculative.proposers import Guess
 
 
 class SpeculativeDecoder:
-    """Sequences that run side by side, each with its own caches.
-
-    Args:
-        ends: end-of-text tokens; nothing is drafted behind them.
-        most: the most tokens drafted of a text per pass; None: as many as pay.
+    """Sequences that run side by side, each with its own caches; arguments as of ``Scheduler``.
 
     Attributes:
         drafts: per sequence, the drafted and the accepted tokens of the last step.
@@ -53,12 +49,8 @@ class SpeculativeDecoder:
 
     def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
         """One more token of each sequence that has a verified one; where none has, or some join, of all from one pass.
-        A sequence that joins while others are ``ready`` gets a pass of its own.
-
-        Args:
-            chunk: prompt tokens per chunk.
-            beside: passes over part of a prompt whose sequence does not join yet; then no sequence is ``ready``.
-        """
+        A sequence that joins while others are ``ready`` gets a pass of its own. ``chunk``: prompt tokens per chunk;
+        ``beside``: passes over part of a prompt whose sequence does not join yet, while none is ``ready``."""
         self.drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)

@@ -59,13 +59,8 @@ class ScheduledSequence:
             sampler.rewind(self.answered - unseen)
 
     def begin(self, session: Session, chunk: int, *, whole: bool, finds: bool, records: bool) -> Request:
-        """The request with which it begins, or begins anew.
-
-        Args:
-            chunk, whole: as in ``look_up``.
-            finds: look its prompt up in the prefix cache.
-            records: there is room to store its prompt.
-        """
+        """The request with which it begins, or begins anew. ``finds``: look its prompt up in the prefix cache;
+        ``records``: there is room to store it."""
         if self.cache is not None or self.held or not finds:
             return self.go_on()
         found, cached = look_up(session, self.text, chunk, whole=whole, shared=self.request.shared, records=records)

@@ -84,12 +84,8 @@ class TextDrafts:
 def drafting_of(
     session: Session, model: nn.Module | None = None, asked: int | None = None
 ) -> tuple[Drafting | None, int]:
-    """The drafter of a text, None if there is none, and the most tokens that it drafts per pass.
-
-    Args:
-        model: a draft model of the caller's, instead of the loaded drafter.
-        asked: the number that the caller asks for; None: as many as pay.
-    """
+    """The drafter of a text, None if there is none, and the most tokens that it drafts per pass. ``model`` is a
+    caller's draft model that replaces the loaded drafter; ``asked`` None: as many as pay."""
     if asked == 0:
         return None, 0
     drafting = cast(Drafting | None, session.drafting) if model is None else for_models("draft_model").of_model(model)

@@ -128,12 +128,8 @@ def file_of(layers: Any) -> str:
 
 
 def tensors_in(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a folder's safetensors files, which may be only those with the head.
-
-    Raises:
-        MissingFileError: there are none.
-        HeaderError, CheckpointError: as ``read_header``.
-    """
+    """Every tensor of a folder's safetensors files, which may be only those with the head; errors as of
+    ``read_header``."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise MissingFileError(f"{folder}: no safetensors files here; give the folder of the original model")

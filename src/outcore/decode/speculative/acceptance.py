@@ -36,11 +36,8 @@ class Seconds:
 
 @dataclass
 class CostLine:
-    """Recent seconds of drafting plus a pass, as a line over the pass's tokens.
-
-    Attributes:
-        slope: seconds per additional token; 0 until passes over different numbers of tokens were seen.
-    """
+    """Recent seconds of drafting plus a pass, as a line over the pass's tokens; ``slope`` is 0 until passes over
+    different numbers of tokens were seen."""
 
     seen: int = 0
     slope: float = 0.0
@@ -85,7 +82,8 @@ class Rate:
 
 @dataclass
 class AcceptanceStats:
-    """Acceptance statistics, which continue from text to text.
+    """Acceptance statistics, which continue from text to text. ``chance`` is the acceptance rate of a kind of guess,
+    ``typical`` of all guesses of a source, ``best`` of its best kind.
 
     Attributes:
         rates, sources: share of right guesses by kind, and by source.
@@ -109,17 +107,14 @@ class AcceptanceStats:
             rate.fade_to(KEPT)
 
     def chance(self, key: Key) -> float:
-        """The chance that a guess of this kind is right."""
         rate = self.rates.get(key)
         return rate.value if rate is not None else self.typical(key[0])
 
     def typical(self, source: str) -> float:
-        """The chance that any guess of this source is right."""
         rate = self.sources.get(source)
         return rate.value if rate is not None else PRIOR
 
     def best(self, source: str) -> float:
-        """The chance of the source's best kind of guess."""
         return max([self.typical(source), *(r.value for k, r in self.rates.items() if k[0] == source)])
 
     def judged(self, key: Key, right: bool) -> None:

@@ -28,11 +28,8 @@ Way = tuple[Choice, ModelProfile]
 
 
 def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, opening: Opening, budget: int) -> list[Way]:
-    """Every way to draft, simplest first; those that cannot be used say why.
-
-    Args:
-        planning: of ``auto``, which drafts n-grams where there is room for them; ``base``: its plan.
-    """
+    """Every way to draft, simplest first; those that cannot be used say why. ``base`` is the plan of ``planning`` with
+    n-grams."""
     calibration = opening.known or ASSUMED
     none = replace(planning, kind=NONE, draft=None).at(budget, calibration)
     found = [(expected(none, calibration, NONE, planning.blocks), profile)]

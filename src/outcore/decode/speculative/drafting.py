@@ -79,12 +79,8 @@ class Drafting:
         state: TextState,
         hidden: HiddenKeeper | None = None,
     ) -> Proposer:
-        """What guesses one text's tokens: n-grams, and the proposer with weights, if any.
-
-        Args:
-            how: as of ``proposers.drawn``.
-            vocabulary: number of tokens.
-        """
+        """What guesses one text's tokens: n-grams, and the proposer with weights, if any; ``how`` and ``vocabulary`` as
+        of ``proposers.drawn``."""
         model = self.proposer(partial(drawn, how=how, vocabulary=vocabulary, name=self.kind), state, hidden)
         if model is None:
             return NGram()
@@ -107,11 +103,7 @@ class Drafting:
 
 
 def check_draft_length(most: int, name: str = "num_draft_tokens") -> int:
-    """The number of drafted tokens that was asked for.
-
-    Raises:
-        UsageError: it is below 1 or above ``LONGEST``.
-    """
+    """The number of drafted tokens that was asked for; ``UsageError`` below 1 or above ``LONGEST``."""
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
         raise UsageError(f"{name} {shortened(most)}: from 1 to {LONGEST}; to draft nothing, load with draft none")
     return most

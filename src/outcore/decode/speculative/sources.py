@@ -95,11 +95,7 @@ def draft_sources() -> dict[str, DraftSource]:
 
 
 def draft_source(kind: str) -> DraftSource:
-    """The source of this kind.
-
-    Raises:
-        UsageError: no package has it.
-    """
+    """The source of this kind. Raises ``UsageError`` if no package has it."""
     sources = draft_sources()
     if kind not in sources:
         raise UsageError(f"{called('draft')} {shortened(kind)}: {_ways() if sources else MISSING}")
@@ -116,11 +112,8 @@ def for_models(asked: str) -> DraftSource:
 
 
 def parse_draft(draft: str) -> tuple[str, Any]:
-    """The kind and the argument of a ``--draft``.
-
-    Raises:
-        UsageError: it means nothing, or the package of this kind is missing.
-    """
+    """The kind and the argument of a ``--draft``. Raises ``UsageError`` if it means nothing, or its package is
+    missing."""
     if not isinstance(draft, str):
         raise UsageError(f"draft={shortened(repr(draft))}: {_ways()}")
     if draft in OWN:
