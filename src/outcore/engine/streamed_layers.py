@@ -128,11 +128,11 @@ class StreamedLayers:
     """The layers in the units of one ring. ``adopting`` maps units that become resident with this pass to their
     weights, once these have arrived."""
 
-    def __init__(self, bound: Binding, turns: LayerExecutor, copies: bool, transport: Stage) -> None:
+    def __init__(self, bound: Binding, executor: LayerExecutor, copies: bool, transport: Stage) -> None:
         self.ring, self.units = bound.ring, bound.units
         self.weights = Weights(bound.units, bound.ring, copies=copies)
-        self._turns, self._transport, self._order = turns, transport, list(bound.order)
-        turns.bind(self)
+        self._executor, self._transport, self._order = executor, transport, list(bound.order)
+        executor.bind(self)
         self._layers: dict[int, list[int]] = {}  # units of each layer, by its module's id
         for i, u in enumerate(self.units):
             if u.rows is None:
@@ -186,11 +186,11 @@ class StreamedLayers:
         for i, u in units:
             self.weights.withdraw(i)
             if not u.modules:
-                swap(u.layer.module, "Streamed", self._turns.whole(i))
+                swap(u.layer.module, "Streamed", self._executor.whole(i))
             for module in u.modules:
-                swap(module, "Streamed", self._turns.part(i))
+                swap(module, "Streamed", self._executor.part(i))
         if units[0][1].modules:
-            swap(units[0][1].layer.module, "Streamed", self._turns.in_parts(units[0][0]))
+            swap(units[0][1].layer.module, "Streamed", self._executor.in_parts(units[0][0]))
 
     def keep_adopted(self) -> bool:
         """Makes layers that have arrived completely resident. Returns whether there were any."""

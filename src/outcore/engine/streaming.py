@@ -57,8 +57,8 @@ class Streaming:
         self._began: tuple[float, float] | None = None  # time, and seconds spent waiting for ranks by then
         self._within = False  # inside a transaction
         self._several = False  # inside run_passes
-        self._turns = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
-        transport.attach(self._turns, lambda: None if self.experts is None else self.experts.settle())
+        self._executor = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
+        transport.attach(self._executor, lambda: None if self.experts is None else self.experts.settle())
         self.bind(bound)
 
     # Between passes
@@ -66,11 +66,11 @@ class Streaming:
     def bind(self, bound: Binding) -> None:
         """Streams the model through this ring. A previous ring must have been released."""
         self.tables, self.ring = bound.tables, bound.ring
-        self.layers = StreamedLayers(bound, self._turns, self._copies, self._transport)
+        self.layers = StreamedLayers(bound, self._executor, self._copies, self._transport)
         for t in self.tables:
             unswap(t.module)  # on ranks other than the first, zeros stood in for the head
             put(t.table.layer.parameters, absent([p.array for p in t.table.layer.parameters]))
-            swap(t.module, "Streamed", *t.calls(self._turns.whole))
+            swap(t.module, "Streamed", *t.calls(self._executor.whole))
         if self.experts is not None:
             self.experts.bind(self.ring, bound.units)
         swap(self.model, "Streamed", self._forward, whole_model=True)
@@ -92,8 +92,8 @@ class Streaming:
         self.drain()
         if experts is not None:
             experts.bind(self.ring, self.layers.units)
-        self.experts, self.kv, self._turns.kv = experts, kv, kv
-        self._turns.done = None if experts is None and kv is None else self._done
+        self.experts, self.kv, self._executor.kv = experts, kv, kv
+        self._executor.done = None if experts is None and kv is None else self._done
         self._tell_order()
 
     def shed(self, layers: Sequence[nn.Module]) -> None:
@@ -124,7 +124,7 @@ class Streaming:
             self.experts = None
 
     def _let_go(self) -> None:
-        self._turns.forget()
+        self._executor.forget()
         for t in self.tables:
             if t.reader is not None:
                 t.reader.close()
@@ -135,15 +135,15 @@ class Streaming:
 
     @property
     def pass_tokens(self) -> int:
-        return self._turns.tokens
+        return self._executor.tokens
 
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handles a call of the model: a pass of its own, or one of several shared ones."""
         if self._several:
             out = original(*args, **kwargs)
-            if (recording := self._turns.recording) is not None:
+            if (recording := self._executor.recording) is not None:
                 recording.end(args, kwargs)
-                recording.moved = self._turns.moved()
+                recording.moved = self._executor.moved()
             return out
         caches = caches_in(args, kwargs)
         if not BATCHED.isdisjoint(map(type, caches)):
@@ -156,7 +156,7 @@ class Streaming:
         with self.exclusive, self.transaction(caches, 2 if ids is None else ids.shape[1]):
             self._begin_pass(None if ids is None else ids.size)
             out = original(*args, **kwargs)
-            self._turns.settle()
+            self._executor.settle()
             self._end_pass()
             if ids is not None and ids.shape[1] == 1:
                 # Release the last unit's slot while the head and the resident layers behind it are computed: for one
@@ -184,14 +184,14 @@ class Streaming:
                 self.drain()
                 if cache:
                     self.kv.adopt(cache)
-            undo = self._turns.undo = Undo(cache, tokens) if cache else None
+            undo = self._executor.undo = Undo(cache, tokens) if cache else None
             yield undo
         except BaseException:
-            self._turns.abandon()
+            self._executor.abandon()
             self._transport.abandon()
             if self.experts is not None:
                 self.experts.abandon()
-            self._turns.forget()
+            self._executor.forget()
             self.ring.abandon()
             if self.kv is not None:
                 self.kv.abandon()
@@ -199,55 +199,55 @@ class Streaming:
                 undo.restore()
             raise
         finally:
-            self._within, self._turns.undo = False, None
+            self._within, self._executor.undo = False, None
 
     def _begin_pass(self, tokens: int | None) -> None:
         """Begins a pass, or several that share it, over ``tokens`` tokens; None: many."""
-        turns = self._turns
+        executor = self._executor
         self.drain()
         if self._began is not None:
             # Without the time spent waiting for other ranks.
             began, waited = self._began
-            self.pass_s = turns.ended[0] - began - (turns.ended[1] - waited)
+            self.pass_s = executor.ended[0] - began - (executor.ended[1] - waited)
         if self.layers.keep_adopted():
             self.ring.reorder(self.layers.order)
             self._tell_order()
         for call in self.before_pass:
             call()
-        if turns.undo is not None:
-            turns.undo.begin()
+        if executor.undo is not None:
+            executor.undo.begin()
         self.ring.begin_pass()
         if self.kv is not None:
             self.kv.begin_pass()
         self.metrics.sweeps += 1
-        self._began, turns.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
-        turns.pooled = self.experts is not None and self.experts.begin(tokens)
-        if turns.pooled:
-            turns.tokens = tokens or 0
+        self._began, executor.tokens = (self.metrics.clock(), self.metrics.ranks_s), 0
+        executor.pooled = self.experts is not None and self.experts.begin(tokens)
+        if executor.pooled:
+            executor.tokens = tokens or 0
         if not self._transport.alone:
-            self._transport.begin_pass(pooled=turns.pooled)
+            self._transport.begin_pass(pooled=executor.pooled)
 
     def _end_pass(self) -> None:
         """Ends a pass: all units were handed over, so all reads for it have ended."""
         if self.experts is not None:
             self.experts.end()
-            if self._turns.pooled:
-                self._turns.all_done()
-        if self._turns.undo is not None:
-            self._turns.undo.passed()
+            if self._executor.pooled:
+                self._executor.all_done()
+        if self._executor.undo is not None:
+            self._executor.undo.passed()
         self.ring.reader.check()
         for t in self.tables:
             if t.reader is not None:
                 t.reader.check()
 
     def drain(self) -> None:
-        self._turns.drain()
+        self._executor.drain()
 
     # Several passes
 
     def advance(self) -> None:
         """Tells the undo that the graph built so far is about to be computed."""
-        self._turns.reached(self._turns.moved())
+        self._executor.reached(self._executor.moved())
 
     def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
@@ -276,22 +276,22 @@ class Streaming:
             self._begin_pass(tokens)
             self._several = True
             try:
-                if self._turns.pooled:
+                if self._executor.pooled:
                     return self._pooled(passes, wanted)
                 with self._transport.passes() as next_pass:
                     for number, run in enumerate(passes):
-                        self._turns.recording = RecordedPass(made)
+                        self._executor.recording = RecordedPass(made)
                         next_pass()
                         # Drop unneeded results, which would hold their inputs, above all caches.
                         result = run()
                         outputs += [result] if wanted is None or number in wanted else []
                         del result
-                        recorded.append(self._turns.recording)
+                        recorded.append(self._executor.recording)
                         check()
             finally:
-                self._turns.recording, self._several = None, False
+                self._executor.recording, self._several = None, False
                 made.clear()  # the graphs hold the arrays
-            for unit in in_turn(recorded, heads, self._turns.reached, wanted):
+            for unit in in_turn(recorded, heads, self._executor.reached, wanted):
                 self._evaluate(unit)
             if not self._transport.alone:
                 self.drain()  # the head may wait for other ranks
@@ -315,8 +315,8 @@ class Streaming:
 
     def leaves(self, array: mx.array) -> None:
         """Computes an array of the current pass together with its caches; at once if the pass is not recorded."""
-        if self._turns.recording is not None:
-            self._turns.recording.tail.append(array)
+        if self._executor.recording is not None:
+            self._executor.recording.tail.append(array)
         else:
             mx.eval(array)
 
@@ -326,16 +326,16 @@ class Streaming:
         unit = passes[0].unit
         lease = None if unit is None else self.ring.take(unit)
         if lease is not None:
-            self._turns.arrive(lease)
+            self._executor.arrive(lease)
         for recorded in passes:
             if not all(each.ready for each in recorded.arriving):
                 self.drain()
             for each in recorded.arriving:
                 each.wait()
-            self._turns.reached(recorded.moved)
+            self._executor.reached(recorded.moved)
             arrays, recorded.moved, recorded.arrays = recorded.arrays, [], []
             if recorded is passes[-1] and lease is not None:
-                self._turns.hand_over(lease, arrays)
+                self._executor.hand_over(lease, arrays)
             else:
                 # One pass at a time: MLX allocates when work is queued, and frees activations only after the pass.
                 with self._transport.working():
