@@ -1,4 +1,4 @@
-"""Sweeps over several ranks, in numbers."""
+"""Passes over several ranks, in numbers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from outcore_cluster.layer_shares import RankMeans, share_layers, shared_sweep_s
+from outcore_cluster.layer_shares import RankMeans, share_layers, shared_pass_s
 from outcore_cluster.link_times import LinkTimes
-from outcore_cluster.timing import RankStage, steady_s, sweep_ends
+from outcore_cluster.timing import RankStage, pass_ends, steady_s
 
 LAYERS, READ_S, COMPUTE_S = 16, 0.1, 0.001
 
 
 def timing(owners: list[int], ranks: int, hop_s: float = 0.0, rate: float = 1e12, **times: float) -> Any:
-    """What ``steady_s`` and ``sweep_ends`` take."""
+    """What ``steady_s`` and ``pass_ends`` take."""
     passes, sent = int(times.get("passes", 1)), int(times.get("sent", 0))
     compute, sizes = (times.get("compute_s", COMPUTE_S),) * passes, (sent,) * passes
     stages = [RankStage(o, compute, times.get("read_s", READ_S), sizes) for o in owners]
@@ -47,10 +47,10 @@ def test_what_is_in_memory_takes_its_computing_and_hops() -> None:
 
 def test_the_first_sweep_reads_everything() -> None:
     """Of the next a part is in the slots already."""
-    assert sweep_ends(*timing([0] * 16, 1)) == pytest.approx([1.6], rel=0.01)
+    assert pass_ends(*timing([0] * 16, 1)) == pytest.approx([1.6], rel=0.01)
     in_blocks = timing([0] * 8 + [1] * 8, 2)
     # While the first rank reads its eight, the other fills its three slots.
-    assert sweep_ends(*in_blocks) == pytest.approx([1.3], rel=0.01) != [steady_s(*in_blocks)]
+    assert pass_ends(*in_blocks) == pytest.approx([1.3], rel=0.01) != [steady_s(*in_blocks)]
 
 
 def test_bytes_take_the_time_of_the_link() -> None:
@@ -79,4 +79,4 @@ def test_what_was_chosen_is_the_shortest() -> None:
     nbytes, ranks = [10**8] * 16, [RankMeans(2 * 10**8, 1e9), RankMeans(4 * 10**8, 5e8)]
     chosen = share_layers(nbytes, [(i,) for i in range(16)], ranks)
     for other in ([0, 1] * 8, [0] * 8 + [1] * 8, [0, 0, 1, 1] * 4):
-        assert shared_sweep_s(nbytes, chosen, ranks, 0.0005) <= shared_sweep_s(nbytes, other, ranks, 0.0005) * 1.01
+        assert shared_pass_s(nbytes, chosen, ranks, 0.0005) <= shared_pass_s(nbytes, other, ranks, 0.0005) * 1.01

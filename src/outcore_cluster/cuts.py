@@ -35,7 +35,6 @@ class Shape:
     dtype: mx.Dtype
 
     def of(self, batch: int, tokens: int) -> tuple[int, ...]:
-        """Returns the shape in a pass over ``tokens`` tokens of each of ``batch`` sequences."""
         return tuple(batch if d == BATCH else tokens if d == TOKENS else d for d in self.dims)
 
 

@@ -15,7 +15,7 @@ from outcore.plan.prediction import Turn, turns_of
 
 from .link_times import LinkTimes
 from .rank_share import RankShare
-from .timing import RankStage, steady_s, sweep_ends
+from .timing import RankStage, pass_ends, steady_s
 
 BEHIND = 1 << 30
 """The place of work after the last layer."""
@@ -53,11 +53,8 @@ class RankPart:
     def of(
         cls, share: RankShare, size: ModelSize, plan: Plan, known: Calibration, steps: Sequence[int], **more: Any
     ) -> RankPart:
-        """Describes this rank.
-
-        Args:
-            size, plan: of its own layers. ``steps``: lengths of a prompt's chunks. ``more``: ``host`` and ``notes``.
-        """
+        """Describes this rank with its own layers' size and plan, for chunks of the lengths ``steps``; ``more``:
+        ``host``, ``notes``."""
 
         def placed(turns: list[Turn]) -> list[tuple[int, float, float]]:
             found = [(BEHIND if t.layer is None else share.places[t.layer], t.read_s, t.compute_s) for t in turns]
@@ -115,12 +112,8 @@ class RanksPlan:
     def of(
         cls, parts: Sequence[RankPart], prompt: int, step: int, sent: Sequence[int], sequences: int, link: LinkTimes
     ) -> RanksPlan:
-        """Predicts for chunks of ``step`` tokens.
-
-        Args:
-            sent: bytes per token that each layer, in the order of calls, sends to other ranks.
-            sequences: that share a token's pass.
-        """
+        """Predicts for chunks of ``step`` tokens and ``sequences`` in a token's pass; ``sent``: bytes per token that
+        each layer sends, in the order of calls."""
         slots = [part.slots for part in parts]
 
         def stages(turns: Sequence[Sequence[Any]], tokens: Sequence[int]) -> list[RankStage]:
@@ -137,7 +130,7 @@ class RanksPlan:
             for part in parts
         ]
         token_s = steady_s(stages(token, [sequences]), slots, link)
-        (ttft_s,) = sweep_ends(stages(first, [*chunks, 1]), slots, link)
+        (ttft_s,) = pass_ends(stages(first, [*chunks, 1]), slots, link)
         return cls(tuple(parts), token_s, ttft_s, prompt, link, step)
 
     @property

@@ -62,11 +62,7 @@ class RankGroup:
     # Loading
 
     def options(self, o: LoadOptions) -> LoadOptions:
-        """Turns off what does not work over several machines.
-
-        Raises:
-            UsageError: the caller asked for it.
-        """
+        """Turns off what does not work over several machines. Raises ``UsageError`` if the caller asked for it."""
         kind, _ = parse_draft(o.draft)
         if kind not in OWN and not draft_source(kind).over_ranks:
             raise UsageError(
@@ -141,7 +137,7 @@ class RankGroup:
     # Commands
 
     def model_folder(self, name: str, revision: str | None) -> Path:
-        """As ``resolve_model``; returns once all ranks have the model."""
+        """Returns once all ranks have the model."""
         folder = resolve_model(name, revision)
         self.link.gather(b"")
         return folder

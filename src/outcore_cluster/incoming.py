@@ -25,7 +25,6 @@ class Incoming:
     number: int = 0
 
     def post(self) -> None:
-        """Posts the receives."""
         self.arrivals = [self.link.receive(self.source, into) for into in self.into]
 
     @property
@@ -66,7 +65,6 @@ class Rounds:
         return found
 
     def add(self, incoming: Incoming) -> None:
-        """Adds the receive of another layer's outputs to this pass."""
         if self._at == len(self._rounds):
             self._rounds.append([])
         self._rounds[self._at].append(incoming)
@@ -87,6 +85,5 @@ def new_buffer(nbytes: int) -> mx.array:
 
 
 def bytes_of(array: mx.array) -> memoryview:
-    """Returns a view of an evaluated uint8 array's memory."""
     view: memoryview = np.array(array, copy=False).data
     return view

@@ -63,10 +63,10 @@ def share_layers(
         together = [groups[n : n + size] for n in range(0, len(groups), size)]
         ways.append(in_turn(nbytes, [[i for group in each for i in group] for each in together], shares))
     ways.append(in_blocks(nbytes, groups, shares))
-    return min(ways, key=lambda owners: shared_sweep_s(nbytes, owners, left, hop_s))
+    return min(ways, key=lambda owners: shared_pass_s(nbytes, owners, left, hop_s))
 
 
-def shared_sweep_s(
+def shared_pass_s(
     nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S
 ) -> float:
     """Returns the seconds of a pass if each rank holds the same part of each of its layers in memory."""

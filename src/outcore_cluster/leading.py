@@ -48,7 +48,6 @@ class RankLeader:
         self._sequences.ends = tokens
 
     def add(self, request: Request) -> None:
-        """Adds a sequence as soon as all ranks have room for it."""
         self._joining.append((request.uid, list(request.tokens), request.max_tokens))
         self._sequences.add(request)
 
@@ -58,11 +57,7 @@ class RankLeader:
         self._sequences.remove(gone)
 
     def step(self) -> StepResult:
-        """Computes one more token of every sequence, on all ranks.
-
-        Raises:
-            Exception: a rank failed, and none can go on.
-        """
+        """Computes one more token of every sequence, on all ranks. An exception ends the run."""
         self._tell(STEP)
         step = self._sequences.step()
         # Only this rank has the samplers, so others do not see these errors.
@@ -70,23 +65,19 @@ class RankLeader:
         return step
 
     def rest(self) -> None:
-        """Has other ranks free memory that only computing needs, once there are no requests.
-
-        Raises:
-            LinkError: the run has failed.
-        """
+        """Has other ranks free memory that only computing needs, once there are no requests. Raises ``LinkError`` if
+        the run has failed."""
         self._agreement.link.check()
         if not self._resting:
             self._tell(REST)
             self._resting = True
 
     def fail(self, reason: str) -> None:
-        """Ends the run on all ranks."""
         self._over = True
         self._agreement.link.fail(reason)
 
     def close(self) -> None:
-        """Ends all sequences, and other ranks' following. Safe to call twice."""
+        """Ends all sequences, also on the other ranks. Safe to call twice."""
         over, self._over = self._over, True
         try:
             if not over:
@@ -101,22 +92,16 @@ class RankLeader:
 
 
 def follow(model: nn.Module, sequences: Scheduler) -> None:
-    """Follows rank 0 until it ends.
-
-    Args:
-        sequences: made with the same options, and at the same time, as rank 0's.
-
-    Raises:
-        LinkError: the run has failed. Exception: this rank cannot go on.
-    """
+    """Follows rank 0 until it ends, with ``sequences`` made as rank 0's were, at the same time. Raises ``LinkError`` if
+    the run has failed."""
     session: Session = model.outcore
     with contextlib.closing(sequences), contextlib.ExitStack() as busy:
         awake = False
-        while (said := json.loads(session.transport.text(str)))["then"] != END:
-            for uid, tokens, most in said["joining"]:
+        while (orders := json.loads(session.transport.text(str)))["then"] != END:
+            for uid, tokens, most in orders["joining"]:
                 sequences.add(Request(uid, tuple(tokens), most))
-            sequences.remove(said["leaving"])
-            if said["then"] == STEP:
+            sequences.remove(orders["leaving"])
+            if orders["then"] == STEP:
                 if not awake:
                     awake = True
                     busy.enter_context(generating(model))

@@ -35,15 +35,11 @@ class Arrival(Protocol):
     """A posted receive."""
 
     @property
-    def ready(self) -> bool:
-        """Whether ``wait`` returns or raises at once."""
+    def ready(self) -> bool: ...
 
     def wait(self) -> None:
-        """Waits until the bytes are there.
-
-        Raises:
-            LinkError: the peer is gone or silent (names its rank and host), or sent another number of bytes.
-        """
+        """Waits for the bytes. Raises ``LinkError`` if the peer is gone or silent (names its rank and host), or sent
+        another number of bytes."""
 
 
 class Link(Protocol):
@@ -73,17 +69,13 @@ class Link(Protocol):
         """Marks an evaluation on this rank's device; it counts as work for up to ``LinkLimits.computing`` seconds."""
 
     def check(self) -> None:
-        """Checks the run without waiting.
-
-        Raises:
-            LinkError: the run has failed.
-        """
+        """Raises ``LinkError`` if the run has failed. Does not wait."""
 
     def fail(self, reason: str) -> None:
-        """Ends the run on all ranks because this one cannot go on."""
+        """Ends the run on all ranks."""
 
     def flush(self) -> None:
         """Waits until all queued messages were sent."""
 
     def close(self) -> None:
-        """Ends the connections. Safe to call twice."""
+        """Safe to call twice."""

@@ -26,18 +26,12 @@ class LinkTimes:
     rate: float = MOST
 
     def hop_s(self, nbytes: int) -> float:
-        """Returns the seconds that ``nbytes`` take from one rank to another."""
         return self.latency_s + nbytes / self.rate
 
 
 def measure_link(link: Link, clock: Callable[[], float] = time.perf_counter) -> LinkTimes:
-    """Sends messages to and fro between rank 0 and each other rank in turn. All ranks call it at the same time.
-
-    Latency is half of the median round trip; the rate is that of the large messages' median beyond that.
-
-    Raises:
-        LinkError: a rank is gone.
-    """
+    """Sends messages to and fro between rank 0 and each other rank in turn; all ranks call it at the same time. Latency
+    is half of the median round trip; the rate is that of the large messages' median beyond that."""
     latencies, rates = [0.0], [MOST]
     for peer in range(1, link.size) if link.rank == 0 else (0,):
         small, large = (_round_trip_s(link, peer, *way, clock) / 2 for way in (SMALL, LARGE))

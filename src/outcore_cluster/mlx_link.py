@@ -37,11 +37,8 @@ class _Arrival:
 
 
 class MlxLink:
-    """One rank's link (``Link``). Its methods raise ``LinkError`` if MLX reports that another rank is gone.
-
-    Raises:
-        UsageError: MLX cannot set up the backend.
-    """
+    """One rank's link (``Link``). The constructor raises ``UsageError`` if MLX cannot set up the backend; methods raise
+    ``LinkError`` if MLX reports that another rank is gone."""
 
     host = ""
 

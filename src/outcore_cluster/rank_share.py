@@ -95,11 +95,7 @@ def cuts_of(profile: ModelProfile) -> Cuts:
 def share_out(
     profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
 ) -> ModelProfile:
-    """Returns this rank's profile of a model.
-
-    Args:
-        owners: the rank of each layer, in the order of calls. ``filled``: as in ``RankShare``.
-    """
+    """Returns this rank's profile of a model, given the rank of each layer in the order of calls."""
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
@@ -164,7 +160,7 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
 
 
 def _outside_bytes(profile: ModelProfile, layer: Layer) -> int:
-    """Bytes of a layer's parameters that are not streamed: vectors."""
+    """Bytes of a layer's vectors, which are not streamed."""
     streamed = {(id(p.module), p.key) for p in layer.parameters}
     found = [p for p in _all_parameters(layer.module) if (id(p.module), p.key) not in streamed]
     return sum(nbytes(p.array, profile.cast.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in found)

@@ -95,7 +95,7 @@ class PipelineStage:
         self.undo = undo
 
     def begin_pass(self, *, pooled: bool) -> None:
-        """A router is waited for on the way, so all that it is computed from has to be there."""
+        """A router's input must be there before the graph goes on."""
         self.immediate = pooled
 
     @contextmanager
@@ -126,8 +126,8 @@ class PipelineStage:
         wanted = self._wanted[layer]
 
         def foreign(_: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            told = args[place] if isinstance(place, int) else kwargs[place]
-            batch, tokens = told.shape[batch_at], told.shape[tokens_at]
+            sized = args[place] if isinstance(place, int) else kwargs[place]
+            batch, tokens = sized.shape[batch_at], sized.shape[tokens_at]
             if call.advances and layer in self._copies:
                 self._fill(self._copies[layer], args, kwargs)
             else:
@@ -200,7 +200,6 @@ class PipelineStage:
 
     @property
     def waits(self) -> bool:
-        """Whether ``settle`` would wait."""
         return not all(incoming.ready for incoming in self._pending)
 
     def settle(self) -> None:
@@ -223,7 +222,6 @@ class PipelineStage:
         return out
 
     def abandon(self) -> None:
-        """Gives up waiting after a failure."""
         self._pending, self.rounds = [], None
 
     # Sending
@@ -238,7 +236,6 @@ class PipelineStage:
         return [(tuple(ranks), _flat(leaves[n], self._share.cuts.calls[layer].leaves[n])) for n, ranks in sent.items()]
 
     def depart(self, leaving: Leaving) -> None:
-        """Evaluates and sends."""
         if not leaving:
             return
         self.before_send()
@@ -273,13 +270,9 @@ def _own(value: Any) -> Any:
 
 
 def _flat(array: mx.array, shape: Shape | None) -> mx.array:
-    """Returns an output as bytes.
-
-    Raises:
-        LinkError: its shape or dtype is not the one that the receiver expects.
-    """
+    """Returns an output as bytes. Raises ``LinkError`` if the receiver expects another shape or dtype."""
     if shape is None or array.dtype != shape.dtype or array.ndim != len(shape.dims):
-        raise LinkError(f"a layer put out {array.dtype} of shape {array.shape}, which was not foreseen: report this")
+        raise LinkError(f"a layer put out {array.dtype} of shape {array.shape}, which was not expected: report this")
     return mx.contiguous(array).reshape(-1).view(mx.uint8)
 
 
@@ -298,11 +291,8 @@ def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
 
 
 def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[tuple[int, int, int]]:
-    """Returns the outputs that one rank needs from another, in order: layer, number of the output, receiving rank.
-
-    Args:
-        filled: rank 0 needs the inputs of all layers that write to caches.
-    """
+    """Returns the outputs that one rank needs from another, in order: layer, number of the output, receiving rank. If
+    ``filled``, rank 0 also needs the inputs of all layers that write to caches."""
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
     uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
     return sorted({(layer, n, user) for user, leaves in uses for layer, n in leaves if owners[layer] != user})

@@ -31,13 +31,13 @@ class RankStage:
 
 
 def steady_s(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes) -> float:
-    """Returns the seconds of a pass in the steady state. Arguments as of ``sweep_ends``."""
-    ends = sweep_ends(stages, slots, link, BEFORE + COUNTED)
+    """Returns the seconds of a pass in the steady state. Arguments as of ``pass_ends``."""
+    ends = pass_ends(stages, slots, link, BEFORE + COUNTED)
     return (ends[-1] - ends[-1 - COUNTED]) / COUNTED
 
 
-def sweep_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes, sweeps: int = 1) -> list[float]:
-    """Returns when ``sweeps`` passes over the layers end. The first one begins at 0 with empty slots.
+def pass_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes, passes: int = 1) -> list[float]:
+    """Returns when ``passes`` passes over the layers end. The first one begins at 0 with empty slots.
 
     Args:
         stages: of one pass over the layers, in order, for one or several passes that share a reading. Rank 0 chooses
@@ -53,7 +53,7 @@ def sweep_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTime
             ready[n] = sender[source] + link.latency_s
 
     ends, turns = [0.0], _turns(stages)
-    for _ in range(sweeps):
+    for _ in range(passes):
         ready, at, sizes = [ends[-1]] * len(stages[0].compute_s), 0, tuple[int, ...]()
         for turn in turns:
             hop(ready, at, turn.rank, sizes)

@@ -35,11 +35,7 @@ ENDLESS = 2**62
 
 
 class RankRoom(RankAgreement):
-    """Agreement on the room for texts.
-
-    Args:
-        state: the running model; held weakly, as it holds this object.
-    """
+    """Agreement on the room for texts. ``state``, the running model, is held weakly, as it holds this object."""
 
     def __init__(self, link: Link, state: Session, forecast: RanksPlan | None = None) -> None:
         super().__init__(link)

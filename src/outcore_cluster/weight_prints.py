@@ -101,12 +101,8 @@ def _small_files(folder: Path) -> Iterator[bytes]:
 
 
 def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
-    """Refuses ranks that have other weights of the same architecture: the answers would be those of neither. All ranks
-    call it at the same time.
-
-    Raises:
-        UsageError: names the rank that differs, and in what.
-    """
+    """Raises ``UsageError``, which names the rank and the difference, if a rank has other weights of the same
+    architecture: the answers would be those of neither. All ranks call it at the same time."""
     # Copies with different codings can only be compared by the folder that they were made from.
     made_from = identity_of(lazy.checkpoint)
     mine = {"host": host, "made_from": made_from, "coding": lazy.coding, "prints": weight_prints(lazy)}

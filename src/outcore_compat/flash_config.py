@@ -65,11 +65,7 @@ class FlashConfig(_Fields):
         return cls(**{k: v for k, v in d.items() if k in DEFAULTS})
 
     def validate(self) -> None:
-        """Checks the values that can be checked without a model.
-
-        Raises:
-            UsageError: names the field.
-        """
+        """Checks what can be checked without a model. Raises ``UsageError``, which names the field."""
         real("ram_budget_gb", self.ram_budget_gb, 0.1, 2.0**20)
         choice("eviction_strategy", self.eviction_strategy, EVICTION)
         whole("n_io_threads", self.n_io_threads, 1, 32)
@@ -80,11 +76,8 @@ class FlashConfig(_Fields):
                 whole(name, getattr(self, name), 1)
 
     def options(self) -> LoadOptions:
-        """Returns the ``LoadOptions`` that correspond.
-
-        Raises:
-            UsageError: a field has no counterpart here, or would change answers.
-        """
+        """Returns the corresponding ``LoadOptions``. Raises ``UsageError`` for a field that has none, or would change
+        answers."""
         self.validate()
         given = {name: v for name, default in DEFAULTS.items() if (v := getattr(self, name)) != default}
         if name := next((name for name in given if name not in MEANT), None):
@@ -104,11 +97,7 @@ class FlashConfig(_Fields):
         )
 
     def generation(self) -> dict[str, Any]:
-        """Returns arguments of ``stream_generate``.
-
-        Raises:
-            UsageError: two of them exclude each other.
-        """
+        """Returns arguments of ``stream_generate``. Raises ``UsageError`` if two of them exclude each other."""
         found: dict[str, Any] = {}
         if self.max_kv_size is not None:
             found["max_kv_size"] = self.max_kv_size

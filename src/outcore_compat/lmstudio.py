@@ -80,8 +80,6 @@ def remove_flash_patch() -> None:
 
 
 def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the replacement of mlx-vlm's ``load_model``."""
-
     @functools.wraps(original)
     def load_text_model(model_path: Any, lazy: bool = False, **kwargs: Any) -> Any:
         settings = current_settings()

@@ -44,11 +44,8 @@ def _instead(original: Callable[..., Any], guarded: Callable[..., Any]) -> Calla
 
 
 def _tokenize(original: Callable[..., Any], generator: Any, *args: Any) -> Any:
-    """Tokenizes a request and checks its length. The server answers the request with the error.
-
-    Raises:
-        PromptError: the model has too few positions or too little memory for the prompt.
-    """
+    """Tokenizes a request. The server answers it with the ``PromptError`` if the model has too few positions or too
+    little memory."""
     found, session = original(generator, *args), _session(generator)
     if session is None:
         return found

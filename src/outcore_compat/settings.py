@@ -39,16 +39,12 @@ class SharedBudget:
 
     @property
     def sessions(self) -> list[Session]:
-        """The sessions of the models that still exist."""
         found = [model.outcore for ref in list(self._models) if (model := ref()) is not None]
         return [s for s in found if s.state is not State.CLOSED]
 
     def load(self, folder: Path, options: LoadOptions, load: Load) -> tuple[Any, ...]:
-        """Loads one more model.
-
-        Raises:
-            BudgetError: there is no room for it next to the others, which keep what they had.
-        """
+        """Loads one more model. Raises ``BudgetError`` if there is no room next to the others, which then keep what
+        they had."""
         with self._lock:
             if not options.asked:
                 # Without --memory the budget is what is free, which excludes the other models.
@@ -114,6 +110,5 @@ applied_lock = threading.RLock()
 
 
 def current_settings() -> PatchSettings | None:
-    """Returns the settings of the last patch; None if mlx-lm is not patched."""
     with applied_lock:
         return applied[-1] if applied else None

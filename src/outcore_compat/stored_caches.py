@@ -27,13 +27,11 @@ class CacheRoom:
         self._texts: list[_TextsUnderWay] = []
 
     def join(self, model: nn.Module) -> None:
-        """Adds a model's cache memory."""
         with self.lock:
             self._models = [ref for ref in self._models if ref() is not None]
             self._models.append(weakref.ref(model))
 
     def store(self, store: BoundedPromptCache) -> None:
-        """Bounds one more store."""
         with self.lock:
             self._stores.add(store)
 

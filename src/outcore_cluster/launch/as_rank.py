@@ -21,14 +21,8 @@ COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 
 
 def check_command(name: str, args: argparse.Namespace | None = None) -> None:
-    """Refuses a command or flag that does not work over several machines, before any rank is started.
-
-    Args:
-        args: its flags, if they are known.
-
-    Raises:
-        UsageError: names the command or the flag.
-    """
+    """Raises ``UsageError`` for a command, or one of its flags if they are known, that does not work over several
+    machines."""
     if name not in COMMANDS:
         raise UsageError(f"{name}: not over several machines; what is: {', '.join(COMMANDS)}")
     given = vars(args) if args is not None else {}
@@ -66,11 +60,8 @@ SAME = (
 
 
 def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
-    """Refuses ranks with different commands or flags. All ranks call it at the same time.
-
-    Raises:
-        UsageError: names what differs, on every rank.
-    """
+    """Raises ``UsageError``, on every rank, if ranks have different commands or flags. All ranks call it at the same
+    time."""
     mine = {"command": command} | {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in SAME}
     gathered = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     for name in mine:

@@ -139,7 +139,6 @@ class RankGuard:
                 stdin.flush()
 
     def end(self) -> None:
-        """Ends the rank and its children."""
         rank = self._rank
         if rank is None:
             return
@@ -163,12 +162,8 @@ class RankGuard:
 
 
 def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, str]:
-    """Returns the environment for one of several ranks on a host: a GPU of its own if there are enough, else a part of
-    the memory.
-
-    Args:
-        place: of the rank among those of its host, from 0. there: how many these are.
-    """
+    """Returns the environment for the ``place``-th of ``there`` ranks on a host: a GPU of its own if there are enough,
+    else a part of the memory."""
     gpus = nvidia_gpus(environment)
     if len(gpus) > 1:
         environment = environment | {VISIBLE: gpus[place % len(gpus)]}
@@ -185,7 +180,6 @@ def is_stopped(pid: int) -> bool:
 
 
 def main() -> int:
-    """Runs the guard. The launcher alone interrupts the rank."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):
         # Not SIG_IGN, which the rank would inherit.
         signal.signal(number, lambda *_: None)

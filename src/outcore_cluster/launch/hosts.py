@@ -38,11 +38,7 @@ class Hosts:
 
 
 def find_hosts(names: str | None, hostfile: str | None, repeat: int) -> Hosts:
-    """Returns the hosts that were given.
-
-    Raises:
-        UsageError: none was given, or one is invalid or has no address.
-    """
+    """Returns the given hosts. Raises ``UsageError`` if there are none, or if one is invalid or has no address."""
     if (names is None) == (hostfile is None):
         raise UsageError("give --hosts, such as local,mini.local, or --hostfile")
     if repeat < 1:
@@ -75,11 +71,7 @@ def _from_file(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]
 
 
 def variable_of(text: object, where: str = "--env") -> tuple[str, str]:
-    """Splits ``NAME=VALUE``.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Splits ``NAME=VALUE``. Raises ``UsageError`` if the text is something else."""
     name, equals, value = str(text).partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"{where}: {shortened(text)}: give NAME=VALUE")

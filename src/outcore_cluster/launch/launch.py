@@ -82,11 +82,7 @@ async def _run(
     ranks: RankProcesses,
     starting: contextlib.ExitStack,
 ) -> None:
-    """Starts a guard on each host and a rank behind it. Returns when all have ended.
-
-    Args:
-        order: sent to all guards about their ranks. ``starting``: shows that the run is starting.
-    """
+    """Starts a guard on each host and a rank behind it, as the ``order`` says. Returns when all have ended."""
     typed, head = os.isatty(0), hosts[0]
     _hear_interrupts(ranks, typed and head.local)
     with contextlib.ExitStack() as stack:
@@ -137,7 +133,6 @@ def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
 
 
 def _read_input(loop: asyncio.AbstractEventLoop, rank: Rank) -> None:
-    """Sends lines of standard input to rank 0."""
     with contextlib.suppress(RuntimeError):  # all have ended
         for line in sys.stdin:
             loop.call_soon_threadsafe(partial(rank.say, input=line))
@@ -169,11 +164,7 @@ def _command(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_versions(ranks: Sequence[Rank]) -> None:
-    """Checks that all hosts have the same versions.
-
-    Raises:
-        LinkError: names the host and its version.
-    """
+    """Raises ``LinkError`` if two hosts have different versions."""
     first = ranks[0].ready["versions"]
     for rank in ranks:
         for name in PACKAGES:
@@ -210,12 +201,8 @@ def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStac
 
 
 def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
-    """Passes Ctrl-C to rank 0, which ends, and the others with it, or goes on, as ``chat`` does. A second one within
-    ``TWICE_S`` ends all ranks at once, and so does one before there are ranks.
-
-    Args:
-        by_terminal: the terminal sends it to rank 0 itself.
-    """
+    """Passes Ctrl-C to rank 0, unless the terminal does: rank 0 ends, and the others with it, or goes on, as ``chat``
+    does. A second one within ``TWICE_S`` ends all ranks at once, and so does one before there are ranks."""
     this = asyncio.current_task()
     assert this is not None
 

@@ -29,11 +29,7 @@ LAYOUTS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures each machine that is not measured, plans on each, and shows all plans on rank 0.
-
-    Raises:
-        BudgetError: a budget is too small.
-    """
+    """Measures each machine that is not measured, plans on each, and shows all plans on rank 0."""
     folder = model_folder(args)
     prepared = _prepared(folder, loading_options(args), measure=not args.no_calibrate)
     forecast, name = _forecast(prepared), name_of(folder)

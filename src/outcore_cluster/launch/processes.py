@@ -62,7 +62,6 @@ class Rank:
             self.guard.stdin.write(json.dumps(what).encode() + b"\n")
 
     def let_go(self) -> None:
-        """Closes the guard's input, so that it ends its rank."""
         if self.guard is not None and self.guard.stdin is not None:
             self.guard.stdin.close()
 
@@ -91,11 +90,7 @@ class RankProcesses:
         self._let_go = False
 
     async def start(self, host: Host, command: Sequence[str], **options: Any) -> Rank:
-        """Starts the guard of one more rank.
-
-        Raises:
-            LinkError: there is no such program.
-        """
+        """Starts the guard of one more rank. Raises ``LinkError`` if there is no such program."""
         self.ranks.append(rank := Rank(len(self.ranks), host))
         try:
             rank.guard = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, **options)
@@ -105,11 +100,7 @@ class RankProcesses:
         return rank
 
     async def await_ready(self, within_s: float) -> None:
-        """Waits until every guard has reported about its host.
-
-        Raises:
-            LinkError: names a guard that does not, and why.
-        """
+        """Waits until every guard has reported about its host. Raises ``LinkError`` if one does not."""
         end = time.monotonic() + within_s
         while (late := next((rank for rank in self.ranks if rank.ready is None), None)) is not None:
             if (gone := next((rank for rank in self.ranks if rank.ended is not None), None)) is not None:
@@ -148,7 +139,6 @@ class RankProcesses:
             rank.let_go()
 
     async def end(self) -> None:
-        """Ends whatever still runs."""
         within_s = 0.0 if self._let_go else LET_GO_S
         self.let_go()
         guards = [rank.guard for rank in self.ranks if rank.guard is not None]
@@ -161,7 +151,6 @@ class RankProcesses:
             await guard.wait()
 
     def terminate(self) -> None:
-        """Passes SIGTERM to rank 0, for a command that handles it."""
         self.terminated = True
         self.ranks[0].say(terminate=1)
 
@@ -220,7 +209,6 @@ class RankProcesses:
 
 
 def how(status: int | None) -> str:
-    """Says how a process ended."""
     if status is None:
         return "was lost"
     if status < 0:

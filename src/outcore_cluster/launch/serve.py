@@ -36,11 +36,7 @@ def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> 
 
 
 def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
-    """Follows rank 0 until it ends. Ignores Ctrl-C, which rank 0 handles.
-
-    Raises:
-        LinkError: the run has failed. OutcoreError: this rank cannot go on.
-    """
+    """Follows rank 0 until it ends. Ignores Ctrl-C, which rank 0 handles."""
     offered = Shelf(names, revision=revision).default
     with _uninterrupted():
         model, _ = load_model(offered.folder, options.load)

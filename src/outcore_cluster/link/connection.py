@@ -48,8 +48,8 @@ class LinkConnection:
 
     Attributes:
         leaving: what the kernel has not taken of queued frames.
-        posted, received: messages for which a receive was posted so far, and those that arrived.
-        reader: the thread that receives, to be started.
+        posted, received: how many messages receives were posted for so far, and how many arrived.
+        reader: the thread that receives; the owner starts it.
     """
 
     def __init__(

@@ -49,12 +49,9 @@ class Facts(NamedTuple):
 
 
 async def ask(sock: socket.socket, key: bytes, facts: Facts, within_s: float) -> None:
-    """Runs the client's side.
-
-    Raises:
-        HandshakeError: the server lacks the key. RefusedError: it has the key, and refuses.
-        OSError: the connection broke, or the handshake took too long.
-    """
+    """Runs the client's side. Raises ``RefusedError`` if the server has the key and refuses this rank,
+    ``HandshakeError`` if it lacks the key, ``OSError`` if the connection broke or the handshake took longer than
+    ``within_s``."""
     async with _greeted(sock, key, within_s, server=False) as (send, receive):
         await send(json.dumps(facts))
         reason = await receive()
@@ -63,15 +60,8 @@ async def ask(sock: socket.socket, key: bytes, facts: Facts, within_s: float) ->
 
 
 async def answer(sock: socket.socket, key: bytes, judge: Callable[[Facts], str], within_s: float) -> Facts:
-    """Runs the server's side. Returns the facts of a client that has the key, once it knows that it is accepted.
-
-    Args:
-        judge: returns why such a client is refused; empty: it is not.
-
-    Raises:
-        HandshakeError: the client lacks the key, or was refused.
-        OSError: the connection broke, or the handshake took too long.
-    """
+    """Runs the server's side. Returns the facts of a client that has the key and is not refused. ``judge`` returns why
+    one that has the key is refused, or an empty text. Raises as ``ask`` does."""
     async with _greeted(sock, key, within_s, server=True) as (send, receive):
         try:
             theirs = Facts(*json.loads(await receive()))

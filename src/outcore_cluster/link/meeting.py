@@ -27,12 +27,8 @@ MOST_GREETED = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """This rank's number, and what all ranks of a run have in common.
-
-    Attributes:
-        addresses: host and port, by rank. ``names``: the hosts as users call them.
-        run: the run's name. ``key``: its secret. ``version``: of Outcore.
-    """
+    """This rank's number, and what all ranks of a run have in common: by rank, addresses (host, port) and hosts as
+    users call them; the run's name and secret key; Outcore's version."""
 
     rank: int
     addresses: Sequence[tuple[str, int]]
@@ -54,11 +50,7 @@ class Identity:
 
 
 class Meeting:
-    """One rank's start-up.
-
-    Attributes:
-        there: connections so far, by the rank at the other end and the purpose.
-    """
+    """One rank's start-up. ``there`` holds the connections so far, by the rank at the other end and the purpose."""
 
     def __init__(
         self, me: Identity, limits: LinkLimits, listener: socket.socket | None, alone: Callable[[], str | None]
@@ -70,11 +62,7 @@ class Meeting:
         self._listener = listener or listen(me.addresses[me.rank], me.who(me.rank))
 
     async def meet(self) -> None:
-        """Connects this rank with all others.
-
-        Raises:
-            LinkError: a rank did not come in time.
-        """
+        """Connects this rank with all others. Raises ``LinkError`` if one does not come in time or refuses this one."""
         accepting = asyncio.create_task(self._accept())
         try:
             for peer in range(self._me.rank):
@@ -181,11 +169,7 @@ class Meeting:
 
 
 def listen(address: tuple[str, int], who: str) -> socket.socket:
-    """Returns a listening socket.
-
-    Raises:
-        LinkError: the address is not this machine's, or in use.
-    """
+    """Returns a listening socket. Raises ``LinkError`` if the address is not this machine's, or in use."""
     try:
         family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[:2], family=family, backlog=MOST_GREETED)

@@ -72,16 +72,13 @@ class Receive:
 class SocketLink:
     """One rank's link (``Link``). The constructor returns when all ranks are connected.
 
-    All methods raise ``LinkError`` once the run has failed.
+    All methods, and the constructor, raise ``LinkError`` once the run has failed.
 
     Args:
         listener: the socket that other ranks connect to; None: one is made at this rank's address.
-        leave: ends the process once the run has failed and ``LinkLimits.grace`` is over; None, for links that share a
-            process: nothing does.
+        leave: ends the process ``LinkLimits.grace`` after the run has failed; None, for links that share a process:
+            nothing.
         alone: called every second; returns a reason to end, such as a launcher that is gone.
-
-    Raises:
-        LinkError: a rank did not come, or has another version.
     """
 
     def __init__(
@@ -196,11 +193,8 @@ class SocketLink:
                 connection.close()
 
     def wait_for(self, done: Callable[[], object], rank: int, due: bool) -> None:
-        """Waits for something from a rank, and says so in heartbeats. Handles held signals meanwhile.
-
-        Args:
-            due: only work of that rank can bring it.
-        """
+        """Waits for something from a rank, and says so in heartbeats; ``due``: only work of that rank can bring it.
+        Handles held signals."""
         if done():
             return
         with self._movement.waiting(rank, due):

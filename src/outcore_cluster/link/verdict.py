@@ -28,12 +28,10 @@ class Blame(NamedTuple):
 
 def broke(error: Exception) -> str:
     """What an error of a connection says about the rank at its other end."""
-    if not isinstance(error, OSError | EOFError):
-        return one_line(error)
     # A process that ends with bytes unread resets its connections.
-    if isinstance(error, EOFError) or error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
-        return GONE
-    return f"its connection broke: {error.strerror or one_line(error)}"
+    if isinstance(error, OSError) and error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
+        return f"its connection broke: {error.strerror or one_line(error)}"
+    return GONE if isinstance(error, OSError | EOFError) else one_line(error)
 
 
 class Sign(NamedTuple):
@@ -50,21 +48,25 @@ class Sign(NamedTuple):
     due: bool = False
 
 
-class Movement:
-    """What this process does, and which rank it waits for.
+def work_of_process() -> tuple[float, int]:
+    try:
+        read = int(_IO.read_text().partition("\nread_bytes: ")[2].split()[0])
+    except (OSError, LookupError, ValueError):
+        read = 0  # macOS has no such file
+    return time.process_time() - time.thread_time(), read
 
-    Args:
-        computing_s: how long one evaluation on a device (``working``) counts as work.
-        work: returns the processor seconds of all other threads so far, and the bytes read from disks.
-    """
+
+class Movement:
+    """What this process does, and which rank it waits for. ``work`` returns the processor seconds of all other threads
+    so far, and the bytes read from disks; one evaluation on a device counts for up to ``computing_s`` seconds."""
 
     def __init__(
         self,
         computing_s: float,
-        work: Callable[[], tuple[float, int]] | None = None,
+        work: Callable[[], tuple[float, int]] = work_of_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._computing_s, self._work, self._clock = computing_s, work or _work, clock
+        self._computing_s, self._work, self._clock = computing_s, work, clock
         self._count = self._seen = 0
         self._moved_at = self._noted_at = self._looked_at = clock()
         self._done: tuple[float, int] = (0.0, 0)
@@ -72,7 +74,6 @@ class Movement:
         self._works: float | None = None
 
     def note(self) -> None:
-        """Notes that bytes were sent or received, or that something else was done."""
         self._count += 1
 
     def look(self) -> Sign:
@@ -107,14 +108,6 @@ class Movement:
         finally:
             self._waits = None
             self._count += 1
-
-
-def _work() -> tuple[float, int]:
-    try:
-        read = int(_IO.read_text().partition("\nread_bytes: ")[2].split()[0])
-    except (OSError, LookupError, ValueError):
-        read = 0  # macOS has no such file
-    return time.process_time() - time.thread_time(), read
 
 
 def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:

@@ -67,7 +67,6 @@ class Modelfile:
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def get(self, name: str) -> Any:
-        """Returns an attribute, or one of ``values``; None if it is not given."""
         return self.values.get(name, getattr(self, name, None))
 
     def line(self, attribute: str) -> str:
@@ -89,11 +88,7 @@ class Modelfile:
 
 
 def read_modelfile(path: str | Path) -> Modelfile:
-    """Reads a Modelfile.
-
-    Raises:
-        UsageError: it cannot be read, or a line is not understood or cannot be applied; names the line.
-    """
+    """Reads a Modelfile. Raises ``UsageError``, which names the line, if it cannot be read, understood or applied."""
     try:
         file = Path(path).expanduser()
         return parse_modelfile(decoded(read_small(file, LONGEST)), file)
@@ -106,14 +101,7 @@ def read_modelfile(path: str | Path) -> Modelfile:
 
 
 def parse_modelfile(text: str, path: Path = Path("Modelfile")) -> Modelfile:
-    """Parses the text of a Modelfile.
-
-    Args:
-        path: of the file; relative folders in it are next to it.
-
-    Raises:
-        LineError: as in ``read_modelfile``.
-    """
+    """Parses a Modelfile's text; relative folders in it are next to ``path``. Raises ``LineError``."""
     found: dict[str, Any] = {}
     lines: dict[str, int] = {}
     last = 1
@@ -161,7 +149,7 @@ def _place(instruction: Instruction, folder: Path) -> str:
         raise instruction.refused(f"{shortened(given)}: {getattr(e, 'strerror', None) or e}") from e
     if instruction.name == "adapter" and not path.is_dir():
         raise instruction.refused(
-            f"{shortened(given)}: no such folder beside the Modelfile; give that of an adapter of mlx-lm's, with "
+            f"{shortened(given)}: no such folder next to the Modelfile; give that of an mlx-lm adapter, with "
             "adapters.safetensors and adapter_config.json"
         )
     return str(path.absolute()) if there or given.startswith((".", "/", "~")) else given

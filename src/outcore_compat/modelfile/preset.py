@@ -50,25 +50,20 @@ def add_flag(parser: ArgumentParser) -> None:
 
 
 def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
-    """Sets flags that the Modelfile gives and the command line does not; ``args.preset`` applies the rest.
-
-    Returns:
-        The flags that were set, by name in ``args``, with the place in the Modelfile.
-
-    Raises:
-        UsageError: the file cannot be used; names the line and the reason.
-    """
+    """Sets flags that the Modelfile gives and the command line does not; ``args.preset`` applies the rest. Returns the
+    flags that were set, by name in ``args``, with the place in the Modelfile. Raises ``UsageError``, which names the
+    line, if the file cannot be used."""
     if args.modelfile is None:
         return {}
-    said = read_modelfile(args.modelfile)
-    args.preset = ModelfilePreset(said)
+    modelfile = read_modelfile(args.modelfile)
+    args.preset = ModelfilePreset(modelfile)
     given = _given(parser, args.argv)
     several = parser.prog == "outcore serve"
     if "models_named" in given:
         given |= {"model"}
     filled: dict[str, Setting] = {}
     for attribute, name in FLAGS.items():
-        value: Any = said.get(attribute)
+        value: Any = modelfile.get(attribute)
         if attribute == "draft_num_predict" and value == 0:
             name, value = "draft", None if given & {"draft", "num_draft_tokens"} else "none"
         if value is None or name in given or not hasattr(args, name):
@@ -76,7 +71,7 @@ def settle(parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Settin
         if attribute == "seed" and value < 0:
             value = secrets.randbits(32)
         setattr(args, name, [value] if several and attribute == "model" else value)
-        filled[name] = Setting(str(said.get(attribute)), said.line(attribute))
+        filled[name] = Setting(str(modelfile.get(attribute)), modelfile.line(attribute))
     return filled
 
 
@@ -96,41 +91,41 @@ def _given(parser: ArgumentParser, words: Sequence[str]) -> set[str]:
 class ModelfilePreset(Preset):
     """Applies what a Modelfile gives and no flag can. The methods are ``Preset``'s."""
 
-    def __init__(self, said: Modelfile) -> None:
-        self.said = said
-        self.messages, self.stop = said.messages, said.stop
+    def __init__(self, modelfile: Modelfile) -> None:
+        self.modelfile = modelfile
+        self.messages, self.stop = modelfile.messages, modelfile.stop
 
     def prepare(self, tokenizer: TokenizerWrapper, *, template: bool = True, cached: bool = False) -> None:
-        said = self.said
-        before = next((name for name in ("system", "messages") if name in said.lines), None)
+        modelfile = self.modelfile
+        before = next((name for name in ("system", "messages") if name in modelfile.lines), None)
         if before is not None and cached:
             raise UsageError(
-                f"{said.line(before)}: the text before the question is in --prompt-cache-file already; leave "
+                f"{modelfile.line(before)}: the text before the question is in --prompt-cache-file already; leave "
                 "it out, or the cache"
             )
-        if template and said.template is not None:
+        if template and modelfile.template is not None:
             from outcore.modules.mlx_lm_tokenizer import set_chat_template
 
-            set_chat_template(tokenizer, template_text(said.template, tokenizer))
+            set_chat_template(tokenizer, template_text(modelfile.template, tokenizer))
         elif template and before is not None and not tokenizer.has_chat_template:
             raise UsageError(
-                f"{said.line(before)}: this model has no chat template, and the Modelfile no TEMPLATE; add one"
+                f"{modelfile.line(before)}: this model has no chat template, and the Modelfile no TEMPLATE; add one"
             )
 
     def answer_tokens(self, prompt: int, most: int) -> int:
-        context = self.said.get("num_ctx")
+        context = self.modelfile.get("num_ctx")
         if context is None:
             return most
         room: int = context - prompt
         if room < 1:
             raise UsageError(
-                f"{self.said.line('num_ctx')}: num_ctx {context} leaves no room for an answer to a prompt of "
+                f"{self.modelfile.line('num_ctx')}: num_ctx {context} leaves no room for an answer to a prompt of "
                 f"{counted(prompt, 'token')}; give more, or a shorter prompt"
             )
         return room if most < 0 else min(room, most)
 
     def options(self) -> dict[str, Any]:
-        penalties: dict[str, Any] = self.said.penalties()
+        penalties: dict[str, Any] = self.modelfile.penalties()
         if not penalties:
             return {}
         from mlx_lm.sample_utils import make_logits_processors
@@ -138,28 +133,30 @@ class ModelfilePreset(Preset):
         return {"logits_processors": make_logits_processors(None, **penalties)}
 
     def defaults(self, defaults: Defaults) -> Defaults:
-        seed = self.said.get("seed")
+        seed = self.modelfile.get("seed")
         seed = None if seed is None or seed < 0 else seed
-        penalties: dict[str, Any] = self.said.penalties()
+        penalties: dict[str, Any] = self.modelfile.penalties()
         return replace(defaults, sampling=replace(defaults.sampling, seed=seed, **penalties))
 
     def service(self, service: ModelService) -> ModelService:
         from .prefaced import Prefaced
 
-        return cast("ModelService", Prefaced(service, self.said.system, self.said.messages, self.said.stop))
+        return cast(
+            "ModelService", Prefaced(service, self.modelfile.system, self.modelfile.messages, self.modelfile.stop)
+        )
 
     def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
         from outcore.checkpoint.find_model import resolve_model
         from outcore.checkpoint.tokenizer import load_tokenizer
 
         if len(names) != 1:
-            raise UsageError(f"--modelfile {self.said.path}: it names one model; serve that one alone")
+            raise UsageError(f"--modelfile {self.modelfile.path}: it names one model; serve that one alone")
         folder = resolve_model(names[0], args.revision)
-        if args.chat_template is not None or self.said.template is None:
+        if args.chat_template is not None or self.modelfile.template is None:
             given: str | None = args.chat_template
             return given
         tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
-        return template_text(self.said.template, tokenizer)
+        return template_text(self.modelfile.template, tokenizer)
 
 
 def template_text(template: GoTemplate, tokenizer: TokenizerWrapper) -> str:

@@ -63,11 +63,7 @@ class Instruction:
 
 
 def decoded(data: bytes) -> str:
-    """Decodes a Modelfile's UTF-8 text, with ``\n`` as line ends.
-
-    Raises:
-        LineError: it is not text.
-    """
+    """Decodes a Modelfile's UTF-8 text, with ``\\n`` as line ends. Raises ``LineError`` if it is not text."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -80,11 +76,7 @@ def decoded(data: bytes) -> str:
 
 
 def parse(text: str) -> Iterator[Instruction]:
-    """Yields the instructions of a Modelfile in order.
-
-    Raises:
-        LineError: a line is no instruction.
-    """
+    """Yields the instructions of a Modelfile in order. Raises ``LineError``."""
     lines = text.split("\n")
     at = 0
     while at < len(lines):
@@ -114,17 +106,13 @@ def parse(text: str) -> Iterator[Instruction]:
 
 
 def _cut(line: str) -> tuple[str, str]:
-    """Returns the first word and the rest."""
     word, *rest = re.split(r"[ \t]+", line, maxsplit=1)
     return word, rest[0] if rest else ""
 
 
 def _value(rest: str, lines: list[str], at: int) -> tuple[str, int]:
-    """Returns the value whose first line is ``rest``, and the index of the line after it.
-
-    Raises:
-        LineError: its quotation marks are not closed.
-    """
+    """Returns the value whose first line is ``rest``, and the index of the line after it. Raises ``LineError`` if its
+    quotation marks are not closed."""
     mark = next((mark for mark in ('"""', '"') if rest.startswith(mark)), "")
     if not mark:
         return rest, at

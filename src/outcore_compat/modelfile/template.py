@@ -42,11 +42,8 @@ class GoTemplate:
     body: str
 
     def jinja(self, begin: str = "") -> str:
-        """Returns a chat template for ``tokenizer.apply_chat_template``, for the roles system, user and assistant.
-
-        Args:
-            begin: the token that the tokenizer puts in front of every text, if it does.
-        """
+        """Returns a chat template for the roles system, user and assistant; ``begin``: the token that the tokenizer
+        puts in front of every text, if it does."""
         parts = {"turn": self.body, "mark": _literal(MARK), "begin": _literal(begin)}
         return (CONVERSATION % parts).rstrip("\n")
 
@@ -86,11 +83,8 @@ CONVERSATION = """\
 
 
 def parse_template(instruction: Instruction) -> GoTemplate:
-    """Parses a template. ``.Response`` is added at the end if it is missing, as in Ollama.
-
-    Raises:
-        LineError: it is invalid, or uses what only Ollama supports; names the line.
-    """
+    """Parses a template; ``.Response`` is added at the end if it is missing, as in Ollama. Raises ``LineError`` if it
+    is invalid, or uses what only Ollama supports."""
     text, at = instruction.value, 0
     if len(text) > LONGEST:
         raise instruction.refused(f"{len(text)} characters; at most {LONGEST}")
