@@ -1,4 +1,5 @@
-"""Buffers that the link receives layer outputs of other ranks into, and that graphs are built on meanwhile."""
+"""Buffers for layer outputs that other ranks send. The graph of the following layers is built on them before the bytes
+arrive."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class Incoming:
 
 
 class Rounds:
-    """The receives of several passes that share one reading of the weights, in the order in which they are sent: layer
-    after layer, and of each layer pass after pass. Two sets of buffers take turns: the layer before the last has been
-    computed by then."""
+    """Receives for several passes that share one reading of the weights, in the order in which the messages are sent:
+    layer after layer, and for each layer pass after pass. Two sets of buffers alternate: when a third layer arrives,
+    the first one has been computed."""
 
     def __init__(self) -> None:
         self._rounds: list[list[Incoming]] = []

@@ -124,7 +124,7 @@ class MlxLink:
         return nullcontext()
 
     def check(self) -> None:
-        """Does nothing: waits find faults."""
+        """Does nothing: a failed run is noticed at the next wait."""
 
     def flush(self) -> None:
         mx.eval(self._last)

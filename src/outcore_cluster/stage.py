@@ -74,7 +74,7 @@ class PipelineStage:
         return self._share.eager
 
     def install(self) -> None:
-        """Replaces the calls of other ranks' layers, and of the head on all ranks but rank 0."""
+        """Replaces the calls of other ranks' layers by receives, and the head on all ranks but rank 0 by a stand-in."""
         for i in self._share.cuts.order:
             if not self._share.own(i):
                 swap(self._share.layers[i].module, "Foreign", self._foreign(i, self._share.cuts.calls[i]))

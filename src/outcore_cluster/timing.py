@@ -71,7 +71,8 @@ def pass_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes
 
 
 def _turns(stages: Sequence[RankStage]) -> list[RankStage]:
-    """Joins layers in memory with the streamed one after them, or with one another."""
+    """Joins stages that a rank computes at one go: layers in memory with the streamed layer after them, or with one
+    another."""
     turns: list[RankStage] = []
     for stage in stages:
         before = turns[-1] if turns else None

@@ -35,12 +35,11 @@ DIFFERENCES = {
 
 
 def weight_prints(lazy: LazyModel) -> dict[str, str]:
-    """Returns digests by name that copies of the same weights have in common; a copy may lack names that others
-    have.
+    """Returns digests by name. Two copies of the same weights have equal digests under all names that both have.
 
-    They cover a block of each parameter that lies on disk as it is used (of at most ``MOST_BLOCKS``), of an original's
-    other tensors and of an adapter's; a packed copy's files; all parameters' paths; how an adapter is applied; the
-    model's own code; its configuration; its tokenizer and templates.
+    Digests cover: a block of each parameter that lies on disk as it is used (of at most ``MOST_BLOCKS`` of them), and
+    of an original's other tensors and an adapter's; the files of a packed copy; the paths of all parameters; how an
+    adapter is applied; the model's own code, configuration, tokenizer and templates.
 
     Raises:
         OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.

@@ -1,5 +1,5 @@
-"""The settings of applied patches, and the budget that one patch's models share: a program may load a second model next
-to the first one, which took all of it."""
+"""The settings of applied patches, and the budget that all models of one patch share: a program may load a second model
+after the first one got the whole budget."""
 
 from __future__ import annotations
 
