@@ -262,7 +262,7 @@ def test_the_server_is_not_called_by_names_that_are_not_its_own() -> None:
                 assert answer.split()[1] == (b"200" if right else b"403"), name
             refused = await ask(server, "GET", "/api/tags", {"host": "evil.example"})
             assert refused.json() == {
-                "error": "this server is not called 'evil.example'; --allowed-hosts names what it may be called"
+                "error": "the host name 'evil.example' is not allowed; add it with --allowed-hosts"
             }
         async with running(access=Access(hosts={"box.lan"}, addresses=True)) as server:
             for name, right in {

@@ -149,7 +149,7 @@ class ItemsWriter(ResponseWriter):
                 pass
         return self._response(self._status)
 
-    def failure(self, error: RequestError, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def failure(self, error: RequestError, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if not self._steps:
             yield from self._begin()
         # OpenAI's codes; and the one beside them by which Codex knows that it has to shorten a conversation.

@@ -117,7 +117,7 @@ class FakeAnswering(ResponseWriter):
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def failure(self, error: RequestError, told: dict[str, Any]) -> list[Any]:
+    def failure(self, error: RequestError, body: dict[str, Any]) -> list[Any]:
         return [{"error": str(error)}]
 
     def keepalive(self) -> bytes:

@@ -1,8 +1,8 @@
-"""Who may ask: by the name that the server is called by, the page that asks, and a key.
+"""Access control by the Host header, the Origin header and an API key.
 
-A page in a browser reaches a server on this machine though it is none of its business: under a name of its own that
-leads to 127.0.0.1 (DNS rebinding; such requests carry that name as their host), or by a request of the kinds that
-browsers send without asking first (those carry the page's origin).
+A page from elsewhere can reach a server on this machine through the browser: under a name of its own that resolves to
+127.0.0.1 (DNS rebinding; the Host header has that name), or by requests that browsers send without a preflight (the
+Origin header names the page).
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ OPEN = {"/", "/health"}
 """Paths that need no key."""
 
 LOCAL = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
-"""Origins of this machine."""
-
 FRAMING = "request_framing"
-"""Code of errors after which nobody knows where the next request begins."""
+"""Error code of requests whose end is unknown, so that the connection must be closed."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """Which requests are allowed.
 
     Attributes:
-        key: that requests must carry, as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; None: none.
-        hosts: names that the server may be called by, in small letters without ports; ``*``: any. Addresses of this
-            machine, and ``.localhost``, which leads nowhere else (RFC 6761), may always; not ``.internal``, which any
-            network's name server answers for. ``addresses``: any address may, which no name leads to.
-        origins: of pages in browsers that may ask and read the answers; ``*``: any; ``localhost``: those that come from
-            this machine, by whatever port. A page of the server's own may.
+        key: required as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; None: no key is required.
+        hosts: allowed Host headers, lower case, without ports; ``*``: any. Loopback addresses and ``.localhost``, which
+            always resolves to this machine (RFC 6761), are always allowed; ``.internal`` is not, since any network's
+            name server may answer for it.
+        addresses: any IP address is allowed as Host header.
+        origins: of pages that may send requests and read answers; ``*``: any; ``localhost``: of this machine, on any
+            port. The server's own pages are always allowed.
     """
 
     key: str | None = field(default=None, repr=False)
@@ -52,23 +51,19 @@ class Access:
     origins: Collection[str] = ()
 
     def check(self, path: str, headers: Headers) -> None:
-        """Refuse who may not.
-
-        Raises:
-            RequestError: 403 or 401.
-        """
+        """Raise a RequestError (401 or 403) for a request that is not allowed."""
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self._called(_name(host)):
-            why = f"this server is not called {host[:100]!r}; --allowed-hosts names what it may be called"
+        if host is not None and not self._allows_host(_name(host)):
+            why = f"the host name {host[:100]!r} is not allowed; add it with --allowed-hosts"
             raise RequestError(why, "host_not_allowed", status=403)
         own = host is not None and (origin or "").lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
-        if origin is not None and not own and not self._shared_with(origin):
-            why = f"pages of {origin[:100]!r} may not ask; --allowed-origins names those that may"
+        if origin is not None and not own and not self._allows_origin(origin):
+            why = f"pages of {origin[:100]!r} are not allowed; add this origin with --allowed-origins"
             raise RequestError(why, "origin_not_allowed", status=403)
         if self.key is not None and path not in OPEN and not _carries(headers, self.key):
             raise RequestError("give the server's API key, as Bearer or x-api-key", "invalid_api_key", status=401)
 
-    def _called(self, name: str) -> bool:
+    def _allows_host(self, name: str) -> bool:
         if "*" in self.hosts or name in self.hosts or name == "localhost" or name.endswith(".localhost"):
             return True
         try:
@@ -77,18 +72,17 @@ class Access:
             return False
         return self.addresses or address.is_loopback
 
-    def _shared_with(self, origin: str) -> bool:
+    def _allows_origin(self, origin: str) -> bool:
         local = "localhost" in self.origins and LOCAL.fullmatch(origin) is not None
         return local or "*" in self.origins or origin in self.origins
 
 
 class Guard:
-    """ASGI middleware that answers requests that are refused by their head: of those who may not ask, with headers that
-    are too large, or with a body whose length is told in two ways.
+    """ASGI middleware that refuses requests by their headers: access denied, too large, or two body lengths.
 
-    h11 looks at the size of headers only while they are not whole, and takes ``Content-Length`` beside
-    ``Transfer-Encoding``, which a proxy in front may read otherwise (RFC 9112, 6.3): where one sees a body's end, the
-    other sees another's request. The connection is closed.
+    h11 checks the size of headers only while they are incomplete. It also accepts both ``Content-Length`` and
+    ``Transfer-Encoding``, of which a proxy may use the other one (RFC 9112, 6.3); part of a body would then be read as
+    another client's request. After such a request the connection is closed.
     """
 
     def __init__(
@@ -115,14 +109,13 @@ class Guard:
 
 
 def local_names(host: str) -> set[str]:
-    """What this machine is called where it listens at ``host``; no name server is asked."""
+    """Names of this machine when it listens at ``host``, without a DNS lookup."""
     own = socket.gethostname().lower()
     return {host.lower(), own, own.partition(".")[0], own.partition(".")[0] + ".local"} - {""}
 
 
 def cors(access: Access, exposed: str) -> Middleware:
-    """What tells browsers which pages may read. Cookies are let through, since some apps send them with all they ask;
-    there is none here that would say anything."""
+    """CORS headers. Credentials are allowed because some apps send cookies with every request; none is read here."""
     return Middleware(
         CORSMiddleware,
         tuple(access.origins),
@@ -135,7 +128,7 @@ def cors(access: Access, exposed: str) -> Middleware:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port, and an IPv6 address without brackets."""
+    """The Host header without port and IPv6 brackets."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -143,7 +136,7 @@ def _name(host: str) -> str:
 
 
 def _carries(headers: Headers, key: str) -> bool:
-    """Compared in a time that says nothing of the key, nor of its length."""
+    """Compares in constant time; hashing hides the key's length too."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     wanted = hashlib.sha256(key.encode()).digest()

@@ -1,8 +1,7 @@
-"""What an API is to the HTTP application: a table of routes, and the words that its errors are told in.
+"""What an API consists of: a table of routes and the form of its errors.
 
-A route reads a request and says what is to be done: either a ``ParsedRequest``, which a model answers, or a JSON value
-(or an awaitable of one), which is the answer. A ``ResponseWriter`` turns the events of a model's answer into JSON. To
-add an API is to write a module with an ``Api``, and to name it in ``apis``.
+A route's handler returns a ``ParsedRequest``, which a model answers, or the answer itself as JSON or an awaitable of
+it. A ``ResponseWriter`` turns the events of a model's answer into JSON.
 """
 
 from __future__ import annotations
@@ -36,24 +35,19 @@ if TYPE_CHECKING:
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 
 LEAST_LOGPROB = -9999.0
-"""OpenAI's number for what is as good as impossible; JSON has no infinity."""
+"""OpenAI's value for minus infinity, which JSON cannot express."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """The server's flags, which hold where a request does not say otherwise.
-
-    Attributes:
-        max_tokens: of an answer; None: the engine's own.
-        template_options: arguments of the chat template, such as ``enable_thinking``; a request's come on top.
-    """
+    """Values from the server's flags for what a request leaves out."""
 
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-        """Those arguments, and whether and how hard a model is to think; None: the request does not say."""
+        """The template options, with a request's choice of whether and how hard to think (None: not given)."""
         options = dict(self.template_options)
         if thinks is not None:
             options["enable_thinking"] = thinks
@@ -64,13 +58,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request whose body has been read.
-
-    Attributes:
-        service: that answers; its lists, cards and state never wait for the engine.
-        body: a JSON object, as ``body.read_json`` gives it; empty if there was no body.
-        params: of the path.
-    """
+    """An HTTP request after its body was read; ``params`` are those of the path."""
 
     service: ModelService
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -79,14 +67,15 @@ class HttpRequest:
 
 
 class ResponseWriter(ABC):
-    """Writes one answer: a stream of JSON objects, event by event, or one of all events.
+    """Writes one answer, as a stream of JSON objects or as one object.
 
     Args:
-        streams: events are sent as they come.
-        ignored: names of the request's fields that have no effect; a header of the response carries them.
+        streams: send each event as it comes.
+        ignored: names of request fields that have no effect; a response header lists them.
 
     Attributes:
-        media_type: of a stream. ``named``: the type of each of its objects is the name of its event, too.
+        media_type: of the stream.
+        named: each object's ``type`` is also the name of its server-sent event.
     """
 
     media_type, named = EVENT_STREAM, False
@@ -96,36 +85,32 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def steps(self, event: Event) -> Iterable[Any]:
-        """What a stream sends for an event."""
+        """The JSON objects that a stream sends for an event."""
 
-    def failure(self, error: RequestError, told: dict[str, Any]) -> Iterable[Any]:
-        """The end of a stream that fails after something was sent; ``told``: the error in the API's words."""
-        return (told,)
+    def failure(self, error: RequestError, body: dict[str, Any]) -> Iterable[Any]:
+        """The last objects of a stream that fails after it began; ``body`` is the API's form of the error."""
+        return (body,)
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The body of an answer that does not stream."""
+        """The JSON object of an answer that is not streamed."""
 
     def sent(self, steps: Iterable[Any]) -> bytes:
-        """Objects as they go over the wire."""
+        """The bytes that a stream sends for these objects."""
         return b"".join(server_sent(step, step["type"] if self.named else "") for step in steps)
 
     def closing(self) -> bytes:
-        """What a stream sends after the last event."""
+        """The bytes after a stream's last event."""
         return b""
 
     def keepalive(self) -> bytes:
-        """What a stream sends when nothing was sent for long; clients pass over it."""
+        """The bytes that a stream sends when it was silent for long; clients skip them."""
         return b": keepalive\n\n"
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a model is asked, and how its answer is written.
-
-    Attributes:
-        asks: one, or several whose choices follow each other in one answer.
-    """
+    """Requests to the model and the writer of their answer, which has the choices of all of them in order."""
 
     requests: tuple[GenerationRequest, ...]
     writer: ResponseWriter
@@ -140,8 +125,7 @@ class Route:
 
     Attributes:
         path: in Starlette's form: ``/v1/models/{model:path}``.
-        handle: reads the request and says what is to be done; raises nothing but RequestError, whatever the body is.
-            It runs in a thread if the body is large.
+        handle: raises only RequestError, whatever the body is. Runs in another thread if the body is large.
         summary, body: for ``/openapi.json``.
     """
 
@@ -154,11 +138,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Api:
-    """A family of addresses whose errors look alike.
-
-    Attributes:
-        header: a request that has it means this family, if two have the same path.
-    """
+    """Routes that share a form of errors; where two APIs have the same path, ``header`` selects this one."""
 
     name: str
     error_body: Callable[[RequestError], dict[str, Any]]
@@ -167,9 +147,9 @@ class Api:
 
 
 def refused(path: str, why: str, method: str = "POST") -> Route:
-    """An address that clients ask and that is not supported, with the reason."""
+    """A route that clients know and that answers 501 with a reason."""
 
-    def handle(request: HttpRequest) -> Handled:
+    def handle(http: HttpRequest) -> Handled:
         raise RequestError(f"{path} is not supported: {why}", "not_implemented", status=501)
 
     return Route(path, handle, method, "Refused, with its reason")
@@ -177,7 +157,7 @@ def refused(path: str, why: str, method: str = "POST") -> Route:
 
 @dataclass
 class WholeChoice:
-    """A whole choice."""
+    """All text and calls of one choice."""
 
     parts: list[TextPart] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
@@ -185,7 +165,6 @@ class WholeChoice:
 
     @property
     def text(self) -> str:
-        """Of the answer; ``reasoning``: what was thought before it."""
         return "".join(part.text for part in self.parts)
 
     @property
@@ -194,7 +173,7 @@ class WholeChoice:
 
 
 class Whole:
-    """A whole answer, put together from its events."""
+    """An answer assembled from its events."""
 
     def __init__(self, events: Iterable[Event], choices: int = 1) -> None:
         self.begun, self.finished = Begun("", 0), Finished(0, 0)
@@ -214,7 +193,7 @@ class Whole:
 
 
 def logprob_entries(parts: Iterable[TextPart]) -> list[dict[str, Any]]:
-    """Tokens as OpenAI's chats and responses, and Ollama, tell them."""
+    """Log-probabilities in the form that OpenAI's chats and responses and Ollama share."""
 
     def entry(token: TokenLogprob) -> dict[str, Any]:
         return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
@@ -224,12 +203,11 @@ def logprob_entries(parts: Iterable[TextPart]) -> list[dict[str, Any]]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+    """The log-probability, or ``LEAST_LOGPROB`` for one that JSON cannot express."""
     return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other answer has."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
@@ -237,11 +215,10 @@ def encoded(value: Any) -> bytes:
     """Compact JSON in UTF-8, without a line break."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which a model may write: JSON can say it and UTF-8 cannot
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can escape it
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def server_sent(value: Any, event: str = "") -> bytes:
-    """A server-sent event with this JSON as its data, and this name."""
     name = f"event: {event}\n".encode() if event else b""
     return name + b"data: " + encoded(value) + b"\n\n"

@@ -1,7 +1,4 @@
-"""The APIs that are served: OpenAI's, and those that packages bring.
-
-A package's module of the group ``apis`` (``packages.py`` says how it is found) has ``APIS``, a sequence of ``Api``.
-"""
+"""All APIs: OpenAI's, and the ``APIS`` of packages' modules of the group ``apis`` (see ``packages.py``)."""
 
 from __future__ import annotations
 
@@ -13,5 +10,5 @@ OPENAI = Api("openai", openai.error_body, (*openai.ROUTES, *completions.ROUTES))
 
 
 def all_apis() -> tuple[Api, ...]:
-    """All of them. Errors of addresses that belong to none are told in the words of the first."""
+    """All APIs; errors at unknown paths have the form of the first."""
     return (OPENAI, *(api for module in modules("apis").values() for api in module.APIS))

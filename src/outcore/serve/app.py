@@ -1,9 +1,7 @@
-"""The HTTP application: the addresses of all APIs, and those that belong to none, and answers on their way to clients.
+"""The HTTP application: it routes requests to APIs and sends their answers.
 
-An answer goes out event by event as they come, or whole; it ends when the client goes, or the server does. The engine
-never waits for a client: events queue in the service. What is queued is an answer's own text and no more, which
-``max_tokens`` bounds; a client that takes nothing for ``ClientLimits.write_s`` loses its connection, and with it the
-answer.
+The engine never waits for a client: the service queues an answer's events, which ``max_tokens`` bounds. A client that
+reads nothing for ``ClientLimits.write_s`` loses its connection, and its answer is cancelled.
 """
 
 from __future__ import annotations
@@ -35,26 +33,26 @@ from .site import IGNORED, Site, error_response, ignored_header, json_response
 log = logging.getLogger("outcore")
 
 RETURNED = 1 << 20
-"""Bytes of a body after which memory is given back to the system."""
+"""Size in bytes of a body after which freed memory is returned to the system."""
 
 
 def application(site: Site, access: Access | None = None) -> Starlette:
-    """Everything that the server answers.
+    """The ASGI application of all APIs, ``/health`` and the pages of packages.
 
     Args:
-        access: who may ask; None: whoever calls it by a name of this machine, no page in a browser but its own.
+        access: None: requests must name this machine as host, and no other site's page may send any.
     """
     access = access or Access()
-    middleware = [Middleware(Watched, site), *([cors(access, IGNORED)] if access.origins else [])]
+    middleware = [Middleware(Observed, site), *([cors(access, IGNORED)] if access.origins else [])]
     middleware.append(Middleware(Guard, access, site.limits.header_bytes, site.refusal))
 
     def missing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        what = "no such address" if status == 404 else f"{request.method}: not here"
+        what = "no such address" if status == 404 else f"{request.method} is not allowed"
         if not modules("apis"):
             what += " (only OpenAI's chats and completions are installed; install outcore whole)"
-        told = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
-        response = site.refusal(request.url.path, request.headers, told)
+        why = RequestError(f"{request.url.path}: {what}", "not_found", status=status)
+        response = site.refusal(request.url.path, request.headers, why)
         response.headers.update(getattr(error, "headers", None) or {})
         return response
 
@@ -65,7 +63,7 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     app = Starlette(
         routes=[
             *_own(site),
-            *(StarletteRoute(p, Address(site, there), methods=[method]) for (p, method), there in routes.items()),
+            *(StarletteRoute(p, Address(site, pairs), methods=[method]) for (p, method), pairs in routes.items()),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: missing},
@@ -75,50 +73,49 @@ def application(site: Site, access: Access | None = None) -> Starlette:
 
 
 def _own(site: Site) -> list[StarletteRoute]:
-    """Addresses without an API: whether the server runs, and what packages bring. A package's module of the group
-    ``pages`` has ``routes(site)``, which returns some."""
+    """``/health``, and the ``routes(site)`` of packages' modules of the group ``pages``."""
 
     async def health(_: Request) -> Response:
         state = site.service.state()
         status = "closing" if site.closing else state.get("status", "ok")
-        told = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
-        return json_response(told, 503 if status == "closing" else 200)
+        body = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
+        return json_response(body, 503 if status == "closing" else 200)
 
-    brought = [route for module in modules("pages").values() for route in module.routes(site)]
-    return [StarletteRoute("/health", health, methods=["GET"]), *brought]
+    pages = [route for module in modules("pages").values() for route in module.routes(site)]
+    return [StarletteRoute("/health", health, methods=["GET"]), *pages]
 
 
-class Watched:
-    """ASGI middleware that tells a site's observers of answers by route and status."""
+class Observed:
+    """ASGI middleware that reports each response's route and status to the site's observers."""
 
     def __init__(self, app: ASGIApp, site: Site) -> None:
         self.app, self.site = app, site
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def telling(message: Message) -> None:
+        async def reporting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # What a client calls its path is not told: there is no end of those.
+                # The route, not the path: clients can make up any number of paths.
                 route = getattr(scope.get("route"), "path", "none")
                 for observer in self.site.observers:
                     observer.responded(route, message["status"])
             await send(message)
 
-        await self.app(scope, receive, telling if scope["type"] == "http" else send)
+        await self.app(scope, receive, reporting if scope["type"] == "http" else send)
 
 
 class Address:
-    """An ASGI application for a path and a method.
+    """An ASGI application for one path and method.
 
     Args:
-        there: the APIs that answer it there; of several that whose header a request has, else the first that has none.
+        pairs: the APIs that have them. The one whose header the request has answers, else the first without a header.
     """
 
-    def __init__(self, site: Site, there: Sequence[tuple[Api, Route]]) -> None:
-        self.site, self.there = site, there
+    def __init__(self, site: Site, pairs: Sequence[tuple[Api, Route]]) -> None:
+        self.site, self.pairs = site, pairs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, started, body = Request(scope, receive), False, HeldBody(self.site)
-        api, route = max(self.there, key=lambda pair: pair[0].header in request.headers if pair[0].header else 0.5)
+        api, route = max(self.pairs, key=lambda pair: pair[0].header in request.headers if pair[0].header else 0.5)
 
         async def sending(message: Message) -> None:
             nonlocal started
@@ -132,7 +129,7 @@ class Address:
         except ClientDisconnect:
             pass
         except RequestError as e:
-            # Where it was raised, all of the body is.
+            # Its frames hold the whole body.
             e.__traceback__ = e.__cause__ = e.__context__ = None
             await error_response(api, e)(scope, receive, send)
         except Exception:
@@ -156,20 +153,20 @@ class Address:
         handled = await body.work(route.handle, request)
         del request
         if isinstance(handled, ParsedRequest):
-            work = _deliver(self._told(handled, body, began), handled.writer, send, site, api)
+            work = _deliver(self._events(handled, body, began), handled.writer, send, site, api)
         else:
 
-            async def tell() -> None:
+            async def respond() -> None:
                 value = await handled if inspect.isawaitable(handled) else handled
                 await json_response(value)(http.scope, http.receive, send)
 
-            work = tell()
-        await _while_there(work, http.receive)
+            work = respond()
+        await _while_connected(work, http.receive)
 
-    async def _told(self, asked: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
-        """The events of an answer, of which observers are told; the first of them needs the body no more."""
+    async def _events(self, parsed: ParsedRequest, body: HeldBody, began: float) -> AsyncGenerator[Event, None]:
+        """The events of an answer, reported to observers; releases the body at the first one."""
         first = True
-        async with aclosing(self.site.service.answer(*asked.requests)) as events:
+        async with aclosing(self.site.service.answer(*parsed.requests)) as events:
             async for event in events:
                 body.release()
                 begins = first and isinstance(event, TextPart | Called)
@@ -182,71 +179,63 @@ class Address:
 async def _deliver(
     events: AsyncGenerator[Event, None], writer: ResponseWriter, send: Send, site: Site, api: Api
 ) -> None:
-    """Send an answer.
-
-    Args:
-        events: closed at the end, however that comes.
-
-    Raises:
-        RequestError: it failed before anything was sent.
-    """
-    async with aclosing(events), aclosing(_heard(events, site)) as heard:
+    """Send an answer; always closes ``events``. Raises RequestError if it fails before anything was sent."""
+    async with aclosing(events), aclosing(_with_silences(events, site)) as arriving:
         if not writer.streams:
-            body = writer.whole([event async for event in heard if event is not None])
+            body = writer.whole([event async for event in arriving if event is not None])
             response = json_response(body, headers=ignored_header(writer.ignored))
             await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
             await send({"type": "http.response.body", "body": response.body})
             return
         started = False
 
-        async def tell(data: bytes, more: bool = True) -> None:
+        async def write(data: bytes, more: bool = True) -> None:
             nonlocal started
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _stream_headers(writer)})
-            if data or not more:
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async for event in heard:
+            async for event in arriving:
                 if data := writer.keepalive() if event is None else writer.sent(writer.steps(event)):
-                    await tell(data)
-            await tell(writer.closing(), more=False)
+                    await write(data)
+            await write(writer.closing(), more=False)
         except RequestError as e:
             if not started:
                 raise
-            await tell(writer.sent(writer.failure(e, api.error_body(e))), more=False)
+            await write(writer.sent(writer.failure(e, api.error_body(e))), more=False)
 
 
 def _stream_headers(writer: ResponseWriter) -> list[tuple[bytes, bytes]]:
     headers = ignored_header(writer.ignored)
     if writer.media_type == EVENT_STREAM:
-        # Proxies are not to keep it until it is whole (nginx: ngx_http_upstream_module, X-Accel-Buffering).
+        # Keeps proxies from buffering the stream (nginx: ngx_http_proxy_module, X-Accel-Buffering).
         headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
     response = Response(None, 200, headers, media_type=writer.media_type)
     return [(k, v) for k, v in response.raw_headers if k != b"content-length"]
 
 
-async def _heard(events: AsyncGenerator[Event, None], site: Site) -> AsyncGenerator[Event | None, None]:
-    """The events; None whenever none has come for so long that a client may wonder.
+async def _with_silences(events: AsyncGenerator[Event, None], site: Site) -> AsyncGenerator[Event | None, None]:
+    """The events, and None after each ``keepalive_s`` without one.
 
     Raises:
-        RequestError: the answer failed, or the server ends.
+        RequestError: the answer failed, or the server shuts down.
     """
 
-    async def following() -> Event | None:
+    async def next_event() -> Event | None:
         return await anext(events, None)
 
-    over, waiting = asyncio.create_task(site.ended.wait()), asyncio.create_task(following())
+    over, waiting = asyncio.create_task(site.ended.wait()), asyncio.create_task(next_event())
     try:
         while True:
-            patience_s = site.limits.keepalive_s
-            await asyncio.wait((waiting, over), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            silence_s = site.limits.keepalive_s
+            await asyncio.wait((waiting, over), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 if (event := waiting.result()) is None:
                     return
                 yield event
-                waiting = asyncio.create_task(following())
+                waiting = asyncio.create_task(next_event())
             elif over.done():
                 raise shutting_down()
             else:
@@ -257,26 +246,26 @@ async def _heard(events: AsyncGenerator[Event, None], site: Site) -> AsyncGenera
         log.exception("an answer failed")
         raise RequestError("the answer failed; the server's log says why", "internal_error", status=500) from e
     finally:
-        await _cancelled(over, waiting)
+        await _cancel(over, waiting)
 
 
-async def _while_there(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do some work for a client; ended when it has gone."""
+async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``work``, and cancel it when the client disconnects."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, waiting = asyncio.create_task(work), asyncio.create_task(gone())
+    working, waiting = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             await working
     finally:
-        await _cancelled(working, waiting)
+        await _cancel(working, waiting)
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,7 @@
-"""A request's body, from bytes to a JSON object: bounded in size, depth and number of values before it is believed.
+"""Reads a request's body into a JSON object of bounded size, depth and number of values.
 
-pydantic reads JSON at 50 MB a second and more and keeps Python's lock meanwhile, so the size that is taken by default
-(``ClientLimits.body_bytes``) bounds how long others are not heard. Bodies of more than ``LARGE`` bytes are read and
-translated in a thread, which lets others in between.
+pydantic parses 50 MB/s or more and holds the GIL meanwhile, so ``ClientLimits.body_bytes`` bounds how long other
+requests wait. Bodies of more than ``LARGE`` bytes are parsed and translated in another thread.
 """
 
 from __future__ import annotations
@@ -24,39 +23,33 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 LARGE = 1 << 16
-"""Bytes of a body from which on it is read in a thread."""
-
 DEPTH = 100
-"""Brackets within brackets: templates and grammars go through them recursively."""
+"""Limit of nesting, since templates and grammars recurse into a body's values."""
 
 BOM = b"\xef\xbb\xbf"
 
 
 class HeldBody:
-    """A request's body, whose bytes count against the limit of all bodies until ``release``.
-
-    Attributes:
-        nbytes: that count now. ``received``: that came.
-    """
+    """A request's body; its ``nbytes`` count against the limit of all bodies until ``release``."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self.nbytes = self.received = 0
 
     def release(self) -> None:
-        """Count it no more: the request is answered, or has its prompt. Safe to call twice."""
+        """Stop counting the body, which is no longer needed. Safe to call twice."""
         self._site.held_bytes -= self.nbytes
         self.nbytes = 0
 
     async def read(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a body; an empty one if there is none.
+        """The JSON object of the body, empty without one.
 
         Raises:
-            RequestError: 413 if it is too large, 415 if compressed, 503 if too much is held, 400 if it is not JSON.
-            ClientDisconnect: the client has gone.
+            RequestError: 413 too large, 415 compressed, 503 too many bytes of bodies are held, 400 not JSON.
+            ClientDisconnect: the client disconnected.
         """
         if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise RequestError("a compressed body is not understood: send it as it is", status=415)
+            raise RequestError("compressed bodies are not supported: send the body uncompressed", status=415)
         site, most, data = self._site, self._site.limits.body_bytes, bytearray()
         declared = request.headers.get("content-length", "")
         large = RequestError(f"the body is larger than {most} bytes", "request_too_large", status=413)
@@ -75,19 +68,18 @@ class HeldBody:
         return await self.work(read_json, data, site.limits.values)
 
     async def work(self, work: Callable[..., R], *args: Any) -> R:
-        """What some work with the body returns or raises; in a thread if the body is large."""
+        """Call ``work``, in another thread if the body is large."""
         return await asyncio.to_thread(work, *args) if self.received > LARGE else work(*args)
 
 
 def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, Any]:
-    """The JSON object that some bytes say: of whole characters and finite numbers, at most ``DEPTH`` deep. An empty one
-    if there are none.
+    """The JSON object in ``data``, empty if there is none; all numbers are finite.
 
     Args:
-        values: at most, by its commas and brackets, of which a text may have some too; None: any number.
+        values: limit of its commas and brackets, those within strings included; None: no limit.
 
     Raises:
-        RequestError: it is none (400), or has too many values (413).
+        RequestError: not a JSON object, or nested more than ``DEPTH`` deep (400), or too many values (413).
     """
     data = data.removeprefix(BOM)
     if not data.strip():
@@ -100,7 +92,7 @@ def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, A
         raise RequestError(f"the body is not JSON in UTF-8: {one_line(e)}") from None
     if not isinstance(value, dict):
         raise RequestError("the body is not a JSON object")
-    # Level by level, so that no depth is too much.
+    # Level by level: recursion could exhaust the stack.
     level: list[Any] = [value]
     for _ in range(DEPTH):
         held = [v for inner in level for v in (inner.values() if isinstance(inner, dict) else inner)]

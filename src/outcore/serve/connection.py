@@ -1,11 +1,10 @@
-"""A connection that is closed when its client is late: uvicorn's, with time-outs, and a limit that its holders lose.
+"""uvicorn's connection with time-outs, and a connection limit that idle clients cannot exhaust.
 
-uvicorn's own limits are a time-out between requests, and 503 beyond a number of connections, which whoever holds them
-then keeps; it waits for ever for the rest of headers or of a body, and for a client to read. What a connection waits
-for follows from h11's two states. The server looks at all of them several times a second (``Connection.look``), so
-there are no timers for each. What of uvicorn's ``H11Protocol`` is relied on, as it is in 0.34 to 0.54:
-``connections``, ``conn``, ``cycle``, ``transport``; that ``data_received``, ``on_response_complete`` and
-``send_400_response`` are called on it, and that ``connection_lost`` ends the cycle.
+uvicorn has a time-out between requests only, and refuses new connections beyond its limit, so that idle clients keep
+others out. Here the server calls ``Connection.look`` on all connections several times a second; h11's two states say
+what each waits for. This relies on parts of ``H11Protocol`` that uvicorn 0.34 to 0.54 have: ``connections``, ``conn``,
+``cycle``, ``transport``; calls of ``data_received``, ``on_response_complete`` and ``send_400_response``; and that
+``connection_lost`` ends the cycle.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What a client may take.
+    """Limits of connections and requests.
 
     Attributes:
-        connections: at most; beyond them the one goes that has waited for its client the longest.
+        connections: beyond this number the one is closed that has waited longest for its client.
         header_s: seconds from a request's first byte to the end of its headers.
-        body_s, body_rate: seconds for its body, and one more for each so many bytes that have come.
-        idle_s: seconds without a request.
-        write_s: seconds in which a client takes nothing of what is there for it.
+        body_s: seconds for a body, plus one for each ``body_rate`` bytes received.
+        idle_s: seconds between requests.
+        write_s: seconds without the client reading anything of an unread answer.
         linger_s: seconds for the rest of a body that was answered before its end.
-        keepalive_s: seconds without anything sent after which a stream says that it lives.
-        header_bytes, body_bytes: of one request. A prompt of a million tokens has 4 MB or so, more where characters are
-            escaped. Of all bodies that are read, or wait for their answers, there are four times as many at most.
-        values: of a body's JSON, told by commas and brackets: each costs 60 bytes or more, of 2 bytes of the body. So
-            many names of objects are read in 0.09 s, in which nobody else is heard.
+        keepalive_s: seconds of silence after which a stream sends a keep-alive.
+        body_bytes: of one request; all bodies held at once have at most four times as many. A prompt of a million
+            tokens has about 4 MB, more where characters are escaped.
+        values: commas and brackets of a body's JSON. A value takes 60 bytes or more, for 2 bytes of the body; parsing
+            this many object names blocks other requests for 0.09 s.
     """
 
     connections: int = 512
@@ -57,25 +56,26 @@ class ClientLimits:
 
 
 class Connection(H11Protocol):
-    """A subclass of it, with a ``site``, is what uvicorn is configured with.
+    """One client's connection; the server makes a subclass with its ``site``.
 
     Attributes:
-        awaited: what it waits for: ``request``, ``headers``, ``body`` or ``rest`` (of a request that was answered
-            already) of its client, or ``us``; ``since`` when, by the site's clock.
-        received: bytes that came since.
-        full: so much is unread that no more is written.
+        awaited: what it waits for: the client's ``request``, ``headers``, ``body`` or ``rest`` (of a request that is
+            already answered), or ``us``.
+        since: time by the site's clock when ``awaited`` changed; ``received``: bytes since then.
+        full: the write buffer is full, because the client does not read.
+        refused: the connection is closed as soon as the client has read the refusal.
     """
 
     site: ClassVar[Site]
 
     awaited, since, received = "us", 0.0, 0
     full = refused = False
-    _unread, _taken_at = 0, 0.0  # bytes that wait for the client to take them, and when there were more than now
+    _unread, _read_at = 0, 0.0  # bytes in the write buffer, and when the client last read some
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         room = len(self.connections) < self.site.limits.connections
         if not room and (waiting := [c for c in self.connections if isinstance(c, Connection) and c.waits]):
-            # Of those whose requests are answered, and which read, none is dropped.
+            # A client that reads its answer is never dropped.
             min(waiting, key=lambda c: c.since).drop()
             self.site.dropped, room = self.site.dropped + 1, True
         super().connection_made(transport)
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn keeps the timer, and all of this with it, after an error
+        self._unset_keepalive_if_required()  # after an error uvicorn's timer would keep this object alive
 
     def data_received(self, data: bytes) -> None:
         if self.refused or self.transport.is_closing():
@@ -109,7 +109,7 @@ class Connection(H11Protocol):
         self.full = False
 
     def send_400_response(self, msg: str) -> None:
-        # Called where h11 raised what says which status it is: 431 for headers that are too long.
+        # Called while h11's error is handled, which has the status: 431 for headers that are too long.
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         self._refuse(status, f"not an HTTP request: {error}" if error is not None else msg)
@@ -119,12 +119,12 @@ class Connection(H11Protocol):
         return self.awaited != "us" or self.full
 
     def look(self) -> None:
-        self._mark()  # uvicorn closes connections on its own, too
+        self._mark()  # uvicorn may have closed it
         limits, now, unread = self.site.limits, self.site.clock(), self.transport.get_write_buffer_size()
         if not unread or not self._unread or unread < self._unread:
-            self._taken_at = now
+            self._read_at = now
         self._unread = unread
-        if now - self._taken_at > limits.write_s:
+        if now - self._read_at > limits.write_s:
             self.site.late += 1
             self.transport.abort()
             return
@@ -143,21 +143,20 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def drop(self, close: Callable[[], None] | None = None) -> None:
-        """Close it at once, and count it no longer."""
+        """Close at once, and free the place among the connections."""
         self.refused = True
         self.connections.discard(self)
         (close or self.transport.abort)()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in place of the application, if it has not begun to, and close when the client has done so.
+        """Send an error unless an answer has begun, and let the client close the connection.
 
-        Where something is left that was not read, closing at once would reset the connection, and an answer that is
-        still under way would be lost (RFC 9112, 9.6).
+        Closing with unread input would reset the connection, and the client might lose the answer (RFC 9112, 9.6).
         """
         self.refused = True
         answered = self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
         if self.cycle is not None and not self.cycle.response_complete:
-            # It is told at once, not when all that was written is read.
+            # Ends the application's answer at once; uvicorn would wait until the client has read everything.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if answered:
@@ -169,7 +168,6 @@ class Connection(H11Protocol):
         self._mark()
 
     def _answer(self, status: int, message: str, more: bytes = b"") -> None:
-        """A whole answer, after which the connection is closed."""
         body = self.site.refused(status, message)
         head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n".encode()
         length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)

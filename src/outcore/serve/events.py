@@ -1,8 +1,7 @@
-"""What the APIs and the engine say to each other. No API's own words, no MLX.
+"""The data that APIs and the engine exchange: requests, events of an answer, and model cards. No API's words, no MLX.
 
-A request of any API comes to a ``GenerationRequest``. What becomes of it is a sequence of events: one ``Begun``, then
-for each choice any number of ``TextPart`` and ``Called`` and one ``Ended``, and one ``Finished`` at last; or a
-``RequestError`` raised anywhere in between, which ends it.
+An answer is a sequence of events: one ``Begun``; for each choice any number of ``TextPart`` and ``Called``, then one
+``Ended``; and one ``Finished``. A ``RequestError`` may be raised at any point and ends the sequence.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ from ..errors import RequestError as RequestError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; mlx-lm's arguments of these names. The defaults take the likeliest token.
-
-    Attributes:
-        seed: None: another one each time.
-    """
+    """mlx-lm's sampling arguments of these names. The defaults are greedy; ``seed`` None draws a new one each time."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -40,25 +35,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a request comes to. Either ``messages`` or ``prompt``.
+    """A request of any API, translated. It has either ``messages`` or ``prompt``.
 
     Attributes:
-        model: its name as the client gave it; empty: the only one, or the default.
-        messages: as chat templates take them: ``role`` (system, user, assistant, tool), ``content`` (a string, or a
-            list of parts, some of which a package's ``requests.OPAQUE`` has made), ``reasoning_content``,
-            ``tool_calls`` (OpenAI's, but ``arguments`` an object), ``tool_call_id``, ``name``.
-        prompt: a text, or token ids, to be continued as they are.
-        continued: the last message is an assistant's that the answer goes on with.
-        tools: functions that may be called, in OpenAI's form ``{"type": "function", "function": {...}}``.
-        tool_choice: ``auto``, ``none``, ``required``, or the name of the one to be called.
-        parallel_tools: whether an answer may call several.
+        model: the name that the client gave; empty: the default model.
+        messages: in the form of chat templates: ``role`` (system, user, assistant, tool), ``content`` (a string, or a
+            list of parts, some made by a package's ``requests.OPAQUE``), ``reasoning_content``, ``tool_calls``
+            (OpenAI's, with ``arguments`` as an object), ``tool_call_id``, ``name``.
+        prompt: text or token ids to continue as they are.
+        continued: the answer continues the last message, which is the assistant's.
+        tools: in OpenAI's form ``{"type": "function", "function": {...}}``.
+        tool_choice: ``auto``, ``none``, ``required``, or the name of the tool to call.
+        parallel_tools: one answer may call several tools.
         template_options: further arguments of the chat template, such as ``enable_thinking``.
-        max_tokens: of the answer, or fewer if no more fit; None: the server's default.
-        stop: strings that end the answer; not part of it.
-        logprobs: of each token, with so many of the likeliest beside it; None: none.
-        schema: the answer is JSON of this schema; an empty one: any JSON object. None: free text.
-        choices: answers to the same prompt.
-        keep_alive: seconds that the model stays loaded after this; negative: for good; None: the server's default.
+        max_tokens: limit of each choice; None: the server's default.
+        stop: strings that end a choice and are not part of it.
+        logprobs: number of likeliest tokens to report with each token's log-probability; None: report none.
+        schema: JSON schema of the answer; empty: any JSON object. None: free text.
+        choices: number of answers to the same prompt.
+        keep_alive: seconds that the model then stays loaded; negative: for ever; None: the server's default.
     """
 
     model: str = ""
@@ -80,11 +75,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer.
+    """The natural log-probability of a token.
 
     Attributes:
-        text: that it stands for; ``data``: its bytes, of which a character may take several tokens.
-        logprob: natural logarithm of its probability. ``top``: the likeliest in its place, best first, without ``top``.
+        data: the token's bytes, which may be only part of a character.
+        top: the likeliest tokens at this position, best first.
     """
 
     token: int
@@ -96,13 +91,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Begun:
-    """The model begins to answer.
+    """The first token of a choice exists.
 
     Attributes:
-        model: the name of the one that does.
-        prompt_tokens: of the prompt, ``cached_tokens`` of which need not be computed.
-        load_s: seconds that loading the model took, if it was loaded for this. ``queued_s``: of waiting before the
-            prompt was computed, those included. ``prompt_s``: of computing it.
+        cached_tokens: tokens of the prompt that came from the prefix cache.
+        load_s: seconds of loading the model, if this request loaded it.
+        queued_s: seconds from the request to the start of its prompt, loading included.
+        prompt_s: seconds of computing the prompt.
     """
 
     model: str
@@ -115,10 +110,10 @@ class Begun:
 
 @dataclass(frozen=True)
 class TextPart:
-    """More of a choice's text: of the answer, or of what is thought before it. Never half a character.
+    """More text of a choice, or more of its reasoning, in whole characters.
 
     Attributes:
-        logprobs: of the tokens since the piece before, where they were asked for; their text may come later.
+        logprobs: of the tokens since the previous part, if requested; their text may come later.
     """
 
     index: int
@@ -132,8 +127,9 @@ class Called:
     """A choice calls a tool.
 
     Attributes:
-        arguments: JSON, an object of finite numbers.
-        id: of this call, such as ``call_3f...``; ``number``: its place among those of the choice, from 0.
+        arguments: a JSON object of finite numbers, as text.
+        id: such as ``call_3f...``.
+        number: position among the choice's calls, from 0.
     """
 
     index: int
@@ -145,13 +141,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Ended:
-    """A choice has ended.
-
-    Attributes:
-        reason: ``stop`` (its end, or a stop string), ``length``, or ``tool_calls``.
-        stop: the stop string that ended it.
-        tokens: of it, those of what was thought and of calls included; ``reasoning_tokens`` of those were thought.
-    """
+    """A choice has ended; ``stop`` is the stop string that ended it, ``tokens`` counts reasoning and calls too."""
 
     index: int
     reason: Literal["stop", "length", "tool_calls"]
@@ -162,13 +152,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Finished:
-    """All choices have ended.
+    """All choices have ended; token counts are sums over them.
 
     Attributes:
-        tokens: of all of them.
-        queued_s, prompt_s, generation_s: seconds of waiting, until the first token, and after it.
-        drafted, accepted: tokens that were drafted for it, and stayed.
-        choices: answers that the tokens are of; the first token of each came with its prompt.
+        queued_s, prompt_s, generation_s: seconds of waiting, of the prompt up to the first token, and after it.
+        drafted, accepted: tokens proposed by the drafter, and those that the model accepted.
     """
 
     prompt_tokens: int
@@ -188,18 +176,18 @@ Event = Begun | TextPart | Called | Ended | Finished
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model that can be asked for.
+    """What the server says of a model that it offers.
 
     Attributes:
-        created: when its files were written, seconds since 1970.
-        loaded: whether it is in memory now; ``memory_bytes``: of its plan then, else 0. ``expires_at``: when it will be
-            unloaded, if it will be.
+        created: modification time of its files, seconds since 1970.
+        memory_bytes: of its plan while it is loaded, else 0.
+        expires_at: when it will be unloaded; None: never, or it is not loaded.
         nbytes: of its weights on disk.
-        family: mlx-lm's ``model_type``. ``parameters``: their number. ``quantization``: such as ``4-bit``, or ``bf16``.
-        context: tokens that it was made for; None: it does not say.
-        template: its chat template's text; empty: none. ``tools``, ``thinking``: what that knows of.
-        config: its config.json.
-        digest: of its files' names, sizes and times, 64 hexadecimal digits.
+        family: mlx-lm's ``model_type``.
+        quantization: such as ``4-bit`` or ``bf16``.
+        context: length in tokens that it was made for; None: its configuration does not say.
+        template: text of its chat template.
+        digest: 64 hexadecimal digits made from its folder and its files' sizes and times.
     """
 
     name: str
@@ -220,9 +208,8 @@ class ModelCard:
 
 
 RETRY_S = 5.0
-"""Seconds after which a client that was sent away may ask again."""
+"""Value of ``Retry-After`` for requests that are refused because the server is busy, in seconds."""
 
 
 def shutting_down() -> RequestError:
-    """What a request is told that comes too late, or takes too long then."""
     return RequestError("the server is shutting down", "shutting_down", status=503, retry_after=RETRY_S)

@@ -1,4 +1,4 @@
-"""The one model that a server's engine has in memory: what it does, and how long it stays."""
+"""The one model that a server has in memory, its counters and its idle time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ class Loaded:
     """The model that is in memory.
 
     Attributes:
-        sequences: ``Leader``, where other ranks have layers of it.
-        keep_s: seconds that it stays when nobody asks for it; None, or below 0: for good. What ranks share stays so.
-        load_s: seconds that loading it took, until an answer has told of them.
-        idle_at: when it was asked last, by ``time.monotonic``; None: it is asked now.
-        tokens: generated so far.
-        busy: what holds while it is asked.
+        sequences: the scheduler, or a ``Leader`` if other ranks have layers of the model.
+        keep_s: seconds that it stays loaded without requests; None or negative: for ever, as with other ranks.
+        load_s: seconds that loading took; 0 once an answer has reported them.
+        idle_at: when its last answer ended, by ``time.monotonic``; None while it answers.
+        busy: contexts that hold while it answers.
     """
 
     name: str
@@ -39,37 +38,36 @@ class Loaded:
 
     @property
     def session(self) -> Session:
-        """What stands behind it."""
         session: Session = self.model.outcore
         return session
 
     @property
     def leader(self) -> Leader | None:
-        """What the ranks that share it follow; None: all of it is here."""
+        """The scheduler that other ranks follow; None: all layers are here."""
         return None if isinstance(self.sequences, Scheduler) else self.sequences
 
     @property
     def counters(self) -> dict[str, int]:
-        """What it has done so far, and the bytes of its plan."""
+        """Counters since it was loaded, and the bytes of its plan."""
         m, plan = self.session.metrics, self.session.plan
         return {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens, "drafted": m.drafted,
                 "accepted": m.accepted, "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}  # fmt: skip
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until it is unloaded if nobody asks for it; None: it stays, or is asked now."""
+        """Seconds until it is unloaded unless a request comes; None: it stays, or it answers now."""
         if self.leader is not None or self.keep_s is None or self.keep_s < 0 or self.idle_at is None:
             return None
         return max(0.0, self.idle_at + self.keep_s - time.monotonic())
 
     def wake(self) -> None:
-        """It is asked."""
+        """Mark it as answering."""
         if self.idle_at is not None:
             self.idle_at = None
             self.busy.enter_context(generating(self.model))
 
     def rest(self) -> None:
-        """Nobody asks it for anything now."""
+        """Mark it as idle."""
         self.busy.close()
         self.idle_at = self.idle_at or time.monotonic()
         if self.leader is not None:

@@ -1,4 +1,4 @@
-"""uvicorn, run by us: its sockets, signals and end."""
+"""uvicorn's server with our sockets, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from .connection import Connection
 from .site import Site
 
 ACCEPTED_AT_ONCE = 32
-"""Connections that asyncio accepts before it looks after others; those to come wait in the system's queue."""
+"""Connections that asyncio accepts in one turn of its loop; others wait in the system's queue."""
 
 QUEUE = 4096
-"""Of that queue; Linux takes no more than net.core.somaxconn."""
+"""Length of that queue; Linux caps it at net.core.somaxconn."""
 
 SWITCH_S = 0.0005
-"""Seconds after which a thread that wants Python's lock gets it. The loop gives it up with every call to a socket, and
-while other threads compute it would wait for 5 ms each time."""
+"""The interpreter's switch interval in seconds. The event loop releases the GIL with every socket call, and with the
+default it would wait 5 ms each time for threads that compute."""
 
 YOUNG = 10_000, 5, 10_000
-"""Objects after which Python looks for garbage among them, and how often until it looks among older ones."""
+"""Thresholds of Python's garbage collector."""
 
 EXIT_S = 0.4
-"""Seconds, at the end of those to end in, that Python and the system take to let go of a process of gigabytes."""
+"""Seconds that Python and the system need to free a process of several gigabytes."""
 
 
 class Deadline:
-    """Calls ``cut``, which ends the process, when a moment has come, unless the ``with`` block has ended before."""
+    """Calls ``cut``, which ends the process, at a given time unless the ``with`` block has ended before."""
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self._cut = cut
         self._timers: list[threading.Timer] = []
 
     def by(self, at: float) -> None:
-        """The process is to have ended by then, a time of ``time.monotonic``; the earliest that was given counts."""
+        """Set a time (of ``time.monotonic``); the earliest one counts."""
         timer = threading.Timer(max(0.0, at - time.monotonic()), self._cut)
         timer.name, timer.daemon = "outcore-deadline", True
         timer.start()
@@ -63,21 +63,21 @@ class Deadline:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with time-outs and a connection limit of ours, which answers 503 while it drains.
+    """uvicorn's server with our connections, which answers 503 while it shuts down.
 
     Args:
-        drain_s: seconds after a signal by which the process has ended. Requests under way may take all of them but the
-            last 2 (half of them, where there are fewer than 4; one at least), in which answers still under way are told
-            an error and the model is closed.
-        ready: called once it answers.
-        draining: called with the number of requests under way that it waits for when it shuts down, if there are any.
-        over: asked ten times a second whether nothing will be answered any more; then it ends.
-        deadline: is told by when the process has ended; None: whoever runs it ends when this does.
+        drain_s: seconds from the first signal to the end of the process. Answers under way may take all but the last 2
+            seconds (half of ``drain_s`` if it is below 4, at least one second); then they end with an error, and the
+            model is closed.
+        ready: called when the server accepts requests.
+        draining: called at shutdown with the number of requests under way, if there are any.
+        over: called ten times a second; True ends the server, because its engine has failed.
+        deadline: gets the times by which the process must have ended; None: not limited.
 
     Attributes:
-        signals: that asked it to end, in their order. The second ends answers under way, each with an error, the third
-            does not wait for clients to hear of it.
-        signalled_at: when the first came, by ``time.monotonic``.
+        signals: received so far. The second ends answers under way with an error; the third does not wait until clients
+            have read it.
+        signalled_at: time of the first one, by ``time.monotonic``.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                # Else whoever sends nonsense fills the log with warnings.
+                # Malformed requests would fill the log with warnings.
                 log_level=None if logging.getLogger().isEnabledFor(logging.INFO) else logging.ERROR,
                 access_log=logging.getLogger("uvicorn.access").isEnabledFor(logging.INFO),
                 proxy_headers=False,
                 server_header=False,
                 backlog=ACCEPTED_AT_ONCE,
-                # Later than ours.
+                # Only ``Connection``'s own time-outs count.
                 timeout_keep_alive=int(site.limits.idle_s) + 60,
                 timeout_graceful_shutdown=3,
                 h11_max_incomplete_event_size=site.limits.header_bytes,
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer until a signal comes, or ``should_exit`` is set."""
-        with _prompt():
+        with _quick_switches():
             asyncio.run(self.serve(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse what comes, wait for what is under way, end what takes too long, close."""
+        """Refuse new requests, wait for answers under way, end late ones with an error, and close."""
         self.site.closing = True
         if self.site.under_way and self.drain_s:
             self.draining(self.site.under_way)
@@ -144,11 +144,11 @@ class Server(uvicorn.Server):
         self._by(ended + ending_s - EXIT_S)
         self.site.ended.set()
 
-        def heard() -> bool:
+        def all_sent() -> bool:
             unsent = any(c.transport.get_write_buffer_size() for c in self.server_state.connections)
             return not self.site.under_way and not unsent
 
-        await self._until(ended + ending_s / 2, heard, signals=3)
+        await self._until(ended + ending_s / 2, all_sent, signals=3)
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection):
                 connection.drop()
@@ -156,7 +156,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but what is ignored stays so."""
+        """As uvicorn's, but signals that were ignored stay ignored."""
         handled = (signal.SIGINT, signal.SIGTERM)
         ignored = [s for s in handled if signal.getsignal(s) is signal.SIG_IGN]
         with super().capture_signals():
@@ -165,7 +165,7 @@ class Server(uvicorn.Server):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's, but nothing is raised anew at the end."""
+        """As uvicorn's, but the signal is not raised again at the end."""
         self.signals.append(sig)
         self.signalled_at = self.signalled_at or time.monotonic()
         self.force_exit = self.should_exit
@@ -177,19 +177,19 @@ class Server(uvicorn.Server):
                 connection.look()
 
     async def _until(self, end: float, done: Callable[[], bool], signals: int) -> None:
-        """Wait until it is done, until that moment at most, or until there have been that many signals."""
+        """Wait until ``done()``, the time ``end`` or the given number of signals."""
         while not done() and len(self.signals) < signals and time.monotonic() < end:
             self.look()
             await asyncio.sleep(0.05)
 
 
 @contextmanager
-def _prompt() -> Iterator[None]:
-    """Python answers soon, whatever its other threads do, and however many objects there were before."""
+def _quick_switches() -> Iterator[None]:
+    """Shortens the pauses of the event loop that other threads and the garbage collector cause."""
     before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_S)
-    # What is there stays for as long as the server runs; looking at all of it for garbage takes a tenth of a second. So
-    # does looking at all that a large body is read into, several times: only what is young is looked at.
+    # A full collection takes 0.1 s. Existing objects stay anyway, so they are frozen, and a large body's objects are
+    # collected in the young generation only.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*YOUNG)
@@ -202,10 +202,11 @@ def _prompt() -> Iterator[None]:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to all addresses of a host, not yet listening; port 0: one that is free, the same for all.
+    """Sockets bound to all addresses of a host, not yet listening; port 0: a free port, the same for all.
 
     Raises:
-        UsageError: there is no such host. OutcoreError: the port is taken, or not ours to take.
+        UsageError: the host is unknown.
+        OutcoreError: the port is in use or not permitted.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -215,7 +216,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     missing: OSError | None = None
     with ExitStack() as opened:
         for family, address in dict.fromkeys((f, a) for f, _, _, _, a in found):
-            # asyncio sets TCP_NODELAY where it sees this protocol; without it, an answer's second half waits for 40 ms.
+            # asyncio sets TCP_NODELAY only for IPPROTO_TCP; without it, an answer's second half waits for 40 ms.
             try:
                 listening = opened.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -224,7 +225,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 listening.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
                 sockets.append(listening)
             except OSError as e:
-                # An address that a name has and this machine has not, such as ::1 without IPv6, is passed over.
+                # Skips addresses that this machine does not have, such as ::1 without IPv6.
                 missing = e
                 if e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     sockets.clear()

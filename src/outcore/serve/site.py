@@ -1,4 +1,4 @@
-"""What all addresses of a server share, and answers that are no model's: JSON, and errors in an API's words."""
+"""State that all addresses of a server share, and responses in JSON, errors among them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ if TYPE_CHECKING:
     from .service import ModelService
 
 IGNORED = "x-outcore-ignored"
-"""The header that names fields of a request that have no effect."""
+"""Response header that lists the request's fields that have no effect."""
 
 
 class Observer:
-    """Is told what a server answers; a package's page does something with it."""
+    """Base of classes that record what a server answers, such as a package's metrics."""
 
     def responded(self, route: str, status: int) -> None:
-        """A request was answered; ``route``: its address in Starlette's form, or ``none``."""
+        """A request was answered; ``route`` is Starlette's path pattern, or ``none``."""
 
     def happened(self, event: Event, first_s: float | None) -> None:
-        """An event of a model's answer; ``first_s``: of its first text or call, seconds since the request was read."""
+        """An event of an answer; ``first_s``: seconds since the request was read, given at the first text or call."""
 
 
 class Site:
     """One server's state.
 
     Args:
-        apis: the first one's words are those of errors that belong to none.
-        clock: seconds, by which clients are late.
+        apis: the first one also gives the form of errors at unknown paths.
+        clock: seconds, for the time-outs of clients.
 
     Attributes:
-        closing: no request is answered any more, but those under way. ``ended``: set when those end, too.
-        under_way: requests that were begun and are not answered. ``answered``: those that are, errors among them.
-        held_bytes: of bodies that are read, or wait for their answers.
-        turned_away, dropped, late: connections that there was no room for, that made room for others, and that were
-            closed because of a time-out.
+        closing: new requests are refused.
+        ended: answers under way are ended too.
+        under_way: number of requests being answered; ``answered``: of those that were, errors included.
+        held_bytes: of bodies that are being read or that wait for their answers.
+        turned_away: connections refused for lack of room.
+        dropped: connections closed to make room for others.
+        late: connections closed because of a time-out.
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class Site:
         self.under_way = self.answered = self.held_bytes = 0
 
     def check_open(self) -> None:
-        """Refuse requests while the server shuts down (503)."""
         if self.closing:
             raise shutting_down()
 
     def refusal(self, path: str, headers: Mapping[str, str], error: RequestError) -> Response:
-        """The answer that tells of an error at a path, in the words of the API whose path begins most like it; of
-        several, the one whose header is there."""
+        """The response for an error, in the form of the API whose paths are most like ``path``.
+
+        Of several such APIs, the one whose header the request has is used.
+        """
 
         def likeness(api: Api) -> tuple[int, bool]:
             alike = [len(os.path.commonpath(["/" + path.lstrip("/"), route.path])) for route in api.routes]
@@ -79,12 +82,11 @@ class Site:
         return error_response(max(self.apis, key=likeness), error)
 
     def refused(self, status: int, message: str) -> bytes:
-        """The body of an answer to what is no request of any API, or none that is read."""
+        """The body of an error response that is sent before or without a request of an API."""
         return encoded(self.apis[0].error_body(RequestError(message, "connection", status=status)))
 
 
 def error_response(api: Api, error: RequestError) -> Response:
-    """The answer that tells of an error in an API's words."""
     response = json_response(api.error_body(error), error.status)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
@@ -98,6 +100,6 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def ignored_header(fields: Sequence[str]) -> dict[str, str]:
-    """The header that names them, if there are any; names are the client's, so not all that they hold may be sent."""
+    """The header, if any field is ignored. The names come from the client, hence the limits and the quoting."""
     named = ", ".join(quote(f[:60], safe="_.-[]/") for f in fields[:20])
     return {IGNORED: named} if named else {}
