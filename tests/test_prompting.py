@@ -138,7 +138,7 @@ def test_prompts_are_continued_as_they_are(demo: TokenizerWrapper) -> None:
 @pytest.mark.parametrize(
     ("ask", "message", "param"),
     [
-        (GenerationRequest(), "messages, or a prompt, are needed", None),
+        (GenerationRequest(), "give messages or a prompt", None),
         (GenerationRequest(prompt=(5, 8192)), "prompt: the model has no token 8192", "prompt"),
         (GenerationRequest(prompt=(-1,)), "prompt: the model has no token -1", "prompt"),
         (GenerationRequest(prompt=(10**30,)), "prompt: the model has no token 1000000000", "prompt"),

@@ -1,4 +1,4 @@
-"""A model's chat template: what it knows of, and what it makes of an ask's messages."""
+"""A model's chat template: what it supports, and the text of a request's messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .events import GenerationRequest
 from .harmony import is_harmony
 
 CITY = "{'city': 'needle'}"
-"""Arguments as Python writes them, which no model was trained on."""
+"""A call's arguments as Python prints a dict: the template should have been given a string."""
 
 TOOL = {
     "type": "function",
@@ -36,17 +36,17 @@ CALLED = (
     {"role": "tool", "content": "x", "name": "x", "tool_call_id": "call_0"},
 )
 OTHER = {"role": "user", "content": "\N{BLACK SQUARE}"}
-"""Hardly what a conversation begins with."""
+"""A message that differs from any real one at its first character."""
 
 
 class TokenizerTemplate:
     """One tokenizer's chat template.
 
     Attributes:
-        text: its source; empty: there is none, or it is code.
-        tools: it can be told of tools, and the calls that the model then writes can be read.
-        thinking: it knows of thoughts.
-        harmony: it is gpt-oss's.
+        text: its Jinja source; empty if there is none or it is Python code.
+        tools: it renders tools, and the model's calls can be parsed.
+        thinking: the model can reason before its answer.
+        harmony: the model is of gpt-oss's form.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
@@ -64,27 +64,20 @@ class TokenizerTemplate:
         self.thinking = known or self.harmony
 
     def render(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of an ask's messages.
-
-        Args:
-            tools: that the model is told of.
-
-        Raises:
-            RequestError: there is no template, or it does not take them; says what.
-        """
+        """The text of a request's messages and ``tools``. Raises RequestError if the template cannot render them."""
         messages = request.messages or ()
         if not self._tokenizer.has_chat_template:
-            why = "this model has no chat template: it was not made to converse; send it a prompt"
+            why = "this model has no chat template; send a prompt instead"
             raise RequestError(f"messages: {why}", "unsupported_parameter", param="messages")
         if not messages:
             raise RequestError("messages: at least one is needed", param="messages")
         if tools and not self.tools:
-            why = "its form of calls is not known here" if self._takes_tools else "the chat template takes none"
+            why = "this model's form of calls is unknown" if self._takes_tools else "the chat template takes none"
             raise RequestError(f"tools: {why}", "unsupported_parameter", param="tools")
         return self._render(messages, tools, request.template_options, continued=request.continued)
 
     def begin(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of another conversation with an ask's system messages and tools; empty: the template refuses it."""
+        """The text of another conversation with the same system messages and tools; empty if it cannot be rendered."""
         system = itertools.takewhile(lambda m: m.get("role") == "system", request.messages or ())
         try:
             return self._render([*system, OTHER], tools, request.template_options)
@@ -110,7 +103,7 @@ class TokenizerTemplate:
 
     @functools.cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Whether the template wants calls' arguments as a string of JSON, and whether it wants short ids."""
+        """Whether the template needs calls' arguments as a JSON string, and whether it needs short call ids."""
         for form in ((False, False), (False, True), (True, False), (True, True)):
             try:
                 if CITY not in self._render(CALLED, (TOOL,), {}, form=form):
@@ -121,7 +114,7 @@ class TokenizerTemplate:
 
 
 def _continued(message: Mapping[str, Any]) -> bool | str:
-    """Which of the last message's texts is gone on with; as transformers has it."""
+    """transformers' ``continue_final_message``: which of the last message's texts the answer continues."""
     if message.get("role") != "assistant" or message.get("tool_calls"):
         why = "only an assistant's message without tool calls can be continued"
         raise RequestError(f"messages: {why}", param="messages")
@@ -143,5 +136,5 @@ def _formed(message: Mapping[str, Any], strings: bool, short: bool) -> dict[str,
 
 
 def _short(name: str) -> str:
-    """Of nine letters and digits, as Mistral's templates want them."""
+    """An id of nine letters and digits, as Mistral's templates require."""
     return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""One choice of an answer: what is asked of the scheduler for it, and how its tokens become events."""
+"""One choice of an answer: its request to the scheduler, and the events that its tokens become."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from .prompting import Prompt
 log = logging.getLogger("outcore.serve")
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A token of SentencePiece's for a byte that no other has."""
-
+"""SentencePiece's token for a single byte."""
 
 UIDS = itertools.count()
 
 
 def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
-    """What the scheduler is given for an ask that says ``max_tokens``; made on the thread that computes."""
-    sampling, asked = request.sampling, vars(request.sampling)
-    named = {field.name: asked[field.name] for field in fields(MlxLmSampler) if field.name in asked}
+    """The scheduler's request; must be made on the engine's thread, whose random state the sampler uses."""
+    sampling, values = request.sampling, vars(request.sampling)
+    named = {field.name: values[field.name] for field in fields(MlxLmSampler) if field.name in values}
     sampler = own_sampler(sampling.temperature, seed=sampling.seed, **named)
     options: dict[str, Any] = {}
     for kind, none in (("repetition", 1), ("presence", 0), ("frequency", 0)):
-        penalty, size = asked[f"{kind}_penalty"], asked[f"{kind}_context_size"]
+        penalty, size = values[f"{kind}_penalty"], values[f"{kind}_context_size"]
         if penalty != none and size:
             options |= {f"{kind}_penalty": penalty, f"{kind}_context_size": size}
     processors = make_logits_processors(dict(sampling.logit_bias) or None, **options)
@@ -51,19 +50,18 @@ def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
 
 
 class AnswerChoice:
-    """A choice that is asked for, and its answer so far.
+    """A choice and its answer so far.
 
     Args:
-        index: among the choices of its answer.
-        ask: with the name of the model that it waits for, the tokens that there is room for, and a seed of its own.
-        tell: called on the engine's thread with the choice's events; ``Ended`` or an exception is the last.
+        index: its number in the answer.
+        request: with the model's own name, this choice's ``max_tokens`` and seed.
+        tell: called on the engine's thread with each event; the last is ``Ended`` or an exception.
 
     Attributes:
-        uid: that no other has.
-        asked_at: by ``time.monotonic``.
-        drafted, accepted: tokens that were drafted for it, and stayed.
-        tokens: so far; ``reasoning_tokens`` of those were thought.
-        wanted: somebody waits for it.
+        asked_at: time of submission, by ``time.monotonic``.
+        drafted, accepted: tokens proposed by the drafter, and those that the model accepted.
+        tokens: number so far, ``reasoning_tokens`` included.
+        wanted: the client still waits for it.
         started: the scheduler has it.
     """
 
@@ -79,35 +77,35 @@ class AnswerChoice:
         self._logprobs: list[TokenLogprob] = []
 
     def add(self, token: Token) -> list[Event]:
-        """What another token brings; ``Ended`` is the last of it, if it ends the choice."""
+        """The events of another token, with ``Ended`` if it is the last."""
         self.tokens += 1
         self.reasoning_tokens += self._parser.thinking
         ends = token.token in self.prompt.tokenizer.eos_token_ids
         if not ends:
             self._text.add_token(token.token)
         if token.logprob is not None:
-            top = tuple(self._told(each, value) for each, value in token.top)
-            self._logprobs.append(self._told(token.token, token.logprob, top))
-        said = self._said(self._parser.feed(self._stopper.feed(self._text.last_segment)))
+            top = tuple(self._logprob(each, value) for each, value in token.top)
+            self._logprobs.append(self._logprob(token.token, token.logprob, top))
+        events = self._with_logprobs(self._parser.feed(self._stopper.feed(self._text.last_segment)))
         if ends or self._stopper.found is not None or self._parser.over:
-            return [*said, *self.end("stop")]
-        return [*said, *self.end("length")] if self.tokens >= (self.request.max_tokens or 1) else said
+            return [*events, *self.end("stop")]
+        return [*events, *self.end("length")] if self.tokens >= (self.request.max_tokens or 1) else events
 
     def end(self, reason: Literal["stop", "length"]) -> list[Event]:
-        """The choice ends here, with what was held back of its text."""
+        """The last events: text that was held back, and ``Ended``."""
         self._text.finalize()
         rest = self._stopper.feed(self._text.last_segment) + self._stopper.finish()
         stop = self._stopper.found
         reason = "stop" if stop is not None else reason
-        said = self._said([*self._parser.feed(rest), *self._parser.finish(reason == "length")])
+        events = self._with_logprobs([*self._parser.feed(rest), *self._parser.finish(reason == "length")])
         if self._logprobs:
-            said.append(TextPart(self._parser.index, logprobs=tuple(self._logprobs)))
+            events.append(TextPart(self._parser.index, logprobs=tuple(self._logprobs)))
         called = self._parser.ids and reason == "stop" and stop is None
         why: Literal["stop", "length", "tool_calls"] = "tool_calls" if called else reason
-        return [*said, Ended(self._parser.index, why, self.tokens, self.reasoning_tokens, stop)]
+        return [*events, Ended(self._parser.index, why, self.tokens, self.reasoning_tokens, stop)]
 
-    def _said(self, pieces: Sequence[TextPart | Called]) -> list[Event]:
-        """The pieces, the first text of them with the log-probabilities of the tokens since the text before."""
+    def _with_logprobs(self, pieces: Sequence[TextPart | Called]) -> list[Event]:
+        """Adds the log-probabilities that are not sent yet to the first text."""
         found: list[Event] = []
         for piece in pieces:
             if self._logprobs and isinstance(piece, TextPart):
@@ -115,8 +113,8 @@ class AnswerChoice:
             found.append(piece)
         return found
 
-    def _told(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        """A token with its bytes; of the answer's first one as its text begins, so that all of them are the text."""
+    def _logprob(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        """The log-probability with the token's bytes; the first token loses its space, as the text does."""
         data = token_bytes(self.prompt.tokenizer, type(self._text), token)
         trims = getattr(self._text, "trim_space", isinstance(self._text, BPEStreamingDetokenizer))
         if self.tokens == 1 and trims:
@@ -125,11 +123,7 @@ class AnswerChoice:
 
 
 def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
-    """What a token stands for, since a character may take several; none for one that the tokenizer does not have.
-
-    Args:
-        kind: of the tokenizer's detokenizer.
-    """
+    """A token's bytes, which may be part of a character; empty for an unknown token. ``kind``: its detokenizer's."""
     name = tokenizer.convert_ids_to_tokens(token)
     if name is None:
         return b""
@@ -143,12 +137,12 @@ def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
 
 
 def as_request_error(error: Exception, choice: AnswerChoice | None = None) -> RequestError:
-    """Any error as a client is told of it; ``choice``: the one whose prompt it is of, and no other's."""
+    """The error that a client gets; ``choice``: the only one that the error concerns."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, LinkError):
-        told = "a machine that shares the model has failed; the server's log says which"
-        return RequestError(told, "internal_error", status=500)
+        why = "a machine that shares the model has failed; the server's log says which"
+        return RequestError(why, "internal_error", status=500)
     if isinstance(error, PromptError):
         return RequestError(one_line(error), "context_length_exceeded")
     if isinstance(error, BudgetError) and choice is not None and not choice.tokens:

@@ -1,10 +1,9 @@
-"""The thread that computes. MLX's streams belong to threads: this one loads models, runs them and lets them go.
+"""The thread that loads, runs and unloads models, since MLX's streams belong to threads.
 
-Choices are taken in the order in which they came, and are told what becomes of them; one for another model than the one
-that is loaded waits until all before it have ended, and those after it wait behind it. An error fails the choices that
-it concerns, never the thread. Of a model that ranks share the first rank has the engine: it stays loaded, and an error
-that no rank can go on after ends the thread on purpose. Between two parts of a step it looks whether that is wanted
-still: where nobody does any more, or the server ends, it is broken off.
+Choices start in the order of their requests. One for another model waits until all choices before it have ended, and
+those after it wait behind it. An error fails the choices that it concerns, not the thread. A model that ranks share
+stays loaded, and an error that its ranks cannot recover from ends the thread. A step is interrupted when no client
+waits for any of its choices, or the server shuts down.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from .loaded import Loaded
 log = logging.getLogger("outcore.serve")
 
 LOOK_S = 0.5
-"""Seconds after which it looks whether the ranks that share the model are still there, when nobody asks."""
+"""Seconds between checks that the other ranks are alive, while the model is idle."""
 
 
 class EngineThread:
-    """Answers choices, from when it is made.
+    """The engine's thread and its queue of choices.
 
     Args:
-        open_model: loads a model by its name.
-        keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
-        most_waiting: choices that may wait.
-        options: of ``Scheduler``.
+        open_model: loads a model by name.
+        keep_alive: seconds that a model stays loaded without requests; None: for ever.
+        most_waiting: limit of choices that wait.
+        options: arguments of the scheduler.
 
     Attributes:
-        loaded: the model that is in memory; read from other threads, never waited for. ``loading``: the name of the one
-            that is being loaded.
-        failure: what no rank of several can go on after; the thread has ended.
+        loaded: the model in memory; other threads read it without a lock.
+        loading: name of the model that is being loaded.
+        failure: the error of the ranks that ended the thread.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class EngineThread:
         self.loading: str | None = None
         self.failure: Exception | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._choices: dict[int, AnswerChoice] = {}  # submitted, and not over, in the order in which they came
+        self._choices: dict[int, AnswerChoice] = {}  # not yet ended, in the order of submission
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outcore-engine", daemon=True)
@@ -75,7 +74,7 @@ class EngineThread:
 
     @property
     def running(self) -> int:
-        """Choices that are being written; ``waiting``: that wait."""
+        """Number of choices that the scheduler has."""
         loaded = self.loaded
         return loaded.sequences.running if loaded is not None else 0
 
@@ -84,11 +83,7 @@ class EngineThread:
         return max(0, len(self._choices) - self.running)
 
     def submit(self, choices: Sequence[AnswerChoice]) -> None:
-        """Have these answered.
-
-        Raises:
-            RequestError: too many wait already (429), or the server ends (503).
-        """
+        """Queue choices. Raises RequestError if too many wait (429) or the server shuts down (503)."""
         with self._lock:
             if self._closing:
                 raise shutting_down()
@@ -98,13 +93,13 @@ class EngineThread:
         self._inbox.put(int)
 
     def cancel(self, choices: Sequence[AnswerChoice]) -> None:
-        """Nobody waits for these any more: their places are free before the next sweep."""
+        """Drop these choices before the next forward pass; those that have ended are ignored."""
         for choice in choices:
             choice.wanted = False
         self._inbox.put(int)
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
-        """Do something on the engine's thread, between steps."""
+        """Run ``work`` on the engine's thread, between steps."""
         future: Future[Any] = Future()
 
         def do() -> None:
@@ -123,7 +118,7 @@ class EngineThread:
         return future
 
     def close(self) -> None:
-        """End: what is under way fails, and the model is closed. Safe to call twice."""
+        """Fail all choices, close the model and end the thread. Safe to call twice."""
         with self._lock:
             self._closing = True
         self._inbox.put(int)
@@ -133,10 +128,10 @@ class EngineThread:
     # On the engine's thread
 
     def keep(self, name: str, keep_alive: float | None) -> None:
-        """Have a model in memory, by way of ``call``; ``keep_alive`` 0: let it go, unless it is being asked.
+        """Load a model, or unload it if it is idle and ``keep_alive`` is 0; to be run by ``call``.
 
         Raises:
-            RequestError: another one is being asked, or several machines share it.
+            RequestError: another model is answering, or several machines share this one.
         """
         if keep_alive == 0:
             if self.loaded is not None and self.loaded.leader is not None:
@@ -149,14 +144,13 @@ class EngineThread:
             if loaded is not None and self._choices:
                 why = f"{loaded.name} is answering; try again later"
                 raise RequestError(why, "busy", status=503, retry_after=RETRY_S)
-            loaded = None  # it is to have left memory
+            loaded = None  # its memory must be free before the next is loaded
             loaded = self._switch(name)
         loaded.load_s, loaded.keep_s = 0.0, self._keep_alive if keep_alive is None else keep_alive
         if loaded.idle_at is not None:
             loaded.idle_at = time.monotonic()
 
     def _switch(self, name: str) -> Loaded:
-        """Have this model in memory, and no other."""
         self.drop()
         self.loading, began = name, time.monotonic()
         try:
@@ -178,7 +172,7 @@ class EngineThread:
                 close()
             except Exception:
                 log.exception("%s cannot be closed", loaded.name)
-        # What refers to itself would stay beside the next model; nor may callers refer to this one.
+        # Frees reference cycles, which would stay in memory next to the next model.
         del loaded, close
         gc.collect()
         clear_cache()
@@ -201,15 +195,15 @@ class EngineThread:
                 self._closing = True
             self._take_in()
             self._fail_all(shutting_down())
-            # What is queued on a thread's streams goes with them, and MLX may count it as under way for ever: near a
-            # memory limit it would wait for that.
+            # Work left on an ended thread's streams may count as unfinished for ever; near its memory limit MLX would
+            # wait for it.
             with contextlib.suppress(RuntimeError):
                 with mx.stream(generation_stream):
                     mx.synchronize()
                 mx.synchronize()
 
     def _ends_with(self, error: Exception) -> bool:
-        """Whether the thread ends with an error, as all ranks do that share the model."""
+        """Whether the error ends the thread, because ranks share the model and all must end."""
         if self.loaded is None or (leader := self.loaded.leader) is None:
             return False
         leader.fail(one_line(error))
@@ -219,7 +213,7 @@ class EngineThread:
         return True
 
     def _listen(self) -> None:
-        """Take what has come; wait for it where there is nothing else to do."""
+        """Take in new work, waiting for it if there is no choice; drop cancelled choices and an expired model."""
         if self._choices:
             self._take_in()
         elif self.loaded is None:
@@ -227,12 +221,12 @@ class EngineThread:
         else:
             self.loaded.rest()
             self._take_in(self.loaded.left_s if self.loaded.leader is None else LOOK_S)
-        self._over([choice for choice in list(self._choices.values()) if not choice.wanted])
+        self._remove([choice for choice in list(self._choices.values()) if not choice.wanted])
         if self.loaded is not None and self.loaded.left_s == 0 and not self._choices:
             self.drop()
 
     def _take_in(self, wait_s: float | None = 0) -> None:
-        """Do what is in the inbox; wait so long for the first of it (None: for ever)."""
+        """Run the inbox's work, waiting up to ``wait_s`` for the first (None: for ever)."""
         with contextlib.suppress(queue.Empty):
             work = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
             while True:
@@ -263,17 +257,13 @@ class EngineThread:
             loaded.sequences.add(request)
         if not any(choice.started for choice in live):
             return
-        # Of several ranks all have to end a step, or none can go on.
+        # With several ranks a step cannot be interrupted: each of them must finish it.
         with asking(self._look if loaded.leader is None else lambda: None):
             step = loaded.sequences.step()
         self._tell(loaded, step)
 
     def _look(self) -> None:
-        """In the middle of a step: see whether it is wanted still.
-
-        Raises:
-            _Unwanted: by nobody.
-        """
+        """Interrupt the step (raise ``_Unwanted``) if no client waits for it or the server shuts down."""
         if self._closing or not any(choice.wanted and choice.started for choice in list(self._choices.values())):
             raise _Unwanted
 
@@ -290,25 +280,24 @@ class EngineThread:
         for token in step.tokens:
             loaded.tokens += 1
             try:
-                _say(choices[token.uid], choices[token.uid].add(token), over)
-            except Exception as e:  # a model may have more tokens than its tokenizer has texts for
+                _send(choices[token.uid], choices[token.uid].add(token), over)
+            except Exception as e:  # a model may have more tokens than its tokenizer can decode
                 over[choices[token.uid]] = e
         for uid in step.full:
-            log.warning("an answer ended for want of memory for a longer context")
-            _say(choices[uid], choices[uid].end("length"), over)
-        # First the place is free, then it is told: who has heard the end of its answer sees it run no more.
-        self._over(over)
+            log.warning("an answer ended early: no memory for a longer context")
+            _send(choices[uid], choices[uid].end("length"), over)
+        # Before the end is reported, so that a client that has its answer no longer sees it running.
+        self._remove(over)
         for choice, end in over.items():
             if isinstance(end, Ended) and choice.request.keep_alive is not None:
                 loaded.keep_s = choice.request.keep_alive
             choice.tell(end if isinstance(end, Ended) else as_request_error(end))
         concerned = Counter(id(error) for _, error in step.failed)
         for uid, error in step.failed:
-            # What failed for several together is not the length of one's prompt.
+            # An error of several choices is not about one prompt's length.
             self._fail([choices[uid]], error, concerned[id(error)] == 1)
 
-    def _over(self, choices: Collection[AnswerChoice]) -> None:
-        """These are over, or nobody wants them: their places are free."""
+    def _remove(self, choices: Collection[AnswerChoice]) -> None:
         started = [choice.uid for choice in choices if choice.started]
         if started and self.loaded is not None:
             self.loaded.sequences.remove(started)
@@ -317,14 +306,13 @@ class EngineThread:
                 self._choices.pop(choice.uid, None)
 
     def _fail(self, choices: Collection[AnswerChoice], error: Exception, alone: bool = False) -> None:
-        """These end with an error; ``alone``: it is of one's prompt and no other."""
-        self._over(choices)
+        """End choices with an error; ``alone``: it concerns one choice's prompt."""
+        self._remove(choices)
         for choice in choices:
             choice.tell(as_request_error(error, choice if alone else None))
 
     def _fail_all(self, error: Exception) -> None:
-        """Whatever is under way or waits fails; the model goes, since nobody knows what state it is in. What comes
-        meanwhile, perhaps from those who are told, is not of this error."""
+        """End all choices with an error and unload the model, whose state is unknown; new choices are not affected."""
         with self._lock:
             live, self._choices = list(self._choices.values()), {}
         for choice in live:
@@ -332,9 +320,9 @@ class EngineThread:
         self.drop()
 
 
-def _say(choice: AnswerChoice, said: Sequence[Event], over: dict[AnswerChoice, Ended | Exception]) -> None:
-    """Tell all but the end."""
-    for event in said:
+def _send(choice: AnswerChoice, events: Sequence[Event], over: dict[AnswerChoice, Ended | Exception]) -> None:
+    """Send all events but the end, which goes to ``over``."""
+    for event in events:
         if isinstance(event, Ended):
             over[choice] = event
         else:
@@ -342,7 +330,7 @@ def _say(choice: AnswerChoice, said: Sequence[Event], over: dict[AnswerChoice, E
 
 
 class _Unwanted(BaseException):
-    """A step was broken off that nobody waits for."""
+    """No client waits for the step that this interrupts."""
 
 
 def too_many(waiting: int) -> RequestError:

@@ -1,10 +1,10 @@
-"""The form of gpt-oss's answers, which mlx-lm does not read (https://cookbook.openai.com/articles/openai-harmony).
+"""The form of gpt-oss's answers, which mlx-lm does not parse (https://cookbook.openai.com/articles/openai-harmony).
 
     <|channel|>analysis<|message|>THOUGHT<|end|>
     <|start|>assistant<|channel|>final<|message|>ANSWER
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}
 
-A call ends the answer: its last token is one of those that do.
+A call ends the answer: its last token is an end-of-text token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ PART_ENDS = {"<|end|>": "header", "<|start|>assistant": "header"}
 
 
 def is_harmony(template: str) -> bool:
-    """Whether a chat template is of this form."""
     return all(token in template for token in ("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
 
 
@@ -31,11 +30,7 @@ def harmony_markers(tools: bool) -> Markers:
 
 
 def read_call(text: str, tools: Any = None) -> dict[str, Any]:
-    """As the parsers of mlx-lm: ``NAME ...<|message|>{...}``.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Parses ``NAME ...<|message|>{...}``, with the signature of mlx-lm's parsers. Raises ValueError for other text."""
     found = re.match(r"([\w.:/-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>)?\s*$", text, re.DOTALL)
     if found is None:
         raise ValueError("no call")

@@ -1,7 +1,7 @@
-"""From generated text to what it is: the answer, what was thought before it, and calls of tools.
+"""Splits generated text into answer, reasoning and tool calls.
 
-Text comes in pieces cut anywhere; what comes out of them does not depend on the cuts. What may begin a mark is held
-back until more is known.
+Text comes in pieces that may be cut anywhere, which does not change the result: text that may be the beginning of a
+mark is held back.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..text import half_character
 from .events import Called, TextPart
 
 TRIES = 16
-"""Texts of an answer that begin as calls and are none, after which no more are looked at: each is read twice."""
+"""Number of failed calls after which an answer's text is no longer searched for calls, as each is read twice."""
 
 SPACE = " \t\r\n"
 NAME = re.compile(r"[\w.:/-]+")
 
 
 class Stopper:
-    """Finds the first of some strings that is complete in a text that comes in pieces.
+    """Finds the string that is complete first in a text that comes in pieces.
 
     Attributes:
-        found: the string; None: none of them so far. Of two that end at the same place it is the longer one.
-        rest: of the piece that it ended in, what stands behind it.
+        found: that string, the longer of two that end together; None: none so far.
+        rest: the text after it in the piece that it ends in.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class Stopper:
         self.rest = ""
 
     def feed(self, text: str) -> str:
-        """The text so far that belongs to none of the strings, without what was returned before."""
+        """The new text that cannot be part of any of the strings."""
         if self.found is not None:
             return ""
         whole, self._held = self._held + text, ""
@@ -50,18 +50,15 @@ class Stopper:
             end, _, self.found = min(ends)
             self.rest = whole[end:]
             return whole[: end - len(self.found)]
-        # The longest end of the text that one of the strings begins with.
-        free = next((n for n in range(len(whole)) if self._begins(whole[n:])), len(whole))
+        # Holds back the longest end of the text that one of the strings begins with.
+        free = next((n for n in range(len(whole)) if any(s.startswith(whole[n:]) for s in self._strings)), len(whole))
         self._held = whole[free:]
         return whole[:free]
 
     def finish(self) -> str:
-        """What was held back: the text has ended."""
+        """The text that was held back."""
         held, self._held = self._held, ""
         return held
-
-    def _begins(self, text: str) -> bool:
-        return any(s.startswith(text) for s in self._strings)
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,12 @@ class Markers:
     """How a model marks the parts of its text.
 
     Attributes:
-        marks: of each state, the marks that end it and the states they lead to. The states are ``normal``,
-            ``reasoning``, ``tool``, and the model's own, whose text is dropped. A call that no mark ends takes the rest
-            of the text.
-        parse: reads the text of a call, given the tools (``mlx_lm.tool_parsers``).
-        initial: the state that a text begins in.
-        tokens: marks that are one token each, so that no text ends within one.
+        marks: for each state, the marks that end it and the states that they lead to. The states are ``normal``,
+            ``reasoning``, ``tool`` and the model's own, whose text is dropped. A call without an end mark takes the
+            rest of the text.
+        parse: parses the text of a call, given the tools (``mlx_lm.tool_parsers``).
+        initial: the first state.
+        tokens: marks of one token each, which a text cannot end within.
     """
 
     marks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -84,11 +81,7 @@ class Markers:
 
 
 def markers_of(tokenizer: TokenizerWrapper, tools: bool) -> Markers:
-    """What a tokenizer says of its model's marks, as ``make_text_state_machine`` of mlx-lm has them.
-
-    Args:
-        tools: calls are looked for.
-    """
+    """The tokenizer's marks, as in mlx-lm's ``make_text_state_machine``; those of calls only with ``tools``."""
     calls = tools and tokenizer.has_tool_calling
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     marks: dict[str, dict[str, str]] = {"normal": {}, "reasoning": {}, "tool": {end: "normal"} if calls and end else {}}
@@ -108,24 +101,21 @@ def markers_of(tokenizer: TokenizerWrapper, tools: bool) -> Markers:
 
 
 class TextParser:
-    """Reads the text of one choice.
+    """Parses the text of one choice.
 
-    A text that begins as a call and cannot be read as one is text like any other, unless the answer was cut within it:
-    that is part of a call, which nobody gets. Thoughts are looked for only before
-    the answer has begun: in an answer, their mark is a word that it speaks of. White space between the parts is
-    dropped.
+    A call that cannot be parsed is ordinary text; a call that the token limit cut is dropped. Marks of reasoning count
+    only before the answer has begun, since an answer may mention them. White space between the parts is dropped.
 
     Args:
-        markers: None: all of it is the answer.
-        tools: that may be called, for the parser of calls.
-        thinking: the text begins within what is thought.
-        continued: it goes on with something, be it an answer or a thought.
-        parallel: it may hold several calls; otherwise it is over with the first.
+        index: the choice's number.
+        markers: None: all text is the answer.
+        thinking: the text begins within the reasoning.
+        continued: the text continues an answer or reasoning.
+        parallel: several calls are allowed; else the text ends with the first.
 
     Attributes:
-        index: of the choice.
-        ids: of the calls that there were.
-        over: nothing more will come: whatever is fed is dropped.
+        ids: of the calls so far.
+        over: the text has ended, and more of it is ignored.
     """
 
     def __init__(
@@ -143,34 +133,30 @@ class TextParser:
         self.ids: set[str] = set()
         self.over = False
         self._tries = TRIES
-        self._answered = continued and not thinking  # some of the answer is there
-        # Of this part nothing is there yet: of the text's first one, or of one behind another.
+        self._answered = continued and not thinking  # the answer has begun
+        # Whether the current part is still empty, and whether it is the first part.
         self._begins: Literal["", "first", "next"] = "" if continued else "first"
-        self._space = ""  # held back: before a part or within what is thought
-        self._opened = ("normal", "")  # where what may be a call began, and by which mark
-        self._body: list[str] = []  # of it
-        self._aside: list[str] | None = []  # text of a state of the model's own, until anything comes out
+        self._space = ""  # white space held back, before a part or within the reasoning
+        self._opened = ("normal", "")  # the state in which a call began, and its mark
+        self._body: list[str] = []  # the call's text
+        self._aside: list[str] | None = []  # text of the model's own states, until any part was returned
         self._out: list[TextPart | Called] = []
         self._enter("reasoning" if thinking else "normal" if continued else self._markers.initial)
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next is thought, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         return (self._opened[0] if self._state == "tool" else self._state) == "reasoning"
 
     def feed(self, text: str) -> list[TextPart | Called]:
-        """What the text so far turned out to hold, without what was returned before."""
+        """The new parts and calls."""
         if self._plain:
             return [TextPart(self.index, text)] if text else []
         self._read(text)
         return self._given()
 
     def finish(self, cut: bool = False) -> list[TextPart | Called]:
-        """What was held back.
-
-        Args:
-            cut: the text did not end by itself. A call that it had begun is dropped.
-        """
+        """The parts and calls that were held back; ``cut``: the token limit ended the text."""
         while not (self._plain or self.over):
             held = self._scanner.finish()
             if cut and self._begins_call(held):
@@ -183,14 +169,14 @@ class TextParser:
             if (open_end or not cut) and self._call(body):
                 break
             if cut:
-                if open_end:  # those before the one that was cut
+                if open_end:  # keeps the calls before the one that was cut
                     self._call(body.rpartition(self._opened[1])[0])
                 self._aside = None
                 break
             self._read(self._no_call(body))
         if self._state == "normal" and self._begins == "first":
             self._say(self._space)
-        if self._aside:  # a model that did not keep to its form
+        if self._aside:  # the model did not follow its form
             self._say("".join(self._aside))
         self.over = True
         return self._given()
@@ -221,7 +207,7 @@ class TextParser:
         self._scanner = Stopper([mark for mark, to in marks.items() if self._tries > 0 or to != "tool"])
 
     def _passed(self, mark: str, rest: str) -> str:
-        """Go on behind a mark; returns the text to go on with."""
+        """Change the state after a mark; returns the text to parse next."""
         state, to = self._state, self._markers.marks[self._state][mark]
         if state == "tool":
             body = "".join(self._body)
@@ -243,7 +229,7 @@ class TextParser:
             self._aside.clear()
 
     def _no_call(self, text: str) -> str:
-        """What began as a call is none: its mark is text, and what follows is looked at again."""
+        """Treat a failed call as text: emits its mark, and returns the text after it to be parsed again."""
         self._tries -= 1
         state, mark = self._opened
         self._enter("reasoning" if state == "reasoning" else "normal")
@@ -251,7 +237,7 @@ class TextParser:
         return text
 
     def _take(self, text: str) -> None:
-        """Text of the present state, without marks."""
+        """Take text of the current state, without marks."""
         if self._state == "tool":
             self._body.append(text)
         elif self._state not in ("normal", "reasoning"):
@@ -284,7 +270,7 @@ class TextParser:
         self._out.append(TextPart(self.index, text, reasoning))
 
     def _call(self, body: str) -> bool:
-        """Whether that is a call, or several."""
+        """Emit the calls in ``body``; False if it has none."""
         found = read_calls(self._markers.parse, body, self._tools)
         if not found:
             return False
@@ -301,15 +287,15 @@ class TextParser:
 def read_calls(
     parse: Callable[[str, Any], Any] | None, body: str, tools: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, str]]:
-    """Name, arguments as JSON, and the model's own id (or nothing) of each call; empty: it cannot be read as calls.
+    """Name, arguments as JSON, and the model's own id or an empty string, of each call; empty if parsing fails.
 
     Args:
-        parse: of mlx-lm; some give one call, some a list, some whatever JSON there was.
+        parse: mlx-lm's parser, which may return one call, a list, or any JSON value.
     """
     try:
         found = parse(body, [dict(t) for t in tools]) if parse is not None else []
         return [_call(each, tools) for each in (found if isinstance(found, list) else [found])]
-    except Exception:  # what a model writes may be anything, and these parsers raise whatever comes
+    except Exception:  # mlx-lm's parsers raise anything for malformed text
         return []
 
 
@@ -322,7 +308,7 @@ def _call(found: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, str
         raise ValueError("no call")
     offered = any(t["function"]["name"] == name for t in tools)
     if not offered and (arguments.keys() == {"raw"} or not NAME.fullmatch(name)):
-        raise ValueError("no call")  # glm47 takes any text for one
+        raise ValueError("no call")  # mlx-lm's glm47 parser accepts any text
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if half_character(text) is not None:
         text = json.dumps(arguments)

@@ -1,6 +1,5 @@
-"""From what is asked to what a model is given: tokens, marks to read its answer by, and a grammar.
-
-All of it is done for one loaded tokenizer, and on any thread but the engine's: it makes no MLX arrays.
+"""Makes a prompt of a request: tokens, a parser for the answer, and a grammar. Makes no MLX arrays, and so may run on
+another thread than the engine's.
 """
 
 from __future__ import annotations
@@ -24,39 +23,37 @@ from .harmony import harmony_markers
 from .parsing import NAME, TextParser, markers_of
 
 CHARACTERS = 16
-"""Of a token, at most, in a whole prompt: text has three to six. Spaces by the thousand have more, and say nothing."""
-
+"""Upper bound of characters per token over a whole prompt. Text has three to six; only runs of spaces have more."""
 
 Grammar = Callable[[int], Processor]
-"""Makes a logits processor for one choice, to be the last of them: it is given the tokens before the answer in those
-that the processor will be called with."""
+"""Makes a choice's logits processor, which must be the last one, given the number of tokens before the answer."""
 
 
 class Grammars(Protocol):
-    """Grammars over one tokenizer's tokens. A package's module of the group ``grammars`` has a class of this kind,
-    ``AnswerGrammars``, which is made of a tokenizer and its chat template."""
+    """Grammars for one tokenizer; the class ``AnswerGrammars(tokenizer, template)`` of a package's module of the group
+    ``grammars``."""
 
     def of(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]], text: str, thinking: bool) -> Grammar:
-        """What the answer to an ask has to be that has a schema, or requires a tool.
+        """The grammar of the answer to a request with a schema or a required tool.
 
         Args:
-            tools: that may be called. text: of the prompt. thinking: the answer begins within what is thought.
+            text: the prompt's text.
+            thinking: the answer begins within the reasoning.
 
         Raises:
-            RequestError: it cannot be followed, or what it needs is not installed.
+            RequestError: the grammar is not supported, or llguidance is not installed.
         """
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is given for an ask.
+    """A request as tokens, with what is needed to read its answer.
 
     Attributes:
-        tokens: ids, at least one, of this tokenizer.
-        stop: strings that end an answer.
-        parser: makes what reads the text of a choice, whose number it is given.
-        grammar: that an answer has to follow; None: it is free.
-        shared: its first tokens, with which other conversations of the same system messages and tools begin too.
+        tokens: ids, at least one.
+        parser: makes the parser of a choice, given the choice's number.
+        grammar: of the answer; None: free text.
+        shared: number of first tokens that other conversations with the same system messages and tools share.
     """
 
     tokens: tuple[int, ...]
@@ -68,10 +65,10 @@ class Prompt:
 
 
 class Prompter:
-    """Makes prompts for one model. Its calls may come from any thread, one at a time.
+    """Makes prompts for one model; not thread-safe.
 
     Args:
-        vocabulary: tokens that the model has embeddings for; None: for all of its tokenizer's.
+        vocabulary: number of the model's embeddings; None: as many as the tokenizer has tokens.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int | None = None) -> None:
@@ -84,14 +81,14 @@ class Prompter:
         self._ids = frozenset(t for t in ids if vocabulary is None or t < vocabulary)
 
     def prepare(self, request: GenerationRequest, most: int | None = None) -> Prompt:
-        """What the model is given.
+        """The prompt of a request.
 
         Args:
-            most: tokens at most. A prompt that has more of them is not refused for certain, but one of more characters
-                than those can be: before it is made into tokens, each of which takes a hundred bytes.
+            most: limit in tokens. Text with more characters than so many tokens can have is refused before it is
+                tokenized, since each token takes a hundred bytes; the caller checks the number of tokens.
 
         Raises:
-            RequestError: it cannot be meant, or not with this model; names the field.
+            RequestError: a field is wrong, or not supported by this model; ``param`` names it.
         """
         if bias := request.sampling.logit_bias:
             check_known(list(bias), self._ids, "logit_bias")
@@ -104,7 +101,7 @@ class Prompter:
     def _text(self, request: GenerationRequest) -> Prompt:
         prompt = request.prompt
         if prompt is None:
-            raise RequestError("messages, or a prompt, are needed")
+            raise RequestError("give messages or a prompt")
         if request.tools and request.tool_choice != "none":
             raise RequestError("tools: they go with messages, not with a prompt", param="tools")
         tokens = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
@@ -126,17 +123,17 @@ class Prompter:
         return Prompt(tuple(tokens), self.tokenizer, request.stop, parser, grammar, shared)
 
     def _shared(self, request: GenerationRequest, tools: tuple[Mapping[str, Any], ...], tokens: Sequence[int]) -> int:
-        """How many tokens are of system messages and tools alone; 0 where that is less than the prefix cache keeps."""
+        """Number of tokens of system messages and tools; 0 if the prompt is too short for the prefix cache."""
         if len(tokens) <= GRID:
             return 0
         begin = self._template.begin(request, tools)
         if begin != self._begin[0]:
-            # Most conversations of a server begin in the same way.
+            # Kept, since most conversations of a server begin alike.
             self._begin = begin, self.tokenizer.encode(begin, add_special_tokens=False)
         return same_tokens(tokens, self._begin[1])
 
     def _thinks(self, request: GenerationRequest, text: str) -> bool:
-        """Whether the answer begins within what is thought."""
+        """Whether the answer begins within the reasoning."""
         begin, end = self.tokenizer.think_start, self.tokenizer.think_end
         if begin is None or request.messages is None:
             return False
@@ -167,19 +164,18 @@ class Prompter:
         for module in modules("grammars").values():
             made: Grammars = module.AnswerGrammars(self.tokenizer, self._template)
             return made
-        why = "answers of a given form need the package outcore_grammar, which is not there; install outcore whole"
+        why = "JSON schemas and required tools need the package outcore_grammar; install outcore whole"
         raise RequestError(why, "not_installed")
 
 
 def too_long(what: str, tokens: int, most: int) -> RequestError:
-    """That something has more tokens than the model's context."""
     counts = {"n_prompt_tokens": tokens, "n_ctx": most}
     why = f"{what}; this model's context is {most}: shorten it"
     return RequestError(why, "context_length_exceeded", counts=counts)
 
 
 def extent(value: Any, most: int) -> int:
-    """Characters of all names and texts in a value, and one for each other value; beyond ``most`` it ends early."""
+    """Number of characters of all strings in a JSON value, plus one for each other value; may stop after ``most``."""
     count, layer = 0, [value]
     while layer and count <= most:
         part = layer.pop()
@@ -201,10 +197,10 @@ def _check_characters(characters: int, most: int | None, what: str = "the prompt
 
 
 def _tools(request: GenerationRequest) -> tuple[Mapping[str, Any], ...]:
-    """The tools that may be called, each with parameters, as the parsers of calls want them.
+    """The tools that the model is given, each with ``parameters``, as mlx-lm's parsers need them.
 
     Raises:
-        RequestError: one has no name of its own, or there is none to choose.
+        RequestError: a name is malformed or not unique, or ``tool_choice`` names none.
     """
     names: dict[str, None] = {}
     for n, name in enumerate(tool["function"]["name"] for tool in request.tools):

@@ -1,7 +1,6 @@
-"""What the bodies of all APIs have in common: pydantic models whose errors name the field, types of fields, and
-messages on their way to a chat template.
+"""Shared parts of all APIs' bodies: pydantic models whose errors name the field, field types, and messages.
 
-A field that is null is as good as one that is not there. Unknown fields have no effect; a header names them.
+A field that is null counts as absent. Unknown fields are ignored, and a response header names them.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from .events import RequestError, Sampling
 UNSUPPORTED = "unsupported_parameter"
 
 LARGE = 1e30
-"""Numbers that logits are changed by are no larger: what they make of a logit is still a float32."""
+"""Limit of penalties and biases, so that a changed logit is still a finite float32."""
 
 MOST_STOPS, STOP_CHARACTERS = 64, 1000
 MOST_TOOLS = 1024
 MOST_IGNORED = 32
 
 WORDS = {"missing": "it is needed", "model_type": "a JSON object is needed", "dict_type": "a JSON object is needed"}
-"""Of pydantic's errors that would speak of Python."""
+"""Replaces pydantic's messages that name Python types."""
 
 
 class Part(BaseModel):
-    """An object within a body."""
+    """A JSON object."""
 
     model_config = ConfigDict(strict=True)
 
@@ -46,11 +45,11 @@ class Part(BaseModel):
 
 
 class Body(Part):
-    """An object whose unknown fields are named as ignored.
+    """A request's body, which records its unknown fields.
 
     Attributes:
-        refused: fields that are known and not supported, with the values that ask for nothing and are let through.
-        silent: fields that say nothing about an answer; they are not named as ignored.
+        refused: fields that are not supported, with the values that are accepted because they have no effect.
+        silent: unknown fields that are not reported as ignored, since they do not concern the answer.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -59,7 +58,7 @@ class Body(Part):
     silent: ClassVar[frozenset[str]] = frozenset()
 
     def ignored(self, *more: str) -> tuple[str, ...]:
-        """Names of the fields that have no effect, and these: printable ASCII without commas."""
+        """Names of ignored fields, and ``more``, as printable ASCII without commas."""
         extra = [name for name in self.model_extra or () if name not in self.refused and name not in self.silent]
         found = dict.fromkeys(ascii(shortened(name))[1:-1].replace(",", "") for name in (*extra, *more))
         return tuple(found)[:MOST_IGNORED]
@@ -69,11 +68,7 @@ B = TypeVar("B", bound=Body)
 
 
 def read(model: type[B], body: Mapping[str, Any]) -> B:
-    """A body as its model.
-
-    Raises:
-        RequestError: a field is missing, is not what it has to be, or is not supported; ``param`` is its path.
-    """
+    """Validate a body. Raises RequestError, whose ``param`` is the path of the wrong field."""
     for name, neutral in model.refused.items():
         value = body.get(name)
         if value is not None and not any(value == v and type(value) is type(v) for v in neutral):
@@ -86,7 +81,7 @@ def read(model: type[B], body: Mapping[str, Any]) -> B:
 
 
 def _path(value: Any, place: Sequence[int | str]) -> str:
-    """Where a place in a body is. pydantic's places have names of types in them, too, which the body has not."""
+    """The path of pydantic's error location, without the names of types that it contains."""
     found = ""
     for part in place:
         if isinstance(part, int) and isinstance(value, list):
@@ -125,7 +120,6 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _bias(value: dict[str, Any]) -> dict[int, float]:
-    """What is added to logits, by token."""
     try:
         bias = {int(token): float(add) for token, add in value.items()}
     except (TypeError, ValueError):
@@ -140,18 +134,14 @@ def _bias(value: dict[str, Any]) -> dict[int, float]:
 
 
 def template_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Further arguments of a chat template.
-
-    Raises:
-        RequestError: some of them are not the request's to give.
-    """
+    """Checks that a request gives no argument of the chat template that Outcore sets itself."""
     if own := sorted(TEMPLATE_OWN & options.keys()):
         raise wrong(f"{name}.{own[0]}", "cannot be given here")
     return dict(options)
 
 
 def text_of_json(text: str, where: str) -> dict[str, Any]:
-    """An object that a string holds as JSON, such as a call's arguments; empty: one without fields."""
+    """The JSON object in a string, such as a call's arguments; empty for an empty string."""
     try:
         return read_json(text.encode())
     except RequestError:
@@ -166,13 +156,13 @@ Factor = Annotated[float, Field(ge=0, le=LARGE)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Stops = Annotated[Any, AfterValidator(_stops)]
-"""A string or several, given as a tuple."""
+"""A string or a list of strings, validated to a tuple."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Needed = Annotated[str, Field(min_length=1)]
 
 
 class SamplerFields(Body):
-    """Fields named as ``Sampling``'s, which are mlx-lm's."""
+    """The fields of ``Sampling``."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -191,16 +181,16 @@ class SamplerFields(Body):
 
 
 def sampling_of(body: Part, default: Sampling) -> Sampling:
-    """The default with those of its fields that a body has, too."""
+    """The default, with the fields that the body gives."""
     named = ((field.name, getattr(body, field.name, None)) for field in fields(Sampling))
     given = {name: value for name, value in named if value is not None}
-    if given.get("repetition_penalty") == 0:  # mlx_lm.server's word for none
+    if given.get("repetition_penalty") == 0:  # means none, as in mlx_lm.server
         given["repetition_penalty"] = 1.0
     return replace(default, **given)
 
 
 class Function(Part):
-    """A function that may be called."""
+    """A tool's function."""
 
     name: Name
     description: str = ""
@@ -208,28 +198,32 @@ class Function(Part):
     strict: bool = False
 
     def tool(self, **changes: Any) -> dict[str, Any]:
-        """As chat templates take it: OpenAI's form, without what is not given."""
+        """The function in OpenAI's form, without the fields that were not given."""
         given = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_defaults=True)
         return {"type": "function", "function": given | changes}
 
 
 Message = dict[str, Any]
-"""As chat templates take it: see ``GenerationRequest.messages``."""
+"""One of ``GenerationRequest.messages``."""
 
 TEXT = ("text", "input_text", "output_text", "refusal")
-"""Types of content parts that are text."""
+"""Types of content parts that contain text."""
 
 OPAQUE: dict[str, Callable[[dict[str, Any], str], Any]] = {}
-"""Readers of a user's content parts that are no text, by their types. The core has none: a package that reads images
-puts a function here, which is given a part and its place, and returns what the chat template and the package's service
-take. A message with such parts has a list of all its parts as its content."""
+"""Readers of a user's other content parts, such as images, by type. A package adds a function of the part and its path,
+which returns a part for the chat template and the package's service. A message with such a part keeps a list of parts
+as its content."""
 
 
 def text_of(content: Any, where: str, texts: Sequence[str] = TEXT, between: str = "", *, opaque: bool = False) -> Any:
-    """The text of a string or of parts of these kinds; with ``opaque`` a list, if ``OPAQUE`` reads one of the parts.
+    """The text of a message's content; a list if ``opaque`` and a reader in ``OPAQUE`` took one of its parts.
+
+    Args:
+        texts: types of the parts that contain text.
+        between: separator of the parts.
 
     Raises:
-        RequestError: it is neither, or has a part of another kind.
+        RequestError: it is neither a string nor a list of such parts.
     """
     if isinstance(content, str):
         return content
@@ -239,7 +233,7 @@ def text_of(content: Any, where: str, texts: Sequence[str] = TEXT, between: str 
 
 
 def part_of(part: Any, where: str, texts: Sequence[str] = TEXT, *, opaque: bool = False) -> Any:
-    """The text of a content part, or what ``OPAQUE`` makes of it."""
+    """The text of a content part, or the part that its reader in ``OPAQUE`` returns."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise wrong(where, "an object with a type is needed")
@@ -254,7 +248,7 @@ def part_of(part: Any, where: str, texts: Sequence[str] = TEXT, *, opaque: bool 
 
 
 def joined(parts: Sequence[Any], between: str = "") -> Any:
-    """Texts as one; a list of parts, if there are others among them."""
+    """The texts joined, or a list of parts if not all are text."""
     if all(isinstance(part, str) for part in parts):
         return between.join(parts)
     flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
@@ -262,13 +256,12 @@ def joined(parts: Sequence[Any], between: str = "") -> Any:
 
 
 def called(call_id: str, name: str, arguments: dict[str, Any]) -> Message:
-    """A call that an answer had."""
+    """One of a message's ``tool_calls``."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with one system message in front, since many templates take only one, and with the names of the
-    functions that tool messages are the results of."""
+    """Joins the first system messages, since many templates accept only one, and adds tool messages' function names."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]}
@@ -280,12 +273,8 @@ def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def continues(messages: Sequence[Message], where: str = "messages") -> bool:
-    """Whether the last message is an answer's beginning, which is gone on with.
-
-    Raises:
-        RequestError: the last two are answers.
-    """
+    """Whether the answer continues the last message. Raises RequestError if the last two are the assistant's."""
     last = [m["role"] == "assistant" and bool(m["content"]) and not m.get("tool_calls") for m in messages[-2:]]
     if last == [True, True]:
-        raise wrong(where, "the last two are of the assistant; one can be continued")
+        raise wrong(where, "the last two are the assistant's; only one can be continued")
     return last[-1:] == [True]

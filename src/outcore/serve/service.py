@@ -1,4 +1,4 @@
-"""What the APIs are answered by: requests become jobs of the engine, whose events are those of an answer."""
+"""The service behind all APIs: it turns requests into choices for the engine's thread, and its events into answers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .prompting import Prompt, Prompter, too_long
 from .shelf import Offered, Shelf
 
 COUNTED = 62_500
-"""Tokens that are counted, for whoever wants to know how many there are, in a context that has fewer."""
+"""Length in tokens of prompts that are counted even if the model's context is shorter."""
 
 MAX_TOKENS = 512
-"""Of an answer, where nobody says; mlx_lm.server's number."""
+"""mlx_lm.server's default limit of an answer."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,12 @@ class ServiceOptions:
     """How models are served.
 
     Attributes:
-        load: how each is loaded.
-        max_tokens: of an answer, where a request does not say.
-        most: sequences that share sweeps at most. ``most_waiting``: choices that may wait.
-        keep_alive: seconds that a model stays loaded when nobody asks for it; None: for good.
-        most_context: tokens of a prompt and its answer together, where the model has positions for them; None: as many
-            as it was made for.
-        draft_tokens: drafted for a sweep at most; None: as many as are worth it.
-        secret: what clients have to know, if anything: prompts are kept for those alone who do.
+        max_tokens: limit of an answer whose request has none.
+        most: limit of sequences that share a forward pass; ``most_waiting``: of choices that wait.
+        keep_alive: seconds that a model stays loaded without requests; None: for ever.
+        most_context: limit of a prompt and its answer together, in tokens; None: what the model was made for.
+        draft_tokens: limit of proposed tokens for a pass; None: as many as pay.
+        secret: the API key, if any; it salts the prefix cache, so that other servers cannot use these prompts.
     """
 
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -61,10 +59,10 @@ class ServiceOptions:
 
 
 class ModelService:
-    """Answers by the models of a shelf. Lists, cards and state never wait for the engine.
+    """Answers requests with a shelf's models. Lists, cards and state never wait for the engine.
 
     Args:
-        progress: called with what is being done while a model is loaded, bytes done and bytes in all.
+        progress: called while a model is loaded, with the step, bytes done and bytes in all.
     """
 
     def __init__(
@@ -76,10 +74,10 @@ class ModelService:
         self.shelf, self.options = shelf, options or ServiceOptions()
         self._progress = progress
         self._prompters: dict[str, Prompter] = {}
-        # Tokenizers are used by one thread at a time, which is not the engine's.
+        # A tokenizer may be used by one thread at a time; this one is not the engine's.
         self._reader = ThreadPoolExecutor(1, "outcore-prompts")
         self._closing = False
-        self._arrived = 0  # choices whose prompts are being read, or wait for that
+        self._unread = 0  # choices whose prompts are not tokenized yet
         own = self.options
         self.engine = EngineThread(
             self._open, own.keep_alive, own.most_waiting,
@@ -87,20 +85,20 @@ class ModelService:
         )  # fmt: skip
 
     async def answer(self, *requests: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """The events of an answer, as they come; closing it ends the answer and frees its places.
+        """The events of an answer as they come; closing the generator cancels it.
 
         Args:
-            asks: one, or several that differ in their prompts: their choices are numbered through.
+            requests: one, or several that differ in their prompts; their choices are numbered consecutively.
 
         Raises:
-            RequestError: the request cannot be answered; its ``status`` says how HTTP tells that: 400, 404 (no such
-                model), 429 (too many wait; ``retry_after``), 500, 503 (no memory, or shutting down).
+            RequestError: with the HTTP ``status``: 400, 404 (no such model), 429 (too many wait; ``retry_after``), 500,
+                or 503 (no memory, or shutting down).
         """
         model = self.shelf.named(requests[0].model)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def tell(event: Event | Exception) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody is there
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
         choices: list[AnswerChoice] = []
@@ -108,7 +106,7 @@ class ModelService:
             prompt = await self._read(model, request, self._room(model))
             most, sampling = self._limit(model, prompt, request.max_tokens), request.sampling
             for n in range(request.choices):
-                # Those of one seed are not to be the same.
+                # Choices of one seed must differ.
                 own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + n)
                 own_ask = replace(request, model=model.name, max_tokens=most, sampling=own)
                 choices.append(AnswerChoice(len(choices), own_ask, prompt, tell))
@@ -118,7 +116,7 @@ class ModelService:
             while len(ended) < len(choices):
                 event = await queue.get()
                 if isinstance(event, Exception):
-                    raise event  # the other choices are of no use then
+                    raise event  # the answer fails as a whole
                 if isinstance(event, Begun):
                     begun.append(event)
                     if len(begun) > 1:
@@ -152,11 +150,11 @@ class ModelService:
         return [self._card(model) for model in self.shelf.models.values()]
 
     def card(self, name: str) -> ModelCard:
-        """One of them; RequestError (404): there is none of that name."""
+        """A model's card. Raises RequestError (404) for an unknown name."""
         return self._card(self.shelf.named(name))
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
-        """Have a model in memory; ``keep_alive`` 0: unload it."""
+        """Load a model, or unload it if ``keep_alive`` is 0."""
         model = self.shelf.named(name)
         try:
             await asyncio.wrap_future(self.engine.call(lambda: self.engine.keep(model.name, keep_alive)))
@@ -167,8 +165,8 @@ class ModelService:
         return self._card(model)
 
     def state(self) -> Mapping[str, Any]:
-        """What the engine does now: ``status`` (``ok``, ``loading``, ``closing``), ``running`` and ``waiting`` choices,
-        counters of each loaded model, and bytes that MLX holds."""
+        """``status`` (``ok``, ``loading`` or ``closing``), ``running`` and ``waiting`` choices, counters of each loaded
+        model, and bytes that MLX holds."""
         engine, loaded = self.engine, self.engine.loaded
         return {
             "status": "closing" if self._closing else "loading" if engine.loading is not None else "ok",
@@ -186,27 +184,26 @@ class ModelService:
 
     @property
     def forecast(self) -> Forecast | None:
-        """What the machines that share the model are predicted to take; None: it is one machine's."""
+        """Predicted memory of the machines that share the model; None: one machine has it."""
         loaded = self.engine.loaded
         return loaded.session.transport.forecast if loaded is not None else None
 
     def close(self) -> None:
-        """End what is under way, and close the model."""
         self._closing = True
         self.engine.close()
         self._reader.shutdown(cancel_futures=True)
 
     def _room(self, model: Offered) -> int | None:
-        """Tokens of a prompt and its answer together at most; None: any number."""
+        """Limit of a prompt and its answer together, in tokens; None: unlimited."""
         given = self.options.most_context or longest_context(model.config)
         return min((n for n in (given, position_limit(model.config)) if n is not None), default=None)
 
     async def _read(self, model: Offered, request: GenerationRequest, most: int | None) -> Prompt:
-        # Whoever comes is counted here: there may be no end of those whose prompts are not even read.
-        waiting = self._arrived + self.engine.waiting
+        # The engine does not know of these yet, and any number of them may wait to be tokenized.
+        waiting = self._unread + self.engine.waiting
         if waiting + self.engine.running + request.choices > self.options.most + self.options.most_waiting:
             raise too_many(waiting)
-        self._arrived += request.choices
+        self._unread += request.choices
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reader, self._prepare, model, request, most)
         except RequestError:
@@ -218,14 +215,13 @@ class ModelService:
                 raise
             raise shutting_down() from e
         finally:
-            self._arrived -= request.choices
+            self._unread -= request.choices
 
     def _prepare(self, model: Offered, request: GenerationRequest, most: int | None) -> Prompt:
-        """On the prompts' thread."""
         if model.name not in self._prompters:
             options: dict[str, Any] = {"trust_remote_code": True} if self.options.load.trust_remote_code else {}
             if model.template is not None:
-                options["chat_template"] = model.template  # by which mlx-lm knows how calls of tools are written
+                options["chat_template"] = model.template  # mlx-lm chooses the tool parser by it
             tokenizer = load_tokenizer(model.folder, options, eos=model.config.get("eos_token_id"))
             if model.template is not None:
                 set_chat_template(tokenizer, model.template)
@@ -238,11 +234,10 @@ class ModelService:
         if positions is not None and tokens > positions:
             raise too_long(f"the prompt has {tokens} tokens", tokens, positions)
         limit = self.options.max_tokens if asked is None else asked
-        # The last token is not computed.
+        # The last token needs no position.
         return limit if positions is None else min(limit, positions - tokens + 1)
 
     def _open(self, name: str) -> nn.Module:
-        """On the engine's thread."""
         model, _ = load_model(self.shelf.models[name].folder, self.options.load, progress=self._progress)
         session: Session = model.outcore
         if session.prefix is not None and self.options.secret is not None:

@@ -1,4 +1,4 @@
-"""The models that a server offers: their names, folders and cards. Read from headers and configurations alone."""
+"""The models that a server offers; their cards are made from file headers and configurations alone."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from .events import ModelCard
 
 @dataclass(frozen=True)
 class Offered:
-    """A model that can be asked for.
-
-    Attributes:
-        name: as it was given to the server, or of its folder in a folder of models.
-    """
+    """A model that clients can request by name."""
 
     name: str
     folder: Path
@@ -39,11 +35,10 @@ class Offered:
 
     @cached_property
     def card(self) -> ModelCard:
-        """What is known of it without loading it."""
         checkpoint = open_checkpoint(self.folder)
         template = self.template if self.template is not None else _template(self.folder)
         files = [path.stat() for path in checkpoint.files]
-        said = json.dumps([str(self.folder), [[f.st_size, f.st_mtime_ns] for f in files]])
+        identity = json.dumps([str(self.folder), [[f.st_size, f.st_mtime_ns] for f in files]])
         bits = (self.config.get("quantization") or {}).get("bits")
         bits = bits if isinstance(bits, int) and bits > 0 else None
         nbytes: Counter[str] = Counter()
@@ -62,19 +57,20 @@ class Offered:
             tools="tools" in template,
             thinking="think" in template,
             config=self.config,
-            digest=hashlib.sha256(said.encode()).hexdigest(),
+            digest=hashlib.sha256(identity.encode()).hexdigest(),
         )
 
 
 class Shelf:
-    """All of them.
+    """All models of a server.
 
     Args:
-        names: of models, or of folders that hold folders of models.
-        template: a chat template in place of their own.
+        names: of models, or of folders that contain model folders.
+        template: a chat template that replaces the models' own.
 
     Raises:
-        UsageError: none, or two of one name. CheckpointError: one that cannot be opened.
+        UsageError: there is no model, or two have the same name.
+        CheckpointError: a model that was named cannot be opened.
     """
 
     def __init__(self, names: Sequence[str], *, revision: str | None = None, template: str | None = None) -> None:
@@ -85,16 +81,15 @@ class Shelf:
             inside += [Offered(path.parent.name, path.parent, template) for path in configs]
             if not configs:
                 path = resolve_model(name, revision)
-                # A folder is called by its own name, since where it lies is nobody's business.
+                # Clients need not learn where the folder is, unless two have the same name.
                 named.append(Offered(path.resolve().name if folder.is_dir() else name, path, template))
         same = Counter(model.name for model in named)
-        # Two folders of one name are told apart by where they lie.
         named = [replace(m, name=str(m.folder)) if same[m.name] > 1 else m for m in named]
         self.models = {model.name: model for model in [*named, *inside]}
         if len(self.models) < len(named) + len(inside):
-            raise UsageError("two models of one name: give each once")
+            raise UsageError("two models have the same name: give each once")
         for model in [*named, *inside]:
-            # What is wrong with a model is told when the server starts; in a folder others may be served.
+            # A model that cannot be opened fails the start, or is skipped if it was found in a folder of models.
             try:
                 assert model.card
             except OutcoreError:
@@ -109,11 +104,10 @@ class Shelf:
         return next(iter(self.models.values()))
 
     def named(self, name: str) -> Offered:
-        """The model that a request means. Where there is one model, it is meant whatever it is called: programs name
-        models that they know.
+        """The model of this name; a single model answers to any name, since programs send names that they know.
 
         Raises:
-            RequestError: there are several, and none of that name (404).
+            RequestError: no model, or more than one, fits the name (404).
         """
         if not name or len(self.models) == 1:
             return self.default
@@ -122,13 +116,13 @@ class Shelf:
         meant = [m for m in self.models.values() if name in (str(m.folder), m.folder.name, m.name.rpartition("/")[2])]
         if len(meant) == 1:
             return meant[0]
-        what = "no model of the name" if not meant else "several models of the name"
-        why = f"{what} {shortened(name)!r} here; there are {shortened(', '.join(self.models), 300)}"
+        what = "no model is" if not meant else "several models are"
+        why = f"{what} named {shortened(name)!r}; choose one of {shortened(', '.join(self.models), 300)}"
         raise RequestError(why, "model_not_found", param="model", status=404)
 
 
 def _parameters(checkpoint: Checkpoint, bits: int | None) -> int:
-    """Numbers that its tensors stand for; of quantized ones by the bits that most of them have."""
+    """Number of parameters; quantized tensors are assumed to have ``bits`` for each."""
     count = 0
     for name, tensor in checkpoint.tensors.items():
         if bits is None or not name.endswith((".scales", ".biases")):
@@ -138,7 +132,7 @@ def _parameters(checkpoint: Checkpoint, bits: int | None) -> int:
 
 
 def _template(folder: Path) -> str:
-    """The chat template's text; empty: none that can be read without its tokenizer."""
+    """The chat template's text; empty if it cannot be read without loading the tokenizer."""
     try:
         if (path := folder / "chat_template.jinja").is_file():
             return read_small(path, TOKENIZER_BYTES).decode("utf-8", "replace")
