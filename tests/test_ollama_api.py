@@ -342,6 +342,6 @@ def test_what_ollama_has_and_this_server_has_not_says_what_to_do() -> None:
     assert ROUTES["/api/delete"].method == "DELETE"
     assert told(ROUTES["/api/pull"].handle, {"model": "demo:latest"}) == {"status": "success"}
     assert told(ROUTES["/api/pull"].handle, {"model": "other:4b"}) == {"status": "success"}
-    with pytest.raises(RequestError, match="other: this server fetches no models") as caught:
+    with pytest.raises(RequestError, match="other: this server downloads no models") as caught:
         told(ROUTES["/api/pull"].handle, {"model": "other"})
     assert caught.value.status == 501

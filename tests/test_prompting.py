@@ -189,7 +189,7 @@ def test_tokens_without_an_embedding_are_refused(demo: TokenizerWrapper) -> None
                 tools=(TOOL,),
                 tool_choice="required",
             ),
-            "goes on with a message",
+            "continues a message",
         ),
     ],
 )

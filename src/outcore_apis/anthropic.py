@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what its bodies ask, and answers as content blocks that open, grow and close."""
+"""Anthropic's Messages API; an answer is a sequence of content blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWrit
 from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Anthropic's choices of a tool, and ``GenerationRequest``'s."""
+"""Anthropic's ``tool_choice.type`` to ``GenerationRequest.tool_choice``."""
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -26,11 +26,11 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
           429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 
 SIGNATURE = "unsigned"
-"""Of what was thought. Nobody checks it here, but some clients send back no thinking without one."""
+"""Signature of thinking blocks. It is not checked, but some clients drop thinking without one."""
 
 
 class ContentBlock(requests.Part):
-    """A content block, of whatever type."""
+    """A content block of any type."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -45,7 +45,7 @@ class ContentBlock(requests.Part):
     is_error: bool = False
 
     def plain(self, where: str, *, opaque: bool = False) -> Any:
-        """The text, or an opaque part."""
+        """The block's text, or an opaque part."""
         return requests.part_of(self.model_dump(exclude_unset=True), where, ("text",), opaque=opaque)
 
 
@@ -83,7 +83,7 @@ class OutputConfig(requests.Part):
 
 
 class PromptBody(requests.Body):
-    """What is asked, without how it is to be answered."""
+    """The fields of which the prompt is made."""
 
     refused = {"mcp_servers": ([],), "container": ("",)}
 
@@ -98,8 +98,6 @@ class PromptBody(requests.Body):
 
 
 class MessageBody(PromptBody, requests.SamplerFields):
-    """All of a message's body; of the sampler more than Anthropic's own."""
-
     stream: bool = False
     max_tokens: Annotated[int, Field(ge=1, le=COUNT)]
     stop_sequences: requests.Stops = ()
@@ -108,7 +106,7 @@ class MessageBody(PromptBody, requests.SamplerFields):
 def message(http: HttpRequest) -> ParsedRequest:
     body = requests.read(MessageBody, http.body)
     sampling = requests.sampling_of(body, http.defaults.sampling)
-    request = _asked(body, http.defaults)
+    request = _prompt(body, http.defaults)
     request = replace(request, max_tokens=body.max_tokens, sampling=sampling, stop=body.stop_sequences)
     shows = body.thinking is None or body.thinking.display != "omitted"
     return ParsedRequest(
@@ -117,7 +115,7 @@ def message(http: HttpRequest) -> ParsedRequest:
 
 
 def count(http: HttpRequest) -> Awaitable[dict[str, Any]]:
-    request = _asked(requests.read(PromptBody, http.body), http.defaults)
+    request = _prompt(requests.read(PromptBody, http.body), http.defaults)
 
     async def counted() -> dict[str, Any]:
         return {"input_tokens": await http.service.count(request)}
@@ -125,7 +123,7 @@ def count(http: HttpRequest) -> Awaitable[dict[str, Any]]:
     return counted()
 
 
-def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
+def _prompt(body: PromptBody, defaults: Defaults) -> GenerationRequest:
     thinks = None if body.thinking is None else body.thinking.type != "disabled"
     form, messages = body.output_config.format or body.output_format, _conversation(body)
     if (choice := body.tool_choice).type == "tool" and choice.name in ("", "auto", "none", "required"):
@@ -146,7 +144,7 @@ def _asked(body: PromptBody, defaults: Defaults) -> GenerationRequest:
 
 def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
     if tool.type != "custom":
-        why = "only Anthropic's servers and models know this tool; give a name and an input_schema"
+        why = "Anthropic's own tools are not supported; define a tool with a name and an input_schema"
         raise requests.wrong(f"{where}.type", why, requests.UNSUPPORTED)
     if tool.input_schema is None:
         raise requests.wrong(f"{where}.input_schema", "a JSON schema is needed")
@@ -154,16 +152,16 @@ def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
 
 
 def _conversation(body: PromptBody) -> list[requests.Message]:
-    """The messages as chat templates take them; the last is an assistant's only if it is to be continued."""
+    """The messages in the form of chat templates; the last is the assistant's only if the answer continues it."""
     turns: list[requests.Message] = []
     if body.system not in ("", []):
         turns.append({"role": "system", "content": requests.text_of(body.system, "system", ("text",), "\n\n")})
-    begun = False  # with something else than system messages
+    begun = False  # a message that is not the system's was seen
     for i, turn in enumerate(body.messages):
         where = f"messages[{i}].content"
         if turn.role == "system":
             text = "\n\n".join(block.plain(f"{where}[{n}]") for n, block in enumerate(turn.content))
-            # Many templates take one in front only: a later one is of the user's turn, marked as clients do.
+            # Many templates accept a system message only at the start; a later one becomes the user's, as in clients.
             marked = {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
             turns.append(marked if begun else {"role": "system", "content": text})
             continue
@@ -178,7 +176,7 @@ def _conversation(body: PromptBody) -> list[requests.Message]:
 
 
 def _alternating(turns: Sequence[requests.Message]) -> list[requests.Message]:
-    """Turns of one role that follow each other are one: many templates want them to alternate."""
+    """Joins consecutive messages of one role, since many templates require alternating roles."""
     messages: list[requests.Message] = []
     for role, group in itertools.groupby(turns, lambda turn: str(turn["role"])):
         same = list(group)
@@ -196,7 +194,7 @@ def _alternating(turns: Sequence[requests.Message]) -> list[requests.Message]:
 
 
 def _user(turn: MessageParam, where: str) -> list[requests.Message]:
-    """The results of tools first: they belong to the calls before."""
+    """A user's messages: tool results first, since they belong to the calls before."""
     parts: list[Any] = []
     turns: list[requests.Message] = []
     for i, block in enumerate(turn.content):
@@ -234,8 +232,8 @@ class MessageWriter(ResponseWriter):
     """Writes an answer as a stream of events or as one message.
 
     Args:
-        stop: the request's stop sequences; an answer that ends at another string has ended its turn.
-        shows_thinking: what was thought is sent, and not only that something was.
+        stop: the request's stop sequences; other stop strings are reported as ``end_turn``.
+        shows_thinking: thinking blocks contain the text.
     """
 
     named = True
@@ -246,14 +244,14 @@ class MessageWriter(ResponseWriter):
         super().__init__(streams, ignored)
         self._stop, self._shows_thinking = stop, shows_thinking
         self._message: dict[str, Any] = {}
-        self._open = False  # the last of its blocks
+        self._open = False  # the last block is not closed
         self._end = Ended(0, "stop", 0)
 
     def closing(self) -> bytes:
         return self.sent([{"type": "message_stop"}])
 
     def keepalive(self) -> bytes:
-        # A client's first event is message_start whatever comes; before it a comment.
+        # Clients expect message_start as the first event; before it a comment is sent.
         return self.sent([{"type": "ping"}]) if self._message else super().keepalive()
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -286,7 +284,7 @@ class MessageWriter(ResponseWriter):
                 yield from self._close()
             case Ended():
                 self._end = event
-                if not self._message["content"]:  # clients take the first block without looking whether there is one
+                if not self._message["content"]:  # clients assume that there is a first block
                     yield from self._grow("text", "", "text_delta")
                 yield from self._close()
             case Finished():
@@ -297,7 +295,7 @@ class MessageWriter(ResponseWriter):
                 yield {"type": "message_delta", "delta": delta, "usage": self._message["usage"]}
 
     def _grow(self, kind: str, text: str, delta: str, more: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """More of a block of this kind."""
+        """Append text to the open block of this kind, or to a new one."""
         if not self._open or self._message["content"][-1]["type"] != kind:
             yield from self._close()
             yield self._opened({"type": kind, kind: "", **(more or {})})
@@ -325,7 +323,7 @@ class MessageWriter(ResponseWriter):
 
 
 def _usage(of: Finished) -> dict[str, Any]:
-    """Tokens of the prompt are those that were computed, plus those that were cached."""
+    """``input_tokens`` counts only computed tokens; cached ones are ``cache_read_input_tokens``."""
     usage: dict[str, Any] = {
         "input_tokens": of.prompt_tokens - of.cached_tokens, "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": of.cached_tokens, "output_tokens": of.tokens,
@@ -334,7 +332,6 @@ def _usage(of: Finished) -> dict[str, Any]:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """An error as the API tells it; its type follows from the status."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 

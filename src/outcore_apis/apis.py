@@ -1,4 +1,4 @@
-"""The APIs that this package brings to the server, in the order in which ``/openapi.json`` lists them."""
+"""This package's APIs, in the order of ``/openapi.json``."""
 
 from outcore.serve.api import Api
 from outcore.serve.openai import error_body

@@ -1,4 +1,4 @@
-"""Ollama's API: what its bodies ask, and answers as lines of JSON."""
+"""Ollama's chat and completion; a streamed answer is lines of JSON."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ from outcore.serve.events import Begun, Called, Ended, Event, Finished, Generati
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 
 VERSION = "0.13.0"
-"""Of Ollama's API that this follows. Clients compare it to decide what they may ask for."""
+"""The version of Ollama's API. Clients compare it to find out which features they may use."""
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 TIME = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h|$)", re.ASCII)
 
 
 def _seconds(value: Any) -> Any:
-    """Of a number, in quotes or not, or of one of Go's durations, such as ``1h30m``."""
+    """Seconds of a number, which may be a string, or of a Go duration such as ``1h30m``."""
     if not isinstance(value, str):
         return value
     text = value.strip()[:40]
     parts = TIME.findall(text)
     if not parts or text not in {sign + "".join(map("".join, parts)) for sign in ("", "+", "-")}:
-        raise PydanticCustomError("value", "seconds, or a duration such as 5m or 1h30m, are needed")
+        raise PydanticCustomError("value", "give seconds, or a duration such as 5m or 1h30m")
     seconds: float = sum(float(count) * UNITS[unit or "s"] for count, unit in parts)
     return -seconds if text.startswith("-") else seconds
 
 
 def _whole(value: Any) -> Any:
-    """Ollama takes 40.0 for 40."""
+    """Like Ollama, accepts 40.0 for 40."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _stops(value: Any) -> Any:
-    """Empty strings are passed over: they say nothing."""
+    """Drops empty strings."""
     stops = [value] if isinstance(value, str) else value
     return [stop for stop in stops if stop != ""] if isinstance(stops, list) else stops
 
 
 Integer = Annotated[int, BeforeValidator(_whole), Field(ge=-COUNT, le=COUNT)]
-"""Numbers below 0 mean none of it, or any."""
+"""May be negative, for none or for no limit."""
 
 
 class Options(requests.SamplerFields):
@@ -77,7 +77,7 @@ class Options(requests.SamplerFields):
     stop: Annotated[requests.Stops, BeforeValidator(_stops)] = ()
 
     def sampling(self, base: Sampling) -> Sampling:
-        """What is not given is the server's: not Ollama's temperature of 0.8."""
+        """The server's defaults (not Ollama's temperature of 0.8) with the options given."""
         given: dict[str, Any] = {}
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k)
@@ -123,7 +123,7 @@ class OllamaTool(requests.Part):
 
 
 class OllamaBody(Named):
-    """What chats and completions have in common."""
+    """Fields that chats and completions share."""
 
     stream: bool = True
     options: Options = Options()
@@ -134,7 +134,7 @@ class OllamaBody(Named):
     top_logprobs: requests.TopLogprobs = 0
 
     def parsed(self, defaults: Defaults, chat: bool, **changes: Any) -> ParsedRequest:
-        """What is asked; the prompt is among the changes."""
+        """The parsed request; ``changes`` has the prompt or messages."""
         tokens, think = self.options.num_predict, self.think
         effort = think if isinstance(think, str) else None
         request = GenerationRequest(
@@ -167,7 +167,7 @@ class GenerateBody(OllamaBody):
 
 
 def chat(http: HttpRequest) -> Handled:
-    """``/api/chat``; without messages the model is loaded, or unloaded."""
+    """``/api/chat``; without messages it loads or unloads the model."""
     body = requests.read(OllamaChatBody, http.body)
     messages = requests.conversation(_messages(body.messages))
     if not messages:
@@ -179,10 +179,10 @@ def chat(http: HttpRequest) -> Handled:
 
 
 def generate(http: HttpRequest) -> Handled:
-    """``/api/generate``; without a prompt the model is loaded, or unloaded."""
+    """``/api/generate``; without a prompt it loads or unloads the model."""
     body = requests.read(GenerateBody, http.body)
     if body.raw and (body.system or body.images):
-        raise requests.wrong("system", "a raw prompt is taken as it is; write it into the prompt")
+        raise requests.wrong("system", "not allowed with raw; write it into the prompt")
     if not body.prompt:
         return _loaded(body, http, {"response": ""})
     if body.raw:
@@ -193,7 +193,7 @@ def generate(http: HttpRequest) -> Handled:
 
 
 async def _loaded(body: OllamaBody, http: HttpRequest, empty: dict[str, Any]) -> dict[str, Any]:
-    """Load a model, or unload it if it is to be kept for 0 seconds."""
+    """Load the model, or unload it if ``keep_alive`` is 0."""
     card = await http.service.load(plain_name(body.called), body.keep_alive)
     done = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
     return {"model": body.called or card.name, "created_at": timestamp(datetime.now(UTC)), **empty, **done}
@@ -205,7 +205,7 @@ def _content(text: str, images: Sequence[Any], where: str) -> Any:
 
 
 def _messages(turns: Sequence[OllamaMessage]) -> list[requests.Message]:
-    """As chat templates take them. Calls have ids, which Ollama's clients mostly leave out, in their order."""
+    """Messages in the form of chat templates. Calls without an id, as Ollama's clients send them, are numbered."""
     messages: list[requests.Message] = []
     unanswered, calls = list[requests.Message](), 0
     for i, turn in enumerate(turns):
@@ -229,8 +229,7 @@ def _messages(turns: Sequence[OllamaMessage]) -> list[requests.Message]:
 
 
 def _answered(unanswered: list[requests.Message], call_id: str, name: str) -> requests.Message | None:
-    """The call that a result belongs to, which is answered then: the first of this id, else of this name, else at
-    all."""
+    """Remove and return the call that a result answers: the first with its id, without one the first with its name."""
     for n, call in enumerate(unanswered):
         if call["id"] == call_id if call_id else name in ("", call["function"]["name"]):
             return unanswered.pop(n)
@@ -238,12 +237,7 @@ def _answered(unanswered: list[requests.Message], call_id: str, name: str) -> re
 
 
 class OllamaWriter(ResponseWriter):
-    """Writes an answer as lines of JSON or as one object.
-
-    Args:
-        chat: of a chat, else of a completion.
-        model: its name as the client gave it.
-    """
+    """Writes an answer of a chat or a completion as lines of JSON or as one object."""
 
     media_type = JSON_LINES
 
@@ -256,14 +250,13 @@ class OllamaWriter(ResponseWriter):
         return b"".join(encoded(step) + b"\n" for step in steps)
 
     def keepalive(self) -> bytes:
-        """A record without text: clients parse every line, an empty one too."""
+        """A record without text, since clients parse every line."""
         return self.sent([self._record(WholeChoice())])
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The last record, with all that those before it said."""
         (last,) = [step for event in events if not isinstance(event, TextPart | Called) for step in self.steps(event)]
-        (said,) = Whole(events).choices
-        return last | self._record(said, done=True)
+        (choice,) = Whole(events).choices
+        return last | self._record(choice, done=True)
 
     def steps(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
@@ -278,21 +271,24 @@ class OllamaWriter(ResponseWriter):
             case Finished():
                 yield self._record(WholeChoice(), done=True) | self._figures(event)
 
-    def _record(self, of: WholeChoice, done: bool = False) -> dict[str, Any]:
-        said: dict[str, Any] = {"role": "assistant", "content": of.text} if self._chat else {"response": of.text}
-        if of.reasoning:
-            said["thinking"] = of.reasoning
-        if of.calls:
-            functions = [{"index": c.number, "name": c.name, "arguments": json.loads(c.arguments)} for c in of.calls]
-            said["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(of.calls, functions, strict=True)]
+    def _record(self, choice: WholeChoice, done: bool = False) -> dict[str, Any]:
+        text = choice.text
+        message: dict[str, Any] = {"role": "assistant", "content": text} if self._chat else {"response": text}
+        if choice.reasoning:
+            message["thinking"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = [
+                {"id": c.id, "function": {"index": c.number, "name": c.name, "arguments": json.loads(c.arguments)}}
+                for c in choice.calls
+            ]
         record: dict[str, Any] = {"model": self._model or self._begun.model, "created_at": timestamp(datetime.now(UTC))}
-        record |= {"message": said} if self._chat else said
-        if logprobs := logprob_entries(of.parts):
+        record |= {"message": message} if self._chat else message
+        if logprobs := logprob_entries(choice.parts):
             record["logprobs"] = logprobs
         return record | {"done": done}
 
     def _figures(self, finished: Finished) -> dict[str, Any]:
-        """Nanoseconds and tokens. What the cache had of the prompt counts to it."""
+        """Nanoseconds and tokens; ``prompt_eval_count`` includes cached tokens."""
         seconds = {"total": time.monotonic() - self._began, "load": self._begun.load_s,
                    "prompt_eval": finished.prompt_s, "eval": finished.generation_s}  # fmt: skip
         return {
@@ -307,8 +303,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": str(error)}
 
 
-FILES = "models are folders of files; put one where the server finds it, or start it with --model"
-EMBEDDINGS = "no model here embeds; ask a server that has such a model"
+FILES = "models are folders on disk; start the server with --model FOLDER"
+EMBEDDINGS = "no model here makes embeddings; use a server that has such a model"
 
 ROUTES = (
     Route("/api/chat", chat, "POST", "Answer a conversation", OllamaChatBody),
@@ -321,7 +317,7 @@ ROUTES = (
     refused("/api/embed", EMBEDDINGS),
     refused("/api/embeddings", EMBEDDINGS),
     refused("/api/create", "use a Modelfile: outcore serve --modelfile FILE"),
-    refused("/api/push", "nothing is sent anywhere from here"),
+    refused("/api/push", "this server uploads no models"),
     refused("/api/copy", FILES),
     refused("/api/delete", FILES, "DELETE"),
     refused("/api/blobs/{digest}", FILES),

@@ -1,4 +1,4 @@
-"""What Ollama's API says of models: ``/api/tags``, ``/api/show``, ``/api/ps``, ``/api/pull``."""
+"""Ollama's API about models: ``/api/tags``, ``/api/show``, ``/api/ps``, ``/api/pull``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from outcore.serve.requests import Body, read
 from outcore.text import shortened
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
-"""When a model is unloaded that stays; clients show a date this far away as forever."""
+"""``expires_at`` of a model that stays loaded; clients show this date as forever."""
 
 LENGTHS = {"context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
            "embedding_length": "hidden_size"}  # fmt: skip
-"""Ollama's names, and those of config.json."""
+"""Ollama's names to those of config.json."""
 
 
 class Named(Body):
-    """A body that names a model; ``name`` is an older word for ``model``."""
+    """A body that names a model; ``name`` is the older field."""
 
     model: str = ""
     name: str = ""
 
     @property
     def called(self) -> str:
-        """The model as the client names it."""
         return self.model or self.name
 
 
@@ -37,7 +36,7 @@ def timestamp(at: datetime) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The model's name without the tag that Ollama takes for granted."""
+    """The name without Ollama's default tag."""
     return name.removesuffix(":latest")
 
 
@@ -50,7 +49,7 @@ def tags(http: HttpRequest) -> dict[str, Any]:
 
 
 def running(http: HttpRequest) -> dict[str, Any]:
-    """The models that are in memory. Weights that are streamed are none of their size."""
+    """Models in memory; their size is the planned memory, not all weights."""
     models = [
         _listed(card) | {"size": card.memory_bytes, "size_vram": card.memory_bytes, "expires_at": _at(card.expires_at),
                          "context_length": _length(card, "context_length")}
@@ -73,12 +72,12 @@ def show(http: HttpRequest) -> dict[str, Any]:
 
 
 def pull(http: HttpRequest) -> dict[str, Any]:
-    """A model that is there need not be fetched; this server fetches none."""
+    """Succeeds for a model that is served; others are not downloaded."""
     name = read(Named, http.body).called
-    # Not ``card``: where one model is served, that is meant whatever it is called.
+    # Not ``service.card``, which accepts any name where only one model is served.
     served = {called for card in http.service.models() for called in (card.name, card.name.rpartition("/")[2])}
     if name not in served and plain_name(name) not in served:
-        why = "this server fetches no models; start it with this one: outcore serve --model NAME"
+        why = "this server downloads no models; start it with the model: outcore serve --model NAME"
         raise RequestError(f"{shortened(name)}: {why}", "not_implemented", param="model", status=501)
     return {"status": "success"}
 
@@ -102,7 +101,7 @@ def _capabilities(card: ModelCard) -> list[str]:
 
 
 def _length(card: ModelCard, name: str) -> int:
-    """0: the model does not say."""
+    """A length from config.json; 0 if it is not there."""
     if name == "context_length" and card.context:
         return card.context
     text = card.config.get("text_config")

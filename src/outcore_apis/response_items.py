@@ -1,4 +1,4 @@
-"""Items of OpenAI's responses as messages of a chat, and their tools as functions."""
+"""Translates items of OpenAI's Responses API to chat messages, and its tools to functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal
 from outcore.serve import requests
 
 INPUT = "input"
-"""The one argument of a custom tool's function."""
+"""The argument of the function that stands for a custom tool."""
 
 
 class Item(requests.Part):
-    """An item of the conversation, of whatever type."""
+    """An item of any type."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -47,7 +47,7 @@ class ResponseTool(requests.Part):
 
 @dataclass(frozen=True)
 class ToolName:
-    """What a function of the chat template stands for: a function or a custom tool, of a namespace or none."""
+    """The function or custom tool that a function of the chat template stands for."""
 
     name: str
     custom: bool = False
@@ -64,8 +64,9 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        functions: as ``GenerationRequest.tools``. ``known``: what each of them stands for, by its name.
-        unused: where those stand that this server does not have.
+        functions: for ``GenerationRequest.tools``.
+        known: the tool of each function, by the function's name.
+        unused: paths and types of tools that are not supported.
     """
 
     functions: list[Mapping[str, Any]] = field(default_factory=list)
@@ -73,13 +74,13 @@ class Tools:
     unused: list[str] = field(default_factory=list)
 
     def add(self, tools: Sequence[ResponseTool], where: str = "tools", namespace: str = "") -> None:
-        """More of them, of the request or of a namespace."""
+        """Add the tools of a request or a namespace."""
         for i, tool in enumerate(tools):
             if tool.type == "namespace" and not namespace and tool.name:
                 self.add(tool.tools, f"{where}[{i}].tools", tool.name)
             elif tool.type in ("function", "custom"):
                 self._function(tool, f"{where}[{i}]", ToolName(tool.name, tool.type == "custom", namespace))
-            else:  # OpenAI runs it, or its own models were trained on it; Codex offers some of them to every model
+            else:  # a tool that OpenAI runs or trains its models for; Codex offers some of them to every model
                 self.unused.append(f"{where}[{i}] {tool.type}")
 
     def _function(self, tool: ResponseTool, where: str, known: ToolName) -> None:
@@ -90,7 +91,7 @@ class Tools:
         self.known[known.function] = known
         description, parameters = tool.description, tool.parameters
         if known.custom:
-            # It takes any text, as one argument; a grammar for it is described, not enforced.
+            # It takes one text argument; its grammar is described, not enforced.
             if tool.format is not None and tool.format.type == "grammar":
                 description += f"\n\nThe input follows this grammar ({tool.format.syntax}):\n{tool.format.definition}"
             parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
@@ -99,11 +100,11 @@ class Tools:
 
 
 def messages_of(instructions: str, items: Sequence[Item]) -> tuple[requests.Message, ...]:
-    """The messages that instructions and items come to: thoughts, text and calls of one turn are one message."""
+    """The messages of a conversation; reasoning, text and calls of one turn become one message."""
     found: list[requests.Message] = []
 
     def turn(*before: str) -> requests.Message:
-        """The assistant's message that an item belongs to: a new one if the last has one of these already."""
+        """The assistant's message that an item belongs to; a new one if the last has one of these fields already."""
         if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in before):
             found.append({"role": "assistant", "content": ""})
         return found[-1]
@@ -138,13 +139,13 @@ def messages_of(instructions: str, items: Sequence[Item]) -> tuple[requests.Mess
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
     first = [{"role": "system", "content": instructions}] if instructions else []
-    # Templates that take a system message in front only would refuse the whole conversation from then on.
+    # Many templates accept a system message only at the start, so later ones become the user's.
     made = enumerate(requests.conversation([*first, *found]))
     return tuple(m | {"role": "user"} if m["role"] == "system" and i else m for i, m in made)
 
 
 def _thought(item: Item, where: str) -> str:
-    """What was thought, whole if it is there, or its summary."""
+    """The text of a reasoning item, or else its summary."""
     if item.content not in (None, []):
         return str(requests.text_of(item.content, f"{where}.content", ("reasoning_text",)))
     return str(requests.text_of(item.summary, f"{where}.summary", ("summary_text",))) if item.summary else ""

@@ -1,5 +1,4 @@
-"""OpenAI's responses, none of which is kept. An answer is items that open, grow and close, each step an event with a
-number."""
+"""OpenAI's Responses API without stored responses; an answer is a sequence of items, streamed as numbered events."""
 
 from __future__ import annotations
 
@@ -38,8 +37,6 @@ def _items(value: Any) -> Any:
 
 
 class ResponseBody(OpenAIBody):
-    """A response."""
-
     refused = {
         "background": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
     }  # fmt: skip
@@ -109,7 +106,7 @@ def _echoed(body: Mapping[str, Any], request: GenerationRequest) -> dict[str, An
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as the response tells it: with all that the schema of a function has."""
+    """A tool in the response, with the fields of OpenAI's function schema that the request left out."""
     if tool["type"] == "function":
         given = {name: value for name, value in tool.items() if value is not None}
         return {"description": None, "parameters": None, "strict": False} | given
@@ -119,11 +116,11 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class ItemsWriter(ResponseWriter):
-    """Writes one response, as it grows or whole.
+    """Writes one response as events or as one object.
 
     Args:
-        echoed: fields of the request that the response tells again.
-        tools: what was offered, by the names that the model sees.
+        echoed: fields of the request that the response repeats.
+        tools: the request's tools, by the names that the model sees.
     """
 
     named = True
@@ -134,13 +131,13 @@ class ItemsWriter(ResponseWriter):
         super().__init__(body.stream, ignored)
         self._echoed, self._tools = echoed, tools
         self._logprobs = body.top_logprobs or LOGPROBS in body.include
-        # What is thought is told as its summary where that is asked for: that is what most apps show.
+        # Most apps show only the summary; where one is requested, it has the whole reasoning.
         self._summary = bool(body.reasoning.summary or body.reasoning.generate_summary)
         self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": ""}
         self._steps, self._status = 0, "completed"
         self._output: list[dict[str, Any]] = []  # items, the last of which may be open
-        self._open: dict[str, Any] | None = None  # the part of it that grows
-        self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come
+        self._open: dict[str, Any] | None = None  # the open item's part
+        self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens without text so far
         self._usage: dict[str, Any] | None = None
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -152,7 +149,7 @@ class ItemsWriter(ResponseWriter):
     def failure(self, error: RequestError, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if not self._steps:
             yield from self._begin()
-        # OpenAI's codes; and the one beside them by which Codex knows that it has to shorten a conversation.
+        # OpenAI's codes, and context_length_exceeded, by which Codex knows to shorten the conversation.
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         code = "rate_limit_exceeded" if error.status == 429 else code
         code = error.code if error.code == "context_length_exceeded" else code
@@ -190,7 +187,7 @@ class ItemsWriter(ResponseWriter):
             yield self._step(kind, response=self._response("in_progress"))
 
     def _grow(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """More of a part of the answer, of what is thought, or of that as its summary."""
+        """Append to the open part of this kind, or to a new item with one."""
         if self._open is None or self._open["type"] != kind:
             yield from self._close()
             item: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": []}
@@ -202,20 +199,20 @@ class ItemsWriter(ResponseWriter):
             self._open |= {"annotations": [], "logprobs": []} if kind == "output_text" else {}
             yield self._step(f"{self._names[0]}.added", part=self._open, **self._place)
         self._open["text"] += text
-        more = self._told()
+        more = self._logprobs_so_far()
         yield self._step(f"{self._names[1]}.delta", delta=text, **self._place, **more)
 
-    def _told(self) -> dict[str, Any]:
-        """The log-probabilities that have waited for the open part's text."""
+    def _logprobs_so_far(self) -> dict[str, Any]:
+        """Add the waiting log-probabilities to the open part, if it has any."""
         if self._open is None or "logprobs" not in self._open:
             return {}
-        told, self._waiting = self._waiting, []
-        self._open["logprobs"] += told
-        return {"logprobs": told}
+        logprobs, self._waiting = self._waiting, []
+        self._open["logprobs"] += logprobs
+        return {"logprobs": logprobs}
 
     @property
     def _names(self) -> tuple[str, str]:
-        """What the events of the open part, and of its text, begin with."""
+        """Prefixes of the event types of the open part and of its text."""
         if self._open is not None and self._open["type"] == "summary_text":
             return "reasoning_summary_part", "reasoning_summary_text"
         return "content_part", str((self._open or {}).get("type"))
@@ -234,11 +231,11 @@ class ItemsWriter(ResponseWriter):
         return self._step("output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the item that is open."""
+        """Close the open item."""
         if self._open is None:
             return
         part, more = self._open, {}
-        if self._told():
+        if self._logprobs_so_far():
             more = {"logprobs": part["logprobs"]}
         yield self._step(f"{self._names[1]}.done", text=part["text"], **self._place, **more)
         yield self._step(f"{self._names[0]}.done", part=part, **self._place)
@@ -283,7 +280,7 @@ def _usage(finished: Finished) -> dict[str, Any]:
 
 
 def _custom_input(arguments: str) -> str:
-    """The text that a custom tool is called with."""
+    """The text argument of a custom tool's call."""
     try:
         text = json.loads(arguments)[INPUT]
     except (ValueError, RecursionError, LookupError, TypeError):

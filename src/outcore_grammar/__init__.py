@@ -1,5 +1,2 @@
-"""Answers of a given form: JSON of a schema, or calls of tools that are required.
-
-llguidance, which the extra ``json`` brings, says which tokens may come next. ``grammars`` has what the server asks for;
-it finds that module by the group ``outcore.grammars``.
-"""
+"""Constrained answers: JSON of a schema, or required tool calls, by llguidance, which the extra ``json`` installs. The
+server finds ``grammars`` by the group ``outcore.grammars``."""

@@ -1,5 +1,5 @@
-"""Rules of a grammar for tool calls, in the forms that models write them in. What llguidance does not know of a schema
-is said to the model alone."""
+"""Grammar rules for tool calls in the forms that models write. Parts of a schema that llguidance does not support are
+only shown to the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .lark_grammar import json_of
 
 FORMS = ("json_tools", "mistral", "qwen3_coder")
-"""mlx-lm's names of those that can be required."""
+"""mlx-lm's names of the supported forms."""
 
 NEW_LINE = '"\\n"'
 ELEMENT_END = "\n</parameter>\n"
@@ -19,12 +19,12 @@ ELEMENT_END = "\n</parameter>\n"
 def call_rules(
     name: str, start: str, end: str, arguments: str, tools: Sequence[Mapping[str, Any]], several: bool
 ) -> str:
-    """One call of one of the tools as the rule ``answer``; with ``several``, or more.
+    """The rule ``answer`` for one call of a tool, or several.
 
     Args:
-        name: of the form in which the model writes calls, one of ``FORMS``.
-        start, end: the marks around them. Those that are a token of their own are given as ``<[id]>``.
-        arguments: what stands between name and arguments (mistral); empty: its older form, a list of JSON.
+        name: one of ``FORMS``.
+        start, end: the marks around a call, as quoted text or as ``<[id]>`` of a token.
+        arguments: the mark between name and arguments in mistral's form; empty: its older form, a JSON list.
         tools: in OpenAI's form, with ``parameters``.
     """
     functions = [tool["function"] for tool in tools]
@@ -44,7 +44,7 @@ def call_rules(
 
 
 def _elements(start: str, end: str, functions: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """``<function=NAME>`` with a ``<parameter=NAME>`` for each argument."""
+    """Rules for qwen3_coder: ``<function=NAME>`` with a ``<parameter=NAME>`` for each argument."""
     rules = [
         f"answer: {_repeated('call', NEW_LINE, several)}",
         f"call: {start} {NEW_LINE} function {NEW_LINE} {end}",
@@ -74,7 +74,7 @@ def _object(name: str, arguments: str) -> str:
 
 
 def _value(value: Any, schema: Mapping[str, Any]) -> str:
-    """Of an argument, with its element's end: any text where it is a string, or nothing is said of it; else JSON."""
+    """An argument's value and its end mark: any text for a string or an unknown type, else JSON."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     value = value if isinstance(value, Mapping) else {}
     section, _, name = str(value.get("$ref", "")).removeprefix("#/").partition("/")

@@ -1,4 +1,4 @@
-"""What an answer has to be, of what is asked: the rules of a schema or of required calls, and what may come before."""
+"""Chooses the grammar of an answer: a schema or required calls, and the free text that may come before."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class AnswerGrammars:
         if request.messages is None:
             return self._grammars.of_rules("schema", schema_rule(request.schema or {}))
         if request.continued and (request.messages[-1].get("content") or forced):
-            why = "an answer that goes on with a message can be neither JSON of a schema nor a required call"
+            why = "an answer that continues a message can be neither JSON of a schema nor a required call"
             raise RequestError(why, "unsupported_parameter")
         own = self._tokenizer
         if own.structural_markers or own.response_initial_state not in (None, "normal"):
-            why = "this model's answers have parts that no grammar is known for"
+            why = "no grammar is known for the form of this model's answers"
             raise RequestError(why, "unsupported_parameter")
         before = self._before(request, text, thinking)
         if forced:
@@ -45,10 +45,10 @@ class AnswerGrammars:
         return self._grammars.of_rules("schema", schema_rule(request.schema or {}), before)
 
     def _before(self, request: GenerationRequest, text: str, thinking: bool) -> Before:
-        """Thoughts that may come before an answer, or that it begins within."""
+        """The reasoning that may come before the answer, or within which it begins."""
         own = self._tokenizer
         if self._template.harmony and not request.continued:
-            # Calls are among what comes before the answer, and end it.
+            # A call comes before the final part, and ends the answer.
             final = own.encode(FINAL, add_special_tokens=False)
             return Before(Free((), tuple(final), ends=bool(request.tools) and request.tool_choice != "none"))
         if not own.has_thinking:
@@ -62,7 +62,7 @@ class AnswerGrammars:
     def _calls(self, request: GenerationRequest, tools: Sequence[Mapping[str, Any]]) -> str:
         name = str(getattr(self._tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
         if name not in FORMS:
-            why = f"this model writes calls in a form ({name}) that cannot be required; leave it at auto"
+            why = f"calls of this model's form ({name}) cannot be required; use auto"
             raise RequestError(f"tool_choice: {why}", "unsupported_parameter", param="tool_choice")
         chosen = [t for t in tools if request.tool_choice in ("required", t["function"]["name"])]
         check_grammar("tools", extent([t["function"]["parameters"] for t in chosen], GRAMMAR_CHARACTERS))
@@ -73,11 +73,11 @@ class AnswerGrammars:
         try:
             lark = call_rules(name, start, end, arguments, chosen, several)
         except (AttributeError, KeyError, TypeError, RecursionError) as e:
-            raise RequestError(f"tools: their parameters are no JSON schema: {one_line(e)}", param="tools") from e
+            raise RequestError(f"tools: a tool's parameters are no JSON schema: {one_line(e)}", param="tools") from e
         check_grammar("tools", len(lark))
         return lark
 
     def _mark(self, mark: str) -> str:
-        """A mark as grammars name it: by its token, if it is one."""
+        """A mark in a grammar: ``<[id]>`` if it is one token, else quoted text."""
         tokens = self._tokenizer.encode(mark, add_special_tokens=False)
         return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)

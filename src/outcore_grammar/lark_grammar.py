@@ -1,8 +1,5 @@
-"""Answers that a grammar allows: JSON of a schema, or calls of tools. llguidance says which tokens may come next.
-
-All that an answer may be is one text in Lark's form, as llguidance reads it: the rule ``answer``, and before it, or in
-its place, what is left free, such as thoughts.
-"""
+"""Grammars in llguidance's Lark format: the rule ``answer``, and free text, such as reasoning, before or instead of it;
+and the logits processor that allows only the tokens of a grammar."""
 
 from __future__ import annotations
 
@@ -26,20 +23,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 SPACES = r"( |\n{1,2}[ \t]{0,20})?"
-"""White space of JSON in one place, as llama.cpp has it: a model that is not sure what to say may write it for ever."""
+"""White space allowed in one place of JSON, as in llama.cpp; an unsure model might write it for ever."""
 
 GRAMMAR_CHARACTERS = 1 << 16
-"""Of a grammar or a schema, at most: what is made of it takes hundreds of bytes for each."""
+"""Limit of a grammar's or schema's characters, each of which takes hundreds of bytes when compiled."""
 
 
 @dataclass(frozen=True)
 class Free:
-    """Text that the grammar says nothing of.
+    """Unconstrained text.
 
     Attributes:
-        opening: tokens that it begins with.
-        closing: and ends with, after which the answer begins; none: it takes the rest of the text.
-        ends: the answer may end within it, before its closing tokens.
+        opening: its first tokens.
+        closing: its last tokens; none: it takes the rest of the text.
+        ends: the answer may end before the closing tokens.
     """
 
     opening: tuple[int, ...] = ()
@@ -47,11 +44,14 @@ class Free:
     ends: bool = False
 
     def rules(self, name: str, stops: Iterable[int]) -> str:
-        """The text as rules of Lark's, the first of this name; where it may end the answer, also ``NAME_cut``, for its
-        beginnings. It has none of the stops (tokens)."""
+        """Lark rules for the text, the first called ``name``; if ``ends``, also ``NAME_cut`` for its beginnings.
+
+        Args:
+            stops: tokens that it must not contain.
+        """
         opening = " ".join(f"<[{token}]>" for token in self.opening)
         closing, known = self.closing, sorted({*self.closing, *stops})
-        # Rule number n: texts that end with n tokens of the closing ones, and not with more; the last one is whole.
+        # Rule n: texts that end with the first n closing tokens and no more; the last rule is the whole text.
         made: list[list[str]] = [[opening], *([] for _ in closing)]
         for n in range(max(1, len(closing))):
             made[0].append(f"{name}{n} <[^{','.join(map(str, known))}]>")
@@ -66,11 +66,12 @@ class Free:
 
 @dataclass(frozen=True)
 class Before:
-    """What an answer may begin with.
+    """Free text around an answer.
 
     Attributes:
-        inside: the prompt ends within this.
-        thoughts: that may come first. ``instead``: what may come in place of the answer.
+        inside: text that the prompt has begun.
+        thoughts: reasoning that may come first.
+        instead: text that may replace the answer.
     """
 
     inside: Free | None = None
@@ -79,40 +80,37 @@ class Before:
 
 
 class Grammars:
-    """Grammars over one tokenizer's tokens."""
+    """Compiles grammars for one tokenizer."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._wrapper = tokenizer
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's own; takes about a second for a large vocabulary.
+        """llguidance's tokenizer; takes about a second for a large vocabulary.
 
         Raises:
-            RequestError: llguidance is not installed, or cannot use this tokenizer.
+            RequestError: llguidance is not installed or does not support the tokenizer.
         """
         try:
             import llguidance.hf
         except ImportError as e:
-            why = 'answers of a given form need llguidance; on the server: pip install "outcore[json]"'
+            why = 'JSON schemas and required tools need llguidance; on the server: pip install "outcore[json]"'
             raise RequestError(why, "not_installed") from e
         ends = sorted(self._wrapper.eos_token_ids & set(self._wrapper.get_vocab().values()))
         if not ends:
-            raise RequestError("this model has no token that ends an answer of a given form", "unsupported_parameter")
+            raise RequestError("this model's tokenizer has no end token, which grammars need", "unsupported_parameter")
         try:
             return llguidance.hf.from_tokenizer(inner_tokenizer(self._wrapper), eos_token=ends)
-        except Exception as e:  # what is wrong with a tokenizer is told in many ways
-            why = f"this model's tokenizer cannot be kept to a form: {one_line(e)}"
+        except Exception as e:  # llguidance and tokenizers raise many types
+            why = f"llguidance does not support this model's tokenizer: {one_line(e)}"
             raise RequestError(why, "unsupported_parameter") from e
 
     def of_rules(self, field: str, answer: str, before: Before = Before()) -> Callable[[int], GrammarProcessor]:
-        """A grammar of rules, ``answer`` and those that it needs: it makes a processor for each choice.
-
-        Args:
-            field: of the request, which errors name.
+        """Compile the rule ``answer`` (with the rules that it needs) to a maker of processors.
 
         Raises:
-            RequestError: llguidance cannot follow it.
+            RequestError: llguidance does not support the grammar; names the request's ``field``.
         """
         ends = self.tokenizer.eos_tokens
         start = "(answer | instead)" if before.instead else "answer"
@@ -136,11 +134,7 @@ class Grammars:
 
 
 def schema_rule(schema: Mapping[str, Any]) -> str:
-    """JSON of a schema, as the rule ``answer``; of an empty one: any object.
-
-    Raises:
-        RequestError: it is too large or too deep.
-    """
+    """The rule ``answer`` for JSON of a schema (empty: any object). Raises RequestError if it is too large or deep."""
     check_grammar("schema", extent(schema, GRAMMAR_CHARACTERS))
     try:
         return f"answer: {json_of(schema or {'type': 'object'})}"
@@ -149,51 +143,47 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
 
 
 def json_of(schema: Mapping[str, Any], **options: Any) -> str:
-    """JSON of a schema in a rule."""
+    """The right side of a rule for JSON of a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACES, **options}})}"
 
 
 def check_grammar(field: str, characters: int) -> None:
-    """Refuse a grammar that is too large.
-
-    Raises:
-        RequestError: it is.
-    """
+    """Raise a RequestError for a grammar that is too large."""
     if characters > GRAMMAR_CHARACTERS:
-        what = f"more than {GRAMMAR_CHARACTERS} characters, the most that one may have"
-        raise RequestError(f"{field}: {what}", param=field)
+        raise RequestError(f"{field}: more than {GRAMMAR_CHARACTERS} characters", param=field)
 
 
 def _not_followed(field: str, error: Exception | str) -> RequestError:
-    return RequestError(f"{field}: it cannot be followed: {one_line(error)}", param=field)
+    return RequestError(f"{field}: llguidance does not support it: {one_line(error)}", param=field)
 
 
 class GrammarProcessor:
-    """A logits processor (mlx-lm's) that leaves a token only where the grammar allows it. To be the last of them.
+    """An mlx-lm logits processor that allows only the grammar's tokens; it must be the last processor.
 
-    It takes each token once, but where it is called with other tokens than before, such as without drafted ones that
-    did not stay. It may move to another thread between two calls.
+    Each call parses only new tokens, unless earlier ones changed because proposed tokens were rejected. Calls may come
+    from different threads, one at a time.
 
     Args:
-        matcher: at the grammar's beginning; not to be moved.
-        vocabulary: tokens that it knows. ``ends``: those that end an answer.
-        prompt: tokens before the answer in those that it will be called with.
+        matcher: at the start of the grammar; it is copied.
+        vocabulary: number of the matcher's tokens.
+        ends: tokens that end an answer.
+        prompt: number of tokens before the answer.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int], prompt: int) -> None:
         self._first, self.vocabulary, self._ends, self._prompt = matcher, vocabulary, ends, prompt
         self._matcher = matcher.deep_copy()
         self._tokens: list[int] = []
-        self._matched = 0  # of those; before the end, or a token that the grammar does not allow
+        self._matched = 0  # tokens that the grammar has consumed, up to the end or a token that it does not allow
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits (1, vocabulary) with minus infinity for what may not come next.
+        """The logits, of shape (1, vocabulary), with minus infinity for tokens that are not allowed.
 
         Args:
-            tokens: all so far, (tokens,).
+            tokens: all so far, of shape (tokens,).
 
         Raises:
-            RequestError: the grammar is too much for llguidance here.
+            RequestError: llguidance reached a limit.
         """
         answer = tokens[self._prompt :]
         self._follow(cast(list[int], answer.tolist()) if answer.size else [])
@@ -209,7 +199,7 @@ class GrammarProcessor:
 
     def _follow(self, tokens: list[int]) -> None:
         if self._tokens != tokens[: len(self._tokens)]:
-            # llguidance's own rollback goes wrong where a grammar names tokens by their numbers; a token takes it 1 µs.
+            # llguidance's rollback fails for grammars that name tokens by id; consuming a token again takes 1 µs.
             self._matcher, self._matched, self._tokens = self._first.deep_copy(), 0, []
         new = tokens[len(self._tokens) :]
         if self._matched == len(self._tokens):
@@ -220,4 +210,4 @@ class GrammarProcessor:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"schema: it is too much here: {one_line(self._matcher.get_error())}")
+            raise RequestError(f"schema: llguidance cannot go on: {one_line(self._matcher.get_error())}")

@@ -1,4 +1,1 @@
-"""What a server tells of itself: its page, ``/metrics`` and ``/openapi.json``.
-
-``pages`` lists the addresses; the server finds that module by the group ``outcore.pages``.
-"""
+"""The server's page, ``/metrics`` and ``/openapi.json``. The server finds ``pages`` by the group ``outcore.pages``."""

@@ -1,4 +1,4 @@
-"""``/openapi.json``: the addresses of all APIs in OpenAPI 3.1, made of the tables that they are answered by."""
+"""``/openapi.json``: all routes in OpenAPI 3.1, made from the APIs' tables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .page import EVENTS
 PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 
 OWN = {
-    "/": ("Says that the server runs", "text/plain"),
-    "/health": ("Whether it answers, and how many requests run and wait", "application/json"),
-    "/metrics": ("Counters in Prometheus's text", "text/plain"),
-    EVENTS: ("Snapshots of what the server does, four a second", "text/event-stream"),
+    "/": ("The server's page, or a line of text", "text/plain"),
+    "/health": ("Status, and numbers of running and waiting requests", "application/json"),
+    "/metrics": ("Metrics in Prometheus's format", "text/plain"),
+    EVENTS: ("Snapshots of the server's activity, four a second", "text/event-stream"),
     "/openapi.json": ("This description", "application/json"),
 }
 
@@ -37,7 +37,7 @@ def described(apis: Sequence[Api]) -> dict[str, Any]:
         if route.body is not None:
             content = {"application/json": {"schema": named[route.body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
-        # Where two families have one address, a header says which is meant; a description has room for one.
+        # Two APIs may share a path and differ by a header; OpenAPI can describe only one of them.
         paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {}).setdefault(route.method.lower(), operation)
     return {
         "openapi": "3.1.0",
@@ -49,7 +49,7 @@ def described(apis: Sequence[Api]) -> dict[str, Any]:
 
 def _operation(method: str, path: str, summary: str, media_type: str = "application/json") -> dict[str, Any]:
     schema = {"type": "string"} if media_type.startswith("text/") else {"type": "object"}
-    error = {"description": "Why not", "content": {"application/json": {"schema": {"type": "object"}}}}
+    error = {"description": "The error", "content": {"application/json": {"schema": {"type": "object"}}}}
     names = PARAMETER.findall(path)
     return {
         "summary": summary,

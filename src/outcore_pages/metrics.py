@@ -1,4 +1,4 @@
-"""``/metrics``, in Prometheus's text: what clients asked and how that went, and what the engine says of itself."""
+"""``/metrics`` in Prometheus's format: counters of requests, and the state of the engine and its models."""
 
 from __future__ import annotations
 
@@ -18,40 +18,37 @@ FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 STATE = {
     "running": "Answers being generated",
-    "waiting": "Requests that wait for their turn",
-    "memory_held_bytes": "Bytes that MLX holds, freed memory that it keeps for reuse included, as budgets count them",
-    "memory_peak_bytes": "The most of them",
+    "waiting": "Answers waiting to start",
+    "memory_held_bytes": "Bytes that MLX holds, cached memory included, as the budget counts them",
+    "memory_peak_bytes": "Peak of outcore_memory_held_bytes",
 }
-"""What the service's state says of the process, where it does."""
+"""Keys of the service's state, and the help of their metrics."""
 
 OF_MODELS = {
     "memory_bytes": "Bytes of a loaded model's plan",
-    "sweeps": "Passes over the weights",
-    "bytes_read": "Bytes of weights read from the disk",
+    "sweeps": "Forward passes",
+    "bytes_read": "Bytes of weights read from disk",
     "tokens": "Tokens generated",
-    "drafted": "Tokens drafted",
-    "accepted": "Drafted tokens that stayed",
+    "drafted": "Tokens proposed by the drafter",
+    "accepted": "Proposed tokens that were accepted",
 }
-"""Of each loaded model, under ``models``."""
+"""Counters of each loaded model in the service's state."""
 
 OF_CONNECTIONS = {
-    "turned_away": "Connections that there was no room for",
-    "dropped": "Connections that made room for others",
+    "turned_away": "Connections refused at the limit",
+    "dropped": "Connections closed to make room for others",
     "late": "Connections closed because of a time-out",
 }
 
 
 class ServerMetrics(Collector, Observer):
-    """What is counted here, and where the rest is asked for."""
-
     def __init__(self, site: Site) -> None:
         self._site, self._registry = site, CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
         self._requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)
-        self._prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of prompts answered", **own)
-        text = "Of those, tokens that were not computed again"
-        self._cached_tokens = Counter("outcore_prompt_tokens_cached", text, **own)
-        text = "Seconds from a request to the first of its answer"
+        self._prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of answered prompts", **own)
+        self._cached_tokens = Counter("outcore_prompt_tokens_cached", "Cached tokens of answered prompts", **own)
+        text = "Seconds from a request to the first text of its answer"
         self._first_token = Histogram("outcore_first_token_seconds", text, buckets=FIRST_TOKEN_S, **own)
         self._registry.register(self)
 
@@ -66,7 +63,7 @@ class ServerMetrics(Collector, Observer):
             self._cached_tokens.inc(event.cached_tokens)
 
     def response(self, accept: str) -> Response:
-        """The page, in the form of Prometheus or, where that is accepted, of OpenMetrics."""
+        """The metrics in Prometheus's format, or in OpenMetrics if the client accepts it."""
         encode, media_type = choose_encoder(accept)
         return Response(encode(self._registry), headers={"content-type": media_type})
 

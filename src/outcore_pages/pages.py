@@ -1,4 +1,4 @@
-"""The addresses that this package brings to the server."""
+"""The routes of this package."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from .metrics import ServerMetrics
 
 
 def routes(site: Site) -> Sequence[Route]:
-    """Them, for one server."""
     counted = ServerMetrics(site)
     site.observers.append(counted)
 
     async def front(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):  # programs that look for a server take anything
+        if "text/html" in request.headers.get("accept", ""):  # programs that probe for a server send */*
             return page.page()
         return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions, of one prompt or several."""
+"""OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .requests import UNSUPPORTED, TopLogprobs, read, wrong
 
 
 class CompletionBody(TextBody):
-    """A completion of one prompt or several."""
-
     refused = {**TextBody.refused, "echo": (False,), "suffix": ("",)}
 
     prompt: Any
@@ -25,7 +23,6 @@ class CompletionBody(TextBody):
 
 
 def completion(http: HttpRequest) -> ParsedRequest:
-    """``/v1/completions``: each prompt is asked by itself."""
     body = read(CompletionBody, http.body)
     if body.best_of not in (None, 1, body.n):
         raise wrong("best_of", "not supported; leave it out", UNSUPPORTED)
@@ -39,10 +36,10 @@ def completion(http: HttpRequest) -> ParsedRequest:
 
 
 def _prompts(value: Any) -> list[str | tuple[int, ...]]:
-    """One prompt or several: a string, token ids, or a list of those."""
+    """The prompts in a string, a list of token ids, or a list of those."""
     given = value if isinstance(value, list) and not _ids(value) else [value]
     if not 1 <= len(given) <= CHOICES:
-        raise wrong("prompt", f"{len(given)} of them; from 1 to {CHOICES} are needed")
+        raise wrong("prompt", f"{len(given)} prompts; give 1 to {CHOICES}")
     for i, one in enumerate(given):
         if not (isinstance(one, str) and one) and not _ids(one):
             where = "prompt" if len(given) == 1 else f"prompt[{i}]"
@@ -55,8 +52,6 @@ def _ids(value: Any) -> bool:
 
 
 class CompletionWriter(ChatWriter):
-    """Writes the texts that prompts are continued with."""
-
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, body: TextBody, choices: int, *, logprobs: bool = False) -> None:
@@ -70,27 +65,27 @@ class CompletionWriter(ChatWriter):
             yield {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
 
     def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        # Whoever continues a text wants all of it, what was thought too.
-        text, told = "".join(part.reasoning + part.text for part in choice.parts), None
+        # A continuation is the whole text, reasoning included.
+        text, logprobs = "".join(part.reasoning + part.text for part in choice.parts), None
         if self.logprobs:
             tokens = [token for part in choice.parts for token in part.logprobs]
-            told = {
+            logprobs = {
                 "tokens": [_name(token) for token in tokens],
                 "token_logprobs": [finite(token.logprob) for token in tokens],
                 "top_logprobs": [{_name(other): finite(other.logprob) for other in t.top} for t in tokens],
                 "text_offset": [self._offset(index, token) for token in tokens],
             }
-        return {"text": text, "logprobs": told}
+        return {"text": text, "logprobs": logprobs}
 
     def _offset(self, index: int, token: TokenLogprob) -> int:
-        """Where in the text a token begins; a character of several tokens counts with its last."""
+        """The character offset of a token; a character of several tokens counts with its last token."""
         at, decoder = self._passed[index]
         self._passed[index] = at + len(decoder.decode(token.data)), decoder
         return at
 
 
 def _name(token: TokenLogprob) -> str:
-    """A token in OpenAI's older form: its bytes, if it is no text by itself."""
+    """A token in OpenAI's older form: its text, or its bytes if they are not whole characters."""
     try:
         return token.data.decode() or token.text
     except UnicodeDecodeError:

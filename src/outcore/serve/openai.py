@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and models, and what its other APIs have in common with them."""
+"""OpenAI's chat completions and models, and what its other APIs share with them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from .requests import (
 )
 
 CHOICES = 128
-"""Of a request at most, over all its prompts."""
+"""Limit of a request's choices, over all its prompts."""
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def _some(tokens: int) -> int:
     if tokens == 0:
-        raise PydanticCustomError("value", "ask for at least one token, or -1 for as many as there is room for")
-    # LM Studio's and llama.cpp's word for no limit.
+        raise PydanticCustomError("value", "give at least 1, or -1 for no limit")
+    # As in LM Studio and llama.cpp.
     return COUNT if tokens == -1 else tokens
 
 
@@ -68,14 +68,14 @@ class Schema(Part):
 
 
 class ResponseFormat(Schema):
-    """The form of an answer; some clients write the schema beside the type."""
+    """The form of an answer; some clients give the schema next to the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
 
 def schema_of(form: ResponseFormat | None, where: str) -> Mapping[str, Any] | None:
-    """``GenerationRequest.schema`` of a form that stands there."""
+    """``GenerationRequest.schema`` of the form in the field ``where``."""
     if form is None or form.type == "text":
         return None
     schema = (form.json_schema or form).schema_ if form.type == "json_schema" else form.schema_
@@ -89,7 +89,7 @@ class StreamOptions(Part):
 
 
 class OpenAIBody(SamplerFields):
-    """What the bodies of all of OpenAI's APIs have."""
+    """Fields that the bodies of all of OpenAI's APIs have."""
 
     silent = frozenset({
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
@@ -101,14 +101,14 @@ class OpenAIBody(SamplerFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def options(self, defaults: Defaults, effort: str | None) -> dict[str, Any]:
-        """Arguments of the chat template: the server's, by the effort, and the request's own, which hold."""
+        """Arguments of the chat template: the server's, those of the effort, and the request's own, in rising rank."""
         thinks = None if effort is None else effort not in ("none", "minimal")
         own = template_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
         return defaults.options(thinks, effort if thinks else None) | own
 
 
 class TextBody(OpenAIBody):
-    """What chats and completions have in common."""
+    """Fields that chats and completions share."""
 
     refused = {"grammar": ("",)}
 
@@ -120,7 +120,7 @@ class TextBody(OpenAIBody):
     response_format: ResponseFormat | None = None
 
     def request(self, defaults: Defaults) -> GenerationRequest:
-        """What is asked, but for the prompt."""
+        """The request without its prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
         return GenerationRequest(
@@ -151,13 +151,13 @@ class ChatMessage(Part):
     tool_call_id: str = ""
     refusal: str = ""
     reasoning_content: str = ""
-    reasoning: Any = None  # others write an object here, or details for their own use
+    reasoning: Any = None  # some clients send an object
     tool_calls: list[ToolCall] = []
     function_call: Literal[None] = None
     audio: Literal[None] = None
 
     def message(self, where: str) -> Message:
-        """As chat templates take it."""
+        """The message in the form of chat templates."""
         answers = self.role == "assistant"
         made: Message = {"role": "system" if self.role == "developer" else self.role}
         if answers and self.content in (None, []):
@@ -185,8 +185,6 @@ class ChatTool(Part):
 
 
 class ChatBody(TextBody):
-    """A chat completion."""
-
     refused = {
         **TextBody.refused, "audio": (), "function_call": ("none", "auto"), "functions": ([],),
         "modalities": (["text"],), "moderation": (), "web_search_options": (),
@@ -202,11 +200,7 @@ class ChatBody(TextBody):
 
 
 def chosen_tool(choice: Any) -> str:
-    """``GenerationRequest.tool_choice`` of a word, or of an object that names a function; None: auto.
-
-    Raises:
-        RequestError: it is neither.
-    """
+    """``GenerationRequest.tool_choice`` of a word, an object that names a function, or None (auto)."""
     words = ("auto", "none", "required")
     if isinstance(choice, dict):
         inner = choice.get("function", choice)
@@ -215,14 +209,14 @@ def chosen_tool(choice: Any) -> str:
             return name
     elif choice is None or choice in words:
         return choice or "auto"
-    raise wrong("tool_choice", "auto, none, required, or an object naming a function, is needed")
+    raise wrong("tool_choice", "give auto, none, required, or an object that names a function")
 
 
 def chat(http: HttpRequest) -> ParsedRequest:
     body = read(ChatBody, http.body)
     made = [message.message(f"messages[{i}]") for i, message in enumerate(body.messages)]
     if len(made) > 1 and made[-1] == {"role": "assistant", "content": ""}:
-        made.pop()  # apps keep a place for the answer so
+        made.pop()  # some apps add an empty message for the answer
     if body.top_logprobs and not body.logprobs:
         raise wrong("top_logprobs", "only where logprobs is true")
     messages = conversation(made)
@@ -240,12 +234,7 @@ def chat(http: HttpRequest) -> ParsedRequest:
 
 
 class ChatWriter(ResponseWriter):
-    """Writes an answer of choices, whole or in chunks of one id.
-
-    Args:
-        choices: of all prompts together.
-        logprobs: they are told.
-    """
+    """Writes an answer as one object or as chunks; ``choices`` counts those of all prompts."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -279,7 +268,7 @@ class ChatWriter(ResponseWriter):
         return self._head | {"model": answer.begun.model} | more
 
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
-        """The choices of the chunks that tell an event."""
+        """For each chunk of an event, its choice."""
 
         def delta(index: int, said: Any, end: str | None = None, logprobs: Any = None) -> dict[str, Any]:
             return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": end}
@@ -300,7 +289,7 @@ class ChatWriter(ResponseWriter):
                 yield delta(event.index, {}, event.reason)
 
     def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        """A whole choice's message, or text, and its log-probabilities."""
+        """A whole choice's message and log-probabilities."""
         content = None if choice.calls and not choice.text else choice.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _thought(choice.reasoning)
@@ -309,9 +298,9 @@ class ChatWriter(ResponseWriter):
         return {"message": message, "logprobs": self._logprobs(choice.parts)}
 
     def _logprobs(self, parts: Sequence[TextPart]) -> dict[str, Any] | None:
-        """Of the answer's tokens; those of what is thought are not told, as OpenAI does."""
-        told = logprob_entries(part for part in parts if part.text or not part.reasoning)
-        return {"content": told, "refusal": None} if self.logprobs else None
+        """Log-probabilities of the answer's tokens; like OpenAI, without those of the reasoning."""
+        entries = logprob_entries(part for part in parts if part.text or not part.reasoning)
+        return {"content": entries, "refusal": None} if self.logprobs else None
 
 
 def _thought(reasoning: str) -> dict[str, Any]:
@@ -333,12 +322,12 @@ def usage(finished: Finished) -> dict[str, Any]:
 
 
 def timings(finished: Finished) -> dict[str, Any]:
-    """llama.cpp's times, which apps show: milliseconds, and tokens per second."""
+    """llama.cpp's timings, which some apps show: milliseconds, and tokens per second."""
     computed = finished.prompt_tokens - finished.cached_tokens
     found: dict[str, Any] = {"cache_n": finished.cached_tokens}
     for name, tokens, timed, seconds in (
         ("prompt", computed, computed, finished.prompt_s),
-        # The time begins with the first token of each answer.
+        # ``generation_s`` begins after the first token of each choice.
         ("predicted", finished.tokens, max(0, finished.tokens - finished.choices), finished.generation_s),
     ):
         found |= {f"{name}_n": tokens, f"{name}_ms": seconds * 1e3}
@@ -351,7 +340,7 @@ def timings(finished: Finished) -> dict[str, Any]:
 def error_body(error: RequestError) -> dict[str, Any]:
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
-        kind = "exceed_context_size_error"  # llama.cpp's, by which agents know that they have to shorten
+        kind = "exceed_context_size_error"  # llama.cpp's, by which agents know to shorten the conversation
     code = None if error.code == "invalid_request" else error.code
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code, **error.counts}}
 
@@ -365,7 +354,7 @@ def model(http: HttpRequest) -> dict[str, Any]:
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
-    """``max_model_len`` is vLLM's word for the context, ``meta`` is llama.cpp's."""
+    """``max_model_len`` is vLLM's field for the context, ``meta`` is llama.cpp's."""
     meta = {"n_ctx_train": card.context, "n_params": card.parameters, "size": card.nbytes}
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "outcore",
             "max_model_len": card.context, "loaded": card.loaded, "meta": meta}  # fmt: skip
@@ -378,6 +367,6 @@ ROUTES = tuple(
         Route(f"{prefix}/chat/completions", chat, "POST", "Answer a chat", ChatBody),
         Route(f"{prefix}/models", models, summary="List the models"),
         Route(f"{prefix}/models/{{model:path}}", model, summary="One of the models"),
-        refused(f"{prefix}/embeddings", "no model here embeds; ask a server that has such a model"),
+        refused(f"{prefix}/embeddings", "no model here makes embeddings; use a server that has such a model"),
     )
 )

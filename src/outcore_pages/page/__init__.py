@@ -1,8 +1,7 @@
-"""The page that a browser gets at ``/``: what the server does now, as it does it, and a chat box.
+"""The page at ``/``: a live view of the server, and a chat box.
 
-The page loads nothing but itself, and text of a model is only ever shown as text. What the server does comes as
-server-sent events from ``/monitor/events``, where nothing can be asked for but that: snapshots are taken while somebody
-looks, and nobody is watched meanwhile otherwise.
+The page loads nothing else, and shows a model's text only as text. Snapshots come as server-sent events from
+``/monitor/events``; they are taken only while a page is open.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from outcore.serve.api import EVENT_STREAM, server_sent
 EVENTS = "/monitor/events"
 
 EVERY_S = 0.25
-"""Seconds from one event to the next."""
 
 
 @cache
 def page() -> Response:
-    """The page, and what a browser may do for it: run its own script, and ask its own server."""
+    """The page, with a policy that allows only its own script, its own style and requests to its own server."""
     html = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     allowed = {}
     for kind in ("script", "style"):
