@@ -78,7 +78,7 @@ def test_errors_are_told_in_the_words_of_the_family() -> None:
                 ("GET", "/api/nope"): (404, {"error": "/api/nope: no such address"}),
                 ("POST", "/v1/messages/x"): (404, {"type": "error", "told": "/v1/messages/x: no such address"}),
                 ("POST", "/v1/messages/"): (404, {"type": "error", "told": "/v1/messages/: no such address"}),
-                ("GET", "/v1/messages"): (405, {"type": "error", "told": "/v1/messages: GET: not here"}),
+                ("GET", "/v1/messages"): (405, {"type": "error", "told": "/v1/messages: GET is not allowed"}),
                 ("POST", "/api/say"): (400, {"error": "prompt: a text is needed"}),
             }
             for (method, path), wanted in told.items():

@@ -17,9 +17,7 @@ from outcore.serve import requests
 from outcore.serve.api import Defaults, HttpRequest, ParsedRequest, ResponseWriter, Route, new_id
 from outcore.serve.events import Begun, Called, Ended, Event, Finished, GenerationRequest, ModelCard, TextPart
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Anthropic's ``tool_choice.type`` to ``GenerationRequest.tool_choice``."""
-
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -30,8 +28,6 @@ SIGNATURE = "unsigned"
 
 
 class ContentBlock(requests.Part):
-    """A content block of any type."""
-
     model_config = ConfigDict(extra="allow")
 
     type: str
@@ -45,7 +41,6 @@ class ContentBlock(requests.Part):
     is_error: bool = False
 
     def plain(self, where: str, *, opaque: bool = False) -> Any:
-        """The block's text, or an opaque part."""
         return requests.part_of(self.model_dump(exclude_unset=True), where, ("text",), opaque=opaque)
 
 
@@ -83,8 +78,6 @@ class OutputConfig(requests.Part):
 
 
 class PromptBody(requests.Body):
-    """The fields of which the prompt is made."""
-
     refused = {"mcp_servers": ([],), "container": ("",)}
 
     model: str = ""
@@ -133,7 +126,7 @@ def _prompt(body: PromptBody, defaults: Defaults) -> GenerationRequest:
         messages=tuple(messages),
         continued=messages[-1]["role"] == "assistant",
         tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)),
-        tool_choice=CHOICES.get(choice.type, choice.name),
+        tool_choice=TOOL_CHOICES.get(choice.type, choice.name),
         parallel_tools=not choice.disable_parallel_tool_use,
         template_options=defaults.options(thinks, body.output_config.effort),
         max_tokens=defaults.max_tokens,

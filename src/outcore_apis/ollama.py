@@ -54,12 +54,10 @@ def _seconds(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Like Ollama, accepts 40.0 for 40."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _stops(value: Any) -> Any:
-    """Drops empty strings."""
     stops = [value] if isinstance(value, str) else value
     return [stop for stop in stops if stop != ""] if isinstance(stops, list) else stops
 
@@ -123,8 +121,6 @@ class OllamaTool(requests.Part):
 
 
 class OllamaBody(Named):
-    """Fields that chats and completions share."""
-
     stream: bool = True
     options: Options = Options()
     format: dict[str, Any] | Literal["", "json"] = ""
@@ -134,7 +130,6 @@ class OllamaBody(Named):
     top_logprobs: requests.TopLogprobs = 0
 
     def parsed(self, defaults: Defaults, chat: bool, **changes: Any) -> ParsedRequest:
-        """The parsed request; ``changes`` has the prompt or messages."""
         tokens, think = self.options.num_predict, self.think
         effort = think if isinstance(think, str) else None
         request = GenerationRequest(

@@ -16,7 +16,6 @@ FOR_GOOD = "9999-12-31T23:59:59Z"
 
 LENGTHS = {"context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
            "embedding_length": "hidden_size"}  # fmt: skip
-"""Ollama's names to those of config.json."""
 
 
 class Named(Body):
@@ -31,7 +30,6 @@ class Named(Body):
 
 
 def timestamp(at: datetime) -> str:
-    """RFC 3339 in UTC, with microseconds."""
     return at.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -101,7 +99,6 @@ def _capabilities(card: ModelCard) -> list[str]:
 
 
 def _length(card: ModelCard, name: str) -> int:
-    """A length from config.json; 0 if it is not there."""
     if name == "context_length" and card.context:
         return card.context
     text = card.config.get("text_config")

@@ -13,8 +13,6 @@ INPUT = "input"
 
 
 class Item(requests.Part):
-    """An item of any type."""
-
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Any = None
@@ -34,8 +32,6 @@ class ToolFormat(requests.Part):
 
 
 class ResponseTool(requests.Part):
-    """A tool, or a namespace of tools."""
-
     type: str
     name: str = ""
     description: str = ""
@@ -55,7 +51,6 @@ class ToolName:
 
     @property
     def function(self) -> str:
-        """The name that the model sees."""
         return f"{self.namespace.rstrip('_')}__{self.name}" if self.namespace else self.name
 
 
@@ -74,7 +69,6 @@ class Tools:
     unused: list[str] = field(default_factory=list)
 
     def add(self, tools: Sequence[ResponseTool], where: str = "tools", namespace: str = "") -> None:
-        """Add the tools of a request or a namespace."""
         for i, tool in enumerate(tools):
             if tool.type == "namespace" and not namespace and tool.name:
                 self.add(tool.tools, f"{where}[{i}].tools", tool.name)
@@ -145,7 +139,6 @@ def messages_of(instructions: str, items: Sequence[Item]) -> tuple[requests.Mess
 
 
 def _thought(item: Item, where: str) -> str:
-    """The text of a reasoning item, or else its summary."""
     if item.content not in (None, []):
         return str(requests.text_of(item.content, f"{where}.content", ("reasoning_text",)))
     return str(requests.text_of(item.summary, f"{where}.summary", ("summary_text",))) if item.summary else ""

@@ -32,17 +32,16 @@ class TextOptions(Part):
     verbosity: Any = None
 
 
-def _items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
 class ResponseBody(OpenAIBody):
     refused = {
         "background": (False,), "moderation": (), "previous_response_id": (), "conversation": (), "prompt": (),
     }  # fmt: skip
     silent = OpenAIBody.silent | {"stream_options"}
 
-    input: Annotated[list[Item], Field(min_length=1), BeforeValidator(_items)]
+    input: Annotated[
+        list[Item], Field(min_length=1),
+        BeforeValidator(lambda v: [{"role": "user", "content": v}] if isinstance(v, str) else v),
+    ]  # fmt: skip
     instructions: str = ""
     tools: list[ResponseTool] = []
     tool_choice: Any = None
@@ -231,7 +230,6 @@ class ItemsWriter(ResponseWriter):
         return self._step("output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Close the open item."""
         if self._open is None:
             return
         part, more = self._open, {}
@@ -280,7 +278,6 @@ def _usage(finished: Finished) -> dict[str, Any]:
 
 
 def _custom_input(arguments: str) -> str:
-    """The text argument of a custom tool's call."""
     try:
         text = json.loads(arguments)[INPUT]
     except (ValueError, RecursionError, LookupError, TypeError):

@@ -10,8 +10,6 @@ from typing import Any
 from .lark_grammar import json_of
 
 FORMS = ("json_tools", "mistral", "qwen3_coder")
-"""mlx-lm's names of the supported forms."""
-
 NEW_LINE = '"\\n"'
 ELEMENT_END = "\n</parameter>\n"
 
@@ -68,7 +66,6 @@ def _repeated(rule: str, between: str, several: bool) -> str:
 
 
 def _object(name: str, arguments: str) -> str:
-    """``{"name": NAME, "arguments": ...}``."""
     before = f'{{"name": {_text(name)}, "arguments": '
     return f"{_text(before)} {arguments} {_text('}')}"
 

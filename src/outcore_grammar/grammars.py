@@ -21,8 +21,6 @@ from .lark_grammar import GRAMMAR_CHARACTERS, Before, Free, Grammars, check_gram
 
 
 class AnswerGrammars:
-    """``Grammars`` of ``outcore.serve.prompting``."""
-
     def __init__(self, tokenizer: TokenizerWrapper, template: TokenizerTemplate) -> None:
         self._tokenizer, self._template, self._grammars = tokenizer, template, Grammars(tokenizer)
 

@@ -80,8 +80,6 @@ class Before:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer."""
-
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._wrapper = tokenizer
 
@@ -143,12 +141,10 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
 
 
 def json_of(schema: Mapping[str, Any], **options: Any) -> str:
-    """The right side of a rule for JSON of a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': SPACES, **options}})}"
 
 
 def check_grammar(field: str, characters: int) -> None:
-    """Raise a RequestError for a grammar that is too large."""
     if characters > GRAMMAR_CHARACTERS:
         raise RequestError(f"{field}: more than {GRAMMAR_CHARACTERS} characters", param=field)
 

@@ -25,6 +25,7 @@ OWN = {
 
 
 def described(apis: Sequence[Api]) -> dict[str, Any]:
+    """The OpenAPI document."""
     bodies = dict.fromkeys(route.body for api in apis for route in api.routes if route.body is not None)
     named, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"

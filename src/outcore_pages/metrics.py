@@ -22,8 +22,6 @@ STATE = {
     "memory_held_bytes": "Bytes that MLX holds, cached memory included, as the budget counts them",
     "memory_peak_bytes": "Peak of outcore_memory_held_bytes",
 }
-"""Keys of the service's state, and the help of their metrics."""
-
 OF_MODELS = {
     "memory_bytes": "Bytes of a loaded model's plan",
     "sweeps": "Forward passes",
@@ -32,8 +30,6 @@ OF_MODELS = {
     "drafted": "Tokens proposed by the drafter",
     "accepted": "Proposed tokens that were accepted",
 }
-"""Counters of each loaded model in the service's state."""
-
 OF_CONNECTIONS = {
     "turned_away": "Connections refused at the limit",
     "dropped": "Connections closed to make room for others",
@@ -63,7 +59,6 @@ class ServerMetrics(Collector, Observer):
             self._cached_tokens.inc(event.cached_tokens)
 
     def response(self, accept: str) -> Response:
-        """The metrics in Prometheus's format, or in OpenMetrics if the client accepts it."""
         encode, media_type = choose_encoder(accept)
         return Response(encode(self._registry), headers={"content-type": media_type})
 

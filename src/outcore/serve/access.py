@@ -23,9 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .events import RequestError
 
-OPEN = {"/", "/health"}
-"""Paths that need no key."""
-
+KEYLESS_PATHS = {"/", "/health"}
 LOCAL = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 FRAMING = "request_framing"
 """Error code of requests whose end is unknown, so that the connection must be closed."""
@@ -57,10 +55,11 @@ class Access:
             why = f"the host name {host[:100]!r} is not allowed; add it with --allowed-hosts"
             raise RequestError(why, "host_not_allowed", status=403)
         own = host is not None and (origin or "").lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
-        if origin is not None and not own and not self._allows_origin(origin):
+        local = origin is not None and "localhost" in self.origins and LOCAL.fullmatch(origin) is not None
+        if origin is not None and not (own or local or "*" in self.origins or origin in self.origins):
             why = f"pages of {origin[:100]!r} are not allowed; add this origin with --allowed-origins"
             raise RequestError(why, "origin_not_allowed", status=403)
-        if self.key is not None and path not in OPEN and not _carries(headers, self.key):
+        if self.key is not None and path not in KEYLESS_PATHS and not _carries(headers, self.key):
             raise RequestError("give the server's API key, as Bearer or x-api-key", "invalid_api_key", status=401)
 
     def _allows_host(self, name: str) -> bool:
@@ -71,10 +70,6 @@ class Access:
         except ValueError:
             return False
         return self.addresses or address.is_loopback
-
-    def _allows_origin(self, origin: str) -> bool:
-        local = "localhost" in self.origins and LOCAL.fullmatch(origin) is not None
-        return local or "*" in self.origins or origin in self.origins
 
 
 class Guard:

@@ -40,8 +40,6 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values from the server's flags for what a request leaves out."""
-
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -157,8 +155,6 @@ def refused(path: str, why: str, method: str = "POST") -> Route:
 
 @dataclass
 class WholeChoice:
-    """All text and calls of one choice."""
-
     parts: list[TextPart] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     reason: str = "stop"
@@ -173,8 +169,6 @@ class WholeChoice:
 
 
 class Whole:
-    """An answer assembled from its events."""
-
     def __init__(self, events: Iterable[Event], choices: int = 1) -> None:
         self.begun, self.finished = Begun("", 0), Finished(0, 0)
         self.choices = [WholeChoice() for _ in range(choices)]
@@ -212,7 +206,6 @@ def new_id(prefix: str) -> str:
 
 
 def encoded(value: Any) -> bytes:
-    """Compact JSON in UTF-8, without a line break."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair: JSON can escape it

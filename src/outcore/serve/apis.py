@@ -10,5 +10,4 @@ OPENAI = Api("openai", openai.error_body, (*openai.ROUTES, *completions.ROUTES))
 
 
 def all_apis() -> tuple[Api, ...]:
-    """All APIs; errors at unknown paths have the form of the first."""
     return (OPENAI, *(api for module in modules("apis").values() for api in module.APIS))

@@ -37,7 +37,6 @@ class HeldBody:
         self.nbytes = self.received = 0
 
     def release(self) -> None:
-        """Stop counting the body, which is no longer needed. Safe to call twice."""
         self._site.held_bytes -= self.nbytes
         self.nbytes = 0
 

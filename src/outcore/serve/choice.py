@@ -24,9 +24,7 @@ from .prompting import Prompt
 
 log = logging.getLogger("outcore.serve")
 
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""SentencePiece's token for a single byte."""
-
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 UIDS = itertools.count()
 
 
@@ -105,7 +103,6 @@ class AnswerChoice:
         return [*events, Ended(self._parser.index, why, self.tokens, self.reasoning_tokens, stop)]
 
     def _with_logprobs(self, pieces: Sequence[TextPart | Called]) -> list[Event]:
-        """Adds the log-probabilities that are not sent yet to the first text."""
         found: list[Event] = []
         for piece in pieces:
             if self._logprobs and isinstance(piece, TextPart):
@@ -131,7 +128,7 @@ def token_bytes(tokenizer: TokenizerWrapper, kind: type, token: int) -> bytes:
     if known and all(c in known for c in name):
         return bytes(known[c] for c in name)
     if issubclass(kind, SPMStreamingDetokenizer):
-        byte = BYTE.fullmatch(name)
+        byte = BYTE_TOKEN.fullmatch(name)
         return bytes([int(byte[1], 16)]) if byte else str(name).replace("\u2581", " ").encode()
     return str(tokenizer.decode([token])).encode()
 

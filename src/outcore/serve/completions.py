@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..checks import COUNT
 from .api import HttpRequest, ParsedRequest, Route, WholeChoice, finite
 from .events import Ended, Event, TextPart, TokenLogprob
-from .openai import CHOICES, ChatWriter, TextBody
+from .openai import MOST_CHOICES, ChatWriter, TextBody
 from .requests import UNSUPPORTED, TopLogprobs, read, wrong
 
 
@@ -27,8 +27,8 @@ def completion(http: HttpRequest) -> ParsedRequest:
     if body.best_of not in (None, 1, body.n):
         raise wrong("best_of", "not supported; leave it out", UNSUPPORTED)
     prompts = _prompts(body.prompt)
-    if len(prompts) * body.n > CHOICES:
-        raise wrong("n", f"{len(prompts) * body.n} answers; at most {CHOICES} over all prompts")
+    if len(prompts) * body.n > MOST_CHOICES:
+        raise wrong("n", f"{len(prompts) * body.n} answers; at most {MOST_CHOICES} over all prompts")
     request = body.request(http.defaults)
     request = replace(request, logprobs=None if body.logprobs is False else body.logprobs)
     writer = CompletionWriter(body, len(prompts) * body.n, logprobs=request.logprobs is not None)
@@ -38,8 +38,8 @@ def completion(http: HttpRequest) -> ParsedRequest:
 def _prompts(value: Any) -> list[str | tuple[int, ...]]:
     """The prompts in a string, a list of token ids, or a list of those."""
     given = value if isinstance(value, list) and not _ids(value) else [value]
-    if not 1 <= len(given) <= CHOICES:
-        raise wrong("prompt", f"{len(given)} prompts; give 1 to {CHOICES}")
+    if not 1 <= len(given) <= MOST_CHOICES:
+        raise wrong("prompt", f"{len(given)} prompts; give 1 to {MOST_CHOICES}")
     for i, one in enumerate(given):
         if not (isinstance(one, str) and one) and not _ids(one):
             where = "prompt" if len(given) == 1 else f"prompt[{i}]"

@@ -93,7 +93,6 @@ class EngineThread:
         self._inbox.put(int)
 
     def cancel(self, choices: Sequence[AnswerChoice]) -> None:
-        """Drop these choices before the next forward pass; those that have ended are ignored."""
         for choice in choices:
             choice.wanted = False
         self._inbox.put(int)
@@ -203,7 +202,6 @@ class EngineThread:
                 mx.synchronize()
 
     def _ends_with(self, error: Exception) -> bool:
-        """Whether the error ends the thread, because ranks share the model and all must end."""
         if self.loaded is None or (leader := self.loaded.leader) is None:
             return False
         leader.fail(one_line(error))
@@ -226,7 +224,6 @@ class EngineThread:
             self.drop()
 
     def _take_in(self, wait_s: float | None = 0) -> None:
-        """Run the inbox's work, waiting up to ``wait_s`` for the first (None: for ever)."""
         with contextlib.suppress(queue.Empty):
             work = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
             while True:

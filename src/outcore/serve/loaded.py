@@ -43,12 +43,10 @@ class Loaded:
 
     @property
     def leader(self) -> Leader | None:
-        """The scheduler that other ranks follow; None: all layers are here."""
         return None if isinstance(self.sequences, Scheduler) else self.sequences
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counters since it was loaded, and the bytes of its plan."""
         m, plan = self.session.metrics, self.session.plan
         return {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens, "drafted": m.drafted,
                 "accepted": m.accepted, "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}  # fmt: skip
@@ -61,13 +59,11 @@ class Loaded:
         return max(0.0, self.idle_at + self.keep_s - time.monotonic())
 
     def wake(self) -> None:
-        """Mark it as answering."""
         if self.idle_at is not None:
             self.idle_at = None
             self.busy.enter_context(generating(self.model))
 
     def rest(self) -> None:
-        """Mark it as idle."""
         self.busy.close()
         self.idle_at = self.idle_at or time.monotonic()
         if self.leader is not None:

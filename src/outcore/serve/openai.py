@@ -46,9 +46,7 @@ from .requests import (
     wrong,
 )
 
-CHOICES = 128
-"""Limit of a request's choices, over all its prompts."""
-
+MOST_CHOICES = 128
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -89,8 +87,6 @@ class StreamOptions(Part):
 
 
 class OpenAIBody(SamplerFields):
-    """Fields that the bodies of all of OpenAI's APIs have."""
-
     silent = frozenset({
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention",
@@ -108,19 +104,16 @@ class OpenAIBody(SamplerFields):
 
 
 class TextBody(OpenAIBody):
-    """Fields that chats and completions share."""
-
     refused = {"grammar": ("",)}
 
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     stop: Stops = ()
-    n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     response_format: ResponseFormat | None = None
 
     def request(self, defaults: Defaults) -> GenerationRequest:
-        """The request without its prompt."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only where stream is true", UNSUPPORTED)
         return GenerationRequest(
@@ -157,7 +150,6 @@ class ChatMessage(Part):
     audio: Literal[None] = None
 
     def message(self, where: str) -> Message:
-        """The message in the form of chat templates."""
         answers = self.role == "assistant"
         made: Message = {"role": "system" if self.role == "developer" else self.role}
         if answers and self.content in (None, []):
@@ -281,7 +273,7 @@ class ChatWriter(ResponseWriter):
                 said |= {"content": event.text} if event.text or not said else {}
                 yield delta(event.index, said, logprobs=self._logprobs([event]))
             case Called():
-                call = {"index": event.number, **_call(event)}
+                call = {"index": event.number, **called(event.id, event.name, event.arguments)}
                 named = call | {"function": call["function"] | {"arguments": ""}}
                 for part in (named, {"index": event.number, "function": {"arguments": event.arguments}}):
                     yield delta(event.index, {"tool_calls": [part]}, logprobs=self._logprobs([]))
@@ -289,12 +281,11 @@ class ChatWriter(ResponseWriter):
                 yield delta(event.index, {}, event.reason)
 
     def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        """A whole choice's message and log-probabilities."""
         content = None if choice.calls and not choice.text else choice.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _thought(choice.reasoning)
         if choice.calls:
-            message["tool_calls"] = [_call(call) for call in choice.calls]
+            message["tool_calls"] = [called(call.id, call.name, call.arguments) for call in choice.calls]
         return {"message": message, "logprobs": self._logprobs(choice.parts)}
 
     def _logprobs(self, parts: Sequence[TextPart]) -> dict[str, Any] | None:
@@ -305,10 +296,6 @@ class ChatWriter(ResponseWriter):
 
 def _thought(reasoning: str) -> dict[str, Any]:
     return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
-
-
-def _call(event: Called) -> dict[str, Any]:
-    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": event.arguments}}
 
 
 def usage(finished: Finished) -> dict[str, Any]:

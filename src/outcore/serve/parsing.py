@@ -56,7 +56,6 @@ class Stopper:
         return whole[:free]
 
     def finish(self) -> str:
-        """The text that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -149,11 +148,10 @@ class TextParser:
         return (self._opened[0] if self._state == "tool" else self._state) == "reasoning"
 
     def feed(self, text: str) -> list[TextPart | Called]:
-        """The new parts and calls."""
         if self._plain:
             return [TextPart(self.index, text)] if text else []
         self._read(text)
-        return self._given()
+        return self._take_out()
 
     def finish(self, cut: bool = False) -> list[TextPart | Called]:
         """The parts and calls that were held back; ``cut``: the token limit ended the text."""
@@ -179,19 +177,19 @@ class TextParser:
         if self._aside:  # the model did not follow its form
             self._say("".join(self._aside))
         self.over = True
-        return self._given()
+        return self._take_out()
 
     @property
     def _plain(self) -> bool:
         return not any(self._markers.marks.values())
 
     def _begins_call(self, text: str) -> bool:
-        """Whether the end of a text, which was held back, may be a part of a mark that a call begins with."""
+        """Whether text that was held back may be part of a mark at which a call begins."""
         marks = self._markers.marks.get(self._state, {}).items()
         own = self._markers.tokens
         return bool(text) and any(to == "tool" and mark not in own and mark.startswith(text) for mark, to in marks)
 
-    def _given(self) -> list[TextPart | Called]:
+    def _take_out(self) -> list[TextPart | Called]:
         out, self._out = self._out, []
         return out
 
@@ -237,7 +235,6 @@ class TextParser:
         return text
 
     def _take(self, text: str) -> None:
-        """Take text of the current state, without marks."""
         if self._state == "tool":
             self._body.append(text)
         elif self._state not in ("normal", "reasoning"):

@@ -133,7 +133,6 @@ class Prompter:
         return same_tokens(tokens, self._begin[1])
 
     def _thinks(self, request: GenerationRequest, text: str) -> bool:
-        """Whether the answer begins within the reasoning."""
         begin, end = self.tokenizer.think_start, self.tokenizer.think_end
         if begin is None or request.messages is None:
             return False

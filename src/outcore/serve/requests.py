@@ -34,8 +34,6 @@ WORDS = {"missing": "it is needed", "model_type": "a JSON object is needed", "di
 
 
 class Part(BaseModel):
-    """A JSON object."""
-
     model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
@@ -162,8 +160,6 @@ Needed = Annotated[str, Field(min_length=1)]
 
 
 class SamplerFields(Body):
-    """The fields of ``Sampling``."""
-
     temperature: Temperature | None = None
     top_p: Share | None = None
     min_p: Share | None = None
@@ -181,7 +177,6 @@ class SamplerFields(Body):
 
 
 def sampling_of(body: Part, default: Sampling) -> Sampling:
-    """The default, with the fields that the body gives."""
     named = ((field.name, getattr(body, field.name, None)) for field in fields(Sampling))
     given = {name: value for name, value in named if value is not None}
     if given.get("repetition_penalty") == 0:  # means none, as in mlx_lm.server
@@ -190,8 +185,6 @@ def sampling_of(body: Part, default: Sampling) -> Sampling:
 
 
 class Function(Part):
-    """A tool's function."""
-
     name: Name
     description: str = ""
     parameters: dict[str, Any] | None = None
@@ -255,8 +248,7 @@ def joined(parts: Sequence[Any], between: str = "") -> Any:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in flat]
 
 
-def called(call_id: str, name: str, arguments: dict[str, Any]) -> Message:
-    """One of a message's ``tool_calls``."""
+def called(call_id: str, name: str, arguments: dict[str, Any] | str) -> Message:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

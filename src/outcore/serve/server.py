@@ -48,7 +48,6 @@ class Deadline:
         self._timers: list[threading.Timer] = []
 
     def by(self, at: float) -> None:
-        """Set a time (of ``time.monotonic``); the earliest one counts."""
         timer = threading.Timer(max(0.0, at - time.monotonic()), self._cut)
         timer.name, timer.daemon = "outcore-deadline", True
         timer.start()
@@ -116,7 +115,6 @@ class Server(uvicorn.Server):
         )
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer until a signal comes, or ``should_exit`` is set."""
         with _quick_switches():
             asyncio.run(self.serve(sockets))
 
@@ -177,7 +175,6 @@ class Server(uvicorn.Server):
                 connection.look()
 
     async def _until(self, end: float, done: Callable[[], bool], signals: int) -> None:
-        """Wait until ``done()``, the time ``end`` or the given number of signals."""
         while not done() and len(self.signals) < signals and time.monotonic() < end:
             self.look()
             await asyncio.sleep(0.05)

@@ -154,7 +154,6 @@ class ModelService:
         return self._card(self.shelf.named(name))
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
-        """Load a model, or unload it if ``keep_alive`` is 0."""
         model = self.shelf.named(name)
         try:
             await asyncio.wrap_future(self.engine.call(lambda: self.engine.keep(model.name, keep_alive)))
@@ -179,7 +178,7 @@ class ModelService:
 
     @property
     def failure(self) -> Exception | None:
-        """What the server has to end with, because no rank of several can go on; None: nothing."""
+        """The error of the ranks that ended the engine; None: none."""
         return self.engine.failure
 
     @property

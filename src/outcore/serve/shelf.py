@@ -23,8 +23,6 @@ from .events import ModelCard
 
 @dataclass(frozen=True)
 class Offered:
-    """A model that clients can request by name."""
-
     name: str
     folder: Path
     template: str | None = field(default=None, compare=False)

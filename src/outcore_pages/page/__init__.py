@@ -60,7 +60,6 @@ class Events:
         self._taken, self._event = 0.0, b""
 
     async def response(self, request: Request) -> Response:
-        """The stream, until the server ends, or nobody takes it."""
         return StreamingResponse(self._stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-cache"})
 
     async def _stream(self) -> AsyncIterator[bytes]:
