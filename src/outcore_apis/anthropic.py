@@ -205,7 +205,7 @@ def _user(turn: MessageParam, where: str) -> list[requests.Message]:
 
 
 def _assistant(turn: MessageParam, where: str) -> requests.Message:
-    said: list[str] = []
+    texts: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
         if block.type == "tool_use":
@@ -214,8 +214,8 @@ def _assistant(turn: MessageParam, where: str) -> requests.Message:
                     raise requests.wrong(f"{where}[{i}].{name}", "it is needed")
             calls.append(requests.called(block.id, block.name, block.input or {}))
         elif block.type not in ("thinking", "redacted_thinking"):
-            said.append(block.plain(f"{where}[{i}]"))
-    made: requests.Message = {"role": "assistant", "content": "".join(said)}
+            texts.append(block.plain(f"{where}[{i}]"))
+    made: requests.Message = {"role": "assistant", "content": "".join(texts)}
     if thought := "".join(block.thinking for block in turn.content):
         made["reasoning_content"] = thought
     return made | ({"tool_calls": calls} if calls else {})

@@ -243,16 +243,16 @@ class ItemsWriter(ResponseWriter):
 
     def _call(self, call: Called) -> Iterator[dict[str, Any]]:
         tool = self._tools.get(call.name, ToolName(call.name))
-        kind, said, prefix = ("function_call", "arguments", "fc_")
+        kind, field, prefix = ("function_call", "arguments", "fc_")
         text, name = call.arguments, {"name": tool.name}
         if tool.custom:
-            kind, said, prefix, text, name = "custom_tool_call", "input", "ctc_", _custom_input(call.arguments), {}
-        item = {"id": new_id(prefix), "type": kind, "call_id": call.id, "name": tool.name, said: ""}
+            kind, field, prefix, text, name = "custom_tool_call", "input", "ctc_", _custom_input(call.arguments), {}
+        item = {"id": new_id(prefix), "type": kind, "call_id": call.id, "name": tool.name, field: ""}
         yield self._opened(item | ({"namespace": tool.namespace} if tool.namespace else {}))
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}
-        yield self._step(f"{kind}_{said}.delta", delta=text, **place)
-        yield self._step(f"{kind}_{said}.done", **{said: text}, **name, **place)
-        yield self._done(**{said: text})
+        yield self._step(f"{kind}_{field}.delta", delta=text, **place)
+        yield self._step(f"{kind}_{field}.done", **{field: text}, **name, **place)
+        yield self._done(**{field: text})
 
     def _response(self, status: str) -> dict[str, Any]:
         return {

@@ -29,7 +29,7 @@ UIDS = itertools.count()
 
 
 def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
-    """The scheduler's request; must be made on the engine's thread, whose random state the sampler uses."""
+    """The scheduler's request; made on the thread that computes, since it holds MLX arrays."""
     sampling, values = request.sampling, vars(request.sampling)
     named = {field.name: values[field.name] for field in fields(MlxLmSampler) if field.name in values}
     sampler = own_sampler(sampling.temperature, seed=sampling.seed, **named)

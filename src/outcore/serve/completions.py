@@ -60,11 +60,11 @@ class CompletionWriter(ChatWriter):
 
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
         if isinstance(event, TextPart) and (event.text or event.reasoning or event.logprobs):
-            yield {"index": event.index, **self.said(event.index, WholeChoice([event])), "finish_reason": None}
+            yield {"index": event.index, **self.content_of(event.index, WholeChoice([event])), "finish_reason": None}
         elif isinstance(event, Ended):
             yield {"index": event.index, "text": "", "logprobs": None, "finish_reason": event.reason}
 
-    def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+    def content_of(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         # A continuation is the whole text, reasoning included.
         text, logprobs = "".join(part.reasoning + part.text for part in choice.parts), None
         if self.logprobs:

@@ -91,7 +91,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Begun:
-    """The first token of a choice exists.
+    """The prompt is computed, and a choice begins.
 
     Attributes:
         cached_tokens: tokens of the prompt that came from the prefix cache.

@@ -253,7 +253,7 @@ class ChatWriter(ResponseWriter):
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         answer = Whole(events, self.choices)
         choices = [
-            {"index": i, **self.said(i, choice), "finish_reason": choice.reason}
+            {"index": i, **self.content_of(i, choice), "finish_reason": choice.reason}
             for i, choice in enumerate(answer.choices)
         ]
         more = {"choices": choices, "usage": usage(answer.finished), "timings": timings(answer.finished)}
@@ -262,16 +262,16 @@ class ChatWriter(ResponseWriter):
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
         """For each chunk of an event, its choice."""
 
-        def delta(index: int, said: Any, end: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-            return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": end}
+        def delta(index: int, content: Any, end: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+            return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": end}
 
         match event:
             case Begun():
                 yield from (delta(i, {"role": "assistant", "content": None}) for i in range(self.choices))
             case TextPart() if event.text or event.reasoning or event.logprobs:
-                said = _thought(event.reasoning)
-                said |= {"content": event.text} if event.text or not said else {}
-                yield delta(event.index, said, logprobs=self._logprobs([event]))
+                content = _thought(event.reasoning)
+                content |= {"content": event.text} if event.text or not content else {}
+                yield delta(event.index, content, logprobs=self._logprobs([event]))
             case Called():
                 call = {"index": event.number, **called(event.id, event.name, event.arguments)}
                 named = call | {"function": call["function"] | {"arguments": ""}}
@@ -280,7 +280,7 @@ class ChatWriter(ResponseWriter):
             case Ended():
                 yield delta(event.index, {}, event.reason)
 
-    def said(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+    def content_of(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         content = None if choice.calls and not choice.text else choice.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= _thought(choice.reasoning)

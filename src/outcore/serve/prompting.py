@@ -139,8 +139,8 @@ class Prompter:
         if not request.continued:
             return text.rstrip().endswith(begin)
         last = request.messages[-1]
-        said = last.get("content") or ""
-        return said.rfind(begin) > said.rfind(end) if said else bool(last.get("reasoning_content"))
+        content = last.get("content") or ""
+        return content.rfind(begin) > content.rfind(end) if content else bool(last.get("reasoning_content"))
 
     def _grammar(
         self,

@@ -45,7 +45,7 @@ class ServiceOptions:
         keep_alive: seconds that a model stays loaded without requests; None: for ever.
         most_context: limit of a prompt and its answer together, in tokens; None: what the model was made for.
         draft_tokens: limit of proposed tokens for a pass; None: as many as pay.
-        secret: the API key, if any; it salts the prefix cache, so that other servers cannot use these prompts.
+        secret: the API key, if any; cached prompts are found only by servers with the same key.
     """
 
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -228,11 +228,11 @@ class ModelService:
             self._prompters[model.name] = Prompter(tokenizer, vocabulary if isinstance(vocabulary, int) else None)
         return self._prompters[model.name].prepare(request, most)
 
-    def _limit(self, model: Offered, prompt: Prompt, asked: int | None) -> int:
+    def _limit(self, model: Offered, prompt: Prompt, max_tokens: int | None) -> int:
         positions, tokens = self._room(model), len(prompt.tokens)
         if positions is not None and tokens > positions:
             raise too_long(f"the prompt has {tokens} tokens", tokens, positions)
-        limit = self.options.max_tokens if asked is None else asked
+        limit = self.options.max_tokens if max_tokens is None else max_tokens
         # The last token needs no position.
         return limit if positions is None else min(limit, positions - tokens + 1)
 
