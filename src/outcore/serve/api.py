@@ -108,7 +108,7 @@ class ResponseWriter(ABC):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """Requests to the model and the writer of their answer, which has the choices of all of them in order."""
+    """Requests to the model, and the writer of the one answer that has all their choices."""
 
     requests: tuple[GenerationRequest, ...]
     writer: ResponseWriter

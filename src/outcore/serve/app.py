@@ -37,7 +37,7 @@ RETURNED = 1 << 20
 
 
 def application(site: Site, access: Access | None = None) -> Starlette:
-    """The ASGI application of all APIs, ``/health`` and the pages of packages.
+    """The ASGI application of all APIs, ``/health``, and ``routes(site)`` of packages' modules of the group ``pages``.
 
     Args:
         access: None: requests must name this machine as host, and no other site's page may send any.
@@ -56,13 +56,20 @@ def application(site: Site, access: Access | None = None) -> Starlette:
         response.headers.update(getattr(error, "headers", None) or {})
         return response
 
+    async def health(_: Request) -> Response:
+        state = site.service.state()
+        status = "closing" if site.closing else state.get("status", "ok")
+        body = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
+        return json_response(body, 503 if status == "closing" else 200)
+
     routes: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
     for api in site.apis:
         for route in api.routes:
             routes.setdefault((route.path, route.method), []).append((api, route))
     app = Starlette(
         routes=[
-            *_own(site),
+            StarletteRoute("/health", health, methods=["GET"]),
+            *(route for module in modules("pages").values() for route in module.routes(site)),
             *(StarletteRoute(p, Address(site, pairs), methods=[method]) for (p, method), pairs in routes.items()),
         ],
         middleware=middleware,
@@ -70,19 +77,6 @@ def application(site: Site, access: Access | None = None) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
-
-
-def _own(site: Site) -> list[StarletteRoute]:
-    """``/health``, and the ``routes(site)`` of packages' modules of the group ``pages``."""
-
-    async def health(_: Request) -> Response:
-        state = site.service.state()
-        status = "closing" if site.closing else state.get("status", "ok")
-        body = {"status": status, "running": state.get("running", 0), "waiting": state.get("waiting", 0)}
-        return json_response(body, 503 if status == "closing" else 200)
-
-    pages = [route for module in modules("pages").values() for route in module.routes(site)]
-    return [StarletteRoute("/health", health, methods=["GET"]), *pages]
 
 
 class Observed:

@@ -82,7 +82,7 @@ class Site:
         return error_response(max(self.apis, key=likeness), error)
 
     def refused(self, status: int, message: str) -> bytes:
-        """The body of an error response that is sent before or without a request of an API."""
+        """The body of an error that is sent before any API has the request."""
         return encoded(self.apis[0].error_body(RequestError(message, "connection", status=status)))
 
 
