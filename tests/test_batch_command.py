@@ -24,8 +24,8 @@ from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.serve.prompting import Prompter
 from outcore_batch import lines as batch_lines
+from outcore_batch.command import line_request
 from outcore_batch.files import CHAT, COMPLETION, NO_MEMORY, BatchRequest, Output, read_lines
-from outcore_batch.lines import line_request
 from quick_transformers import python_path
 
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from outcore.checkpoint.positions import config_of, position_limit
 from outcore.checkpoint.tokenizer import load_tokenizer
-from outcore.checks import whole
+from outcore.checks import COUNT, whole
 from outcore.cli.arguments import loading_options
 from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, watched
 from outcore.cli.output import tell
@@ -27,17 +27,21 @@ from outcore.decode.batch import Progress, answers
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import Preparation, prepare
 from outcore.decode.request import Request
+from outcore.decode.request_text import checked_text
 from outcore.engine.transport import Agreement
 from outcore.errors import BudgetError, RequestError, UsageError
 from outcore.plan.planner import smallest_budget
 from outcore.plan.workload import Workload
+from outcore.serve import completions, openai
+from outcore.serve.api import HttpRequest
+from outcore.serve.choice import request_of
 from outcore.serve.prompting import Prompter
+from outcore.serve.requests import UNSUPPORTED, wrong
 from outcore.sizes import format_size
 from outcore.text import counted, printable
 
 from . import files
-from .files import NO_MEMORY, BatchRequest, Output, OutputElsewhere
-from .lines import line_request
+from .files import CHAT, NO_MEMORY, BatchRequest, Output, OutputElsewhere
 
 Refused = list[tuple[int, Exception]]
 """Requests by ``uid``, with the reason why they cannot be answered."""
@@ -115,6 +119,39 @@ def read_requests(
         except Exception as e:  # tokenizers and templates raise what they like
             errors.append((n, e))
     return requests, errors
+
+
+def line_request(uid: int, line: BatchRequest, prompter: Prompter, max_tokens: int) -> Request:
+    """The engine's request for a line.
+
+    Args:
+        max_tokens: of its answer, where its body has none.
+
+    Raises:
+        RequestError: its body is malformed, or asks for what a batch does not support.
+    """
+    if not isinstance(line.body, dict):
+        raise RequestError("body: not a JSON object")
+    read = openai.chat if line.url == CHAT else completions.completion
+    parsed = read(HttpRequest(cast(Any, None), line.body))
+    (request, *more), writer = parsed.requests, parsed.writer
+    given = {
+        "stream": writer.streams,
+        "n": request.choices > 1,
+        "prompt": more,
+        "tools": request.tools,
+        "logprobs": request.logprobs is not None,
+        "response_format": request.schema is not None,
+    }
+    for name in (name for name, value in given.items() if value):
+        raise wrong(name, "not supported; leave it out", UNSUPPORTED)
+    for name in writer.ignored:
+        raise wrong(name, "no such parameter", "unknown_parameter")
+    if request.max_tokens == COUNT:
+        raise wrong("max_tokens", "a batch's answers need a limit")
+    if isinstance(request.prompt, str):
+        checked_text(request.prompt, "prompt")
+    return request_of(uid, prompter.prepare(request), replace(request, max_tokens=request.max_tokens or max_tokens))
 
 
 def _load(

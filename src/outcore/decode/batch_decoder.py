@@ -55,12 +55,12 @@ class BatchDecoder:
         self._caches: list[Any] = []
         self.failed: dict[int, Exception] = {}
 
-    def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
-        """One more token of each sequence, the joining ones included. ``chunk``: prompt tokens per chunk; ``beside``:
+    def step(self, joining: Sequence[Request], chunk: int, extra: Sequence[Pass] = ()) -> list[Token]:
+        """One more token of each sequence, the joining ones included. ``chunk``: prompt tokens per chunk; ``extra``:
         passes over part of a prompt whose sequence does not join yet."""
         session, streaming = self._session, self._session.streaming
         with mx.stream(generation_stream):
-            runs: list[Callable[[], mx.array]] = [each.run for each in beside]
+            runs: list[Callable[[], mx.array]] = [each.run for each in extra]
             joined: list[list[Any]] = []
             for request in joining:
                 cache = own_cache(self._model, request)

@@ -130,7 +130,7 @@ class Conversation:
         return [*self.text[self.held :], *new]
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], in_cache: int) -> None:
-        """Record the answer to a prompt, whole or not, of which caches hold ``in_cache`` tokens
+        """Record the answer to a prompt, whole or not; the caches hold ``in_cache`` tokens of both
         (``Session.in_cache``)."""
         self._answer = self.held + len(prompt)
         self.text = [*self.text[: self.held], *prompt, *answer]

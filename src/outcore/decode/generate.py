@@ -53,20 +53,21 @@ def stream_generate(
     Args:
         prompt: text, or token ids.
         max_tokens: -1 for as many as the context holds.
-        kwargs: ``mlx_lm.generate.generate_step``'s: sampler, logits_processors, max_kv_size, prompt_cache,
-            prefill_step_size, kv_bits, kv_group_size, quantized_kv_start, prompt_progress_callback, input_embeddings.
-            And ``draft_model``, a model in memory with the same tokenizer that replaces the loaded drafter;
-            ``num_draft_tokens``: the most tokens drafted per forward pass, None: as many as pay; ``history``: the
-            tokens in ``prompt_cache``, which drafts may repeat; ``leave_last``: ``prompt_cache`` need not hold the
-            answer's last token, which saves a pass; ``shared_prefix``: number of first prompt tokens that other prompts
-            begin with too, as a system prompt does, so that a prefix cache stores their states even for models with few
-            stored states.
+        kwargs: those of ``mlx_lm.generate.generate_step`` (sampler, logits_processors, max_kv_size, prompt_cache,
+            prefill_step_size, kv_bits, kv_group_size, quantized_kv_start, prompt_progress_callback, input_embeddings),
+            and these:
+        draft_model: a model in memory with the same tokenizer, which replaces the loaded drafter.
+        num_draft_tokens: the most tokens drafted per forward pass; None: as many as pay.
+        history: the tokens in ``prompt_cache``, which drafts may repeat.
+        leave_last: ``prompt_cache`` need not hold the answer's last token, which saves a pass.
+        shared_prefix: how many of the first prompt tokens begin other prompts too, as a system prompt does, so that a
+            prefix cache stores the states after them.
 
     Afterwards ``prompt_cache`` holds what mlx-lm leaves there: the prompt and all tokens that were yielded, also where
     the generator was closed before its end. After an exception it holds a part of them, never anything else: nothing of
     this call if nothing was yielded, else at least all but the last token; ``model.outcore.in_cache`` says how many.
 
-    One thread at a time: while another thread generates with this model, this waits until that one has its last
+    One thread at a time: while another thread generates with this model, this call waits until that thread has its last
     response (``finish_reason``), which comes when ``prompt_cache`` holds all of the text, or has closed the generator.
 
     Yields:

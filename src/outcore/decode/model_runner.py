@@ -115,7 +115,7 @@ class ModelRunner:
             step: tokens per chunk.
             embeddings: (tokens, hidden), instead of the ids.
             passed: called when a chunk's graph is built, with the prompt tokens so far, before keys and values are
-                quantized behind it.
+                quantized.
         """
         total, held = len(ids) if embeddings is None else len(embeddings), self.in_cache
         kv, hidden = self._kv, self.hidden
@@ -141,8 +141,8 @@ class ModelRunner:
         return [Pass(functools.partial(run, part), part.stop - part.start) for part in parts]
 
     def prompted(self, logits: mx.array, total: int, seconds: float) -> mx.array:
-        """Evaluates the output of a prompt's last pass and returns the logits (1, vocabulary) behind the prompt, which
-        has ``total`` tokens and took so long."""
+        """Evaluates the output of a prompt's last pass and returns the logits (1, vocabulary) after the prompt, which
+        has ``total`` tokens and took ``seconds``."""
         began = time.perf_counter()
         self.evaluate(logits)
         clear_cache()
@@ -212,7 +212,7 @@ class ModelRunner:
         return [row[i : i + 1] for row in rows for i in range(row.shape[0])]
 
     def keep(self, accepted: int) -> None:
-        """Takes the caches back to the first ``accepted`` drafted tokens. Accepted tokens behind the snapshot that is
+        """Takes the caches back to the first ``accepted`` drafted tokens. Accepted tokens after the snapshot that is
         used are computed again by the next pass."""
         end = self._committed + accepted
         self.pending = []

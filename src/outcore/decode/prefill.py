@@ -99,7 +99,7 @@ class Prefills(dict[int, Prefill]):
         self._shortest_first = True
 
     def next(self, chunk: int, room: float) -> tuple[list[int], Prefill | None]:
-        """The prompts that are finished within so many tokens (``room``), and one of which some chunks are computed."""
+        """The prompts that can be finished within ``room`` tokens, and one prompt to compute some chunks of."""
         joining: list[int] = []
         part: Prefill | None = None
         order = list(self.values())

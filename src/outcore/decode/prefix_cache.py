@@ -51,8 +51,8 @@ class PrefixCache(Protocol):
         with its logits."""
 
     def recording(self, tokens: Sequence[int], step: int = GRID, held: int = 0, shared: int = 0) -> Recorder:
-        """Stores a prompt while it is computed, of which ``held`` tokens were found; other prompts begin with its first
-        ``shared`` tokens too."""
+        """A recorder that stores a prompt while it is computed. Its first ``held`` tokens are stored already; other
+        prompts begin with its first ``shared`` tokens too."""
 
     def like(self, cache: Sequence[Any]) -> bool:
         """Whether a caller's caches are of the same kinds and bounds as the stored ones."""

@@ -20,7 +20,7 @@ class Recorder(Protocol):
     """Stores a prompt's computed caches (``prefix_cache``)."""
 
     def passed(self, tokens: int, cache: Sequence[Any]) -> None:
-        """A chunk's graph was built; behind it the caches hold so many tokens of the prompt."""
+        """A chunk's graph was built; after it the caches hold so many tokens of the prompt."""
 
     def save(self, cache: Sequence[Any], logits: mx.array | None, tokens: int | None = None) -> None:
         """The prompt was computed, or its first ``tokens``, and ``cache`` holds exactly those."""

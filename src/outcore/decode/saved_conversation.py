@@ -56,18 +56,18 @@ def _expanded(path: Path) -> Path:
     return path
 
 
-def save(path: Path, **said: Any) -> None:
-    """Write a conversation atomically, readable by this user only; ``said`` are the fields of ``Saved``.
+def save(path: Path, **fields: Any) -> None:
+    """Write a conversation atomically, readable by this user only; ``fields`` are those of ``Saved``.
 
     Raises:
         UsageError: the file exists and is no conversation, or cannot be written.
     """
-    saved = Saved.model_validate({"format": FORMAT, "schema": 1, **said})
+    saved = Saved.model_validate({"format": FORMAT, "schema": 1, **fields})
     path = Path(os.path.realpath(_expanded(path)))
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
     try:
         if path.exists() and not _is_conversation(path):
-            raise UsageError(f"{path}: is there, and is no conversation; give another name")
+            raise UsageError(f"{path}: exists and is no conversation; give another name")
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as out:

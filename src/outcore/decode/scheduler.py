@@ -40,7 +40,7 @@ class Scheduler:
     """Writes sequences: each step gives one more token of each.
 
     Args:
-        ends: end-of-text tokens; nothing is drafted behind them.
+        ends: end-of-text tokens; nothing is drafted after them.
         most: the most sequences that share a pass.
         prefill_step: prompt tokens per chunk; None: as planned.
         draft_tokens: the most tokens drafted per pass; None: as many as pay.
@@ -331,12 +331,12 @@ class Scheduler:
             others = self._taken_out({*joining, *self._prefills})
             requests = [*(row.go_on() for row in others), *requests]
             self._batch = self._decoder(together=several)
-        beside = part if together else None
+        shared_part = part if together else None
         began, waited = metrics.clock(), metrics.stall_s
-        step.tokens = self._batch.step(requests, chunk, [] if beside is None else beside.passes)
-        if beside is not None:
-            beside.computed()
-            step.prompts[beside.uid] = beside.held
+        step.tokens = self._batch.step(requests, chunk, [] if shared_part is None else shared_part.passes)
+        if shared_part is not None:
+            shared_part.computed()
+            step.prompts[shared_part.uid] = shared_part.held
             if metrics.stall_s - waited > (metrics.clock() - began) / 2:
                 # The pass mostly waited for weights, so twice as many chunks fit into the same time.
                 self._prefills.chunks *= 2
@@ -352,7 +352,7 @@ class Scheduler:
         return SpeculativeDecoder(self._model, self._session, ends=self.ends, most=self._drafted)
 
     def _next_prompts(self, chunk: int, *, together: bool) -> tuple[list[int], Prefill | None]:
-        """The prompts that are finished in this step, and one of which some chunks are computed."""
+        """The prompts to finish in this step, and one prompt to compute some chunks of."""
         going = len(self._rows) > len(self._prefills)
         if self._planned or not self._session.transport.alone or (together and not going):
             # Ranks compute one chunk each at the same time; and where no sequence waits for a token, whole prompts

@@ -68,8 +68,8 @@ class SequenceRoom:
         self._agreed_step = self._transport.fit(self._fit_here, lengths, joining, begun)
 
     def may_share(self, needs: Sequence[int], prompts: Sequence[int], joining: int) -> bool:
-        """Whether sequences that need so many tokens each may run together, with these prompts, of which ``joining``
-        join before the last; to be asked before room is made."""
+        """Whether sequences that need so many tokens each may run together; asked before room is made. ``prompts`` are
+        the prompt tokens of those that join; ``joining`` of them join before the last."""
         size = self._session.size
         if not self._planned:
             return not joining or sum(prompts) <= JOINING
@@ -85,7 +85,7 @@ class SequenceRoom:
             return session.size.context
         if len(lengths) > 1 and session.streaming is not None and session.streaming.kv is not None:
             # A layer's offloaded keys and values are those of one text; other texts would be computed with them.
-            raise BudgetError("keys and values that are kept on disk are those of one text at a time")
+            raise BudgetError("keys and values on disk are those of one text at a time")
         given_up, self.records = self._see_draft(), True
         longest = max(lengths) + 1
         if len(lengths) == 1:
@@ -145,7 +145,7 @@ class SequenceRoom:
             least = replace(session.plan, prefill_step=prefill_steps(prompt)[-1])
             needed = replanned_bytes(wanted, least, least.resident)
             if needed > least.budget_bytes:
-                raise BudgetError("no room for another sequence beside a model that is all in memory", needed)
+                raise BudgetError("no room for another sequence next to a model that is all in memory", needed)
         steps = [min(self._asked_step, prompt)] if self._asked_step else None
         residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
         if len(lengths) < size.sequences or captured < before:

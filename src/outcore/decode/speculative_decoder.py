@@ -47,10 +47,10 @@ class SpeculativeDecoder:
         """Whether some sequence has tokens that need no further pass."""
         return any(text.now is not None for text in self._texts.values())
 
-    def step(self, joining: Sequence[Request], chunk: int, beside: Sequence[Pass] = ()) -> list[Token]:
+    def step(self, joining: Sequence[Request], chunk: int, extra: Sequence[Pass] = ()) -> list[Token]:
         """One more token of each sequence that has a verified one; where none has, or some join, of all from one pass.
         A sequence that joins while others are ``ready`` gets a pass of its own. ``chunk``: prompt tokens per chunk;
-        ``beside``: passes over part of a prompt whose sequence does not join yet, while none is ``ready``."""
+        ``extra``: passes over part of a prompt whose sequence does not join yet, while none is ``ready``."""
         self.drafts, self.failed = {}, {}
         for request in joining:
             text = OneText(self._model, self._session, request, ends=self._ends, most=self._most)
@@ -61,7 +61,7 @@ class SpeculativeDecoder:
         if one is not None:
             one.undo = None
             looks = self._session.streaming is None or one.ahead is not None or one.failed is not None
-            if looks and not beside and not one.prompt and (found := one.look_ahead()) is not None:
+            if looks and not extra and not one.prompt and (found := one.look_ahead()) is not None:
                 return [found]
         elif joining:
             for text in texts:
@@ -69,7 +69,7 @@ class SpeculativeDecoder:
         waiting = texts if one is not None and one.now is None else [text for text in texts if text.now is None]
         if waiting and (joining or len(waiting) == len(texts)):
             try:
-                return self._run_pass(waiting, beside, one)
+                return self._run_pass(waiting, extra, one)
             except BaseException:
                 for text in waiting:
                     text.now = None
@@ -84,7 +84,7 @@ class SpeculativeDecoder:
             text.end(error)
         self._texts = {}
 
-    def _run_pass(self, texts: Sequence[OneText], beside: Sequence[Pass], one: OneText | None) -> list[Token]:
+    def _run_pass(self, texts: Sequence[OneText], extra: Sequence[Pass], one: OneText | None) -> list[Token]:
         """Computes prompts, or part of one, drafts for the other texts and verifies their drafts, with one reading of
         the weights; returns a token of each text that has one. A failure leaves the caches of ``one`` as they were;
         caches of several texts are dropped then."""
@@ -97,7 +97,8 @@ class SpeculativeDecoder:
             one.reserve()
         else:
             drafted = [self._draft_alone(one, one.drafts.control)]
-        controls = [text.drafts.control for text in going if text.drafts.control is not None]
+        undrafted = one is not None and one.drafts.control is None
+        controls = [] if undrafted else [text.drafts.control for text in going if text.drafts.control is not None]
         began, tokens = clock(), list[Token]()
         within: AbstractContextManager[Undo | None] = contextlib.nullcontext()
         if one is not None:
@@ -106,16 +107,16 @@ class SpeculativeDecoder:
         elif session.streaming is not None:
             within = session.streaming.transaction(None, 0)
         with mx.stream(generation_stream), within as undo:
-            plain = one is not None and going and not (drafted[0] or beside or one.runner.pending)
+            plain = one is not None and going and not (drafted[0] or extra or one.runner.pending)
             if one is not None and plain:
                 # The sampler's graph is evaluated together with the logits.
                 one.now = Computed([one.runner.step(mx.array(one.sampler.text[-1:], dtype=mx.int32))])
                 tokens = self._choose()
             else:
-                self._compute(texts, drafted, beside, began)
+                self._compute(texts, drafted, extra, began)
             seconds = clock() - began
             # The time of a pass with prompts in it says nothing about drafts.
-            if controls and len(going) == len(texts) and not beside:
+            if controls and len(going) == len(texts) and not extra:
                 computed = 1 if plain else sum(len(text.runner.fed) for text in going)
                 drafting = next((each for each in controls if each.source is not None), controls[0])
                 drafting.swept(computed, seconds + sum(each.spent for each in controls))
@@ -135,13 +136,13 @@ class SpeculativeDecoder:
         return tokens
 
     def _compute(
-        self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], beside: Sequence[Pass], began: float
+        self, texts: Sequence[OneText], drafted: Sequence[Sequence[Guess]], extra: Sequence[Pass], began: float
     ) -> None:
         """Runs the passes of prompts and of drafts, and sets each text's ``now`` to their outcome."""
         session = self._session
         new, going = [text for text in texts if text.prompt], [text for text in texts if not text.prompt]
-        passes = [*beside, *(each for text in new for each in text.prompt)]
-        ends = list(itertools.accumulate((len(text.prompt) for text in new), initial=len(beside)))[1:]
+        passes = [*extra, *(each for text in new for each in text.prompt)]
+        ends = list(itertools.accumulate((len(text.prompt) for text in new), initial=len(extra)))[1:]
         windows = [
             text.runner.verifying(text.sampler.text[-1], [g.token for g in guesses])
             for text, guesses in zip(going, drafted, strict=True)
@@ -156,7 +157,7 @@ class SpeculativeDecoder:
             mx.eval(made)
             for text in texts:
                 text.runner.evaluate()
-            if len(texts) == len(new) == 1 and not beside:
+            if len(texts) == len(new) == 1 and not extra:
                 new[0].report(new[0].request.cached.tokens + sum(each.tokens for each in passes[:done]))
 
         rows = run_passes(session, every, wanted, between, prompts=len(passes), context=context)
@@ -183,7 +184,7 @@ class SpeculativeDecoder:
         tokens = transport.numbers(lambda: [g.token for g in guesses])
         if not transport.chooses:
             text.reserve(len(tokens))
-            guesses = [Guess(token, ("told", 0)) for token in tokens]
+            guesses = [Guess(token, ("first rank", 0)) for token in tokens]
         return guesses
 
     def _drafted(self, texts: Sequence[OneText]) -> list[list[Guess]]:

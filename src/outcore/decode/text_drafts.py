@@ -25,7 +25,7 @@ class TextDrafts:
     """Drafting for a text, from its first log-probabilities on.
 
     Args:
-        ends: end-of-text tokens; nothing is drafted behind them.
+        ends: end-of-text tokens; nothing is drafted after them.
         most: the most tokens drafted per forward pass; None: as many as pay.
 
     Attributes:
