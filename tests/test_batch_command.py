@@ -23,7 +23,7 @@ from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.serve.prompting import Prompter
-from outcore_batch import lines as batch_lines
+from outcore_batch import command as batch_command
 from outcore_batch.command import line_request
 from outcore_batch.files import CHAT, COMPLETION, NO_MEMORY, BatchRequest, Output, read_lines
 from quick_transformers import python_path
@@ -272,8 +272,8 @@ def test_whatever_a_line_brings_up_is_that_lines_error(
 
         return call
 
-    failing_of = failing(batch_lines.request_of, lambda uid, prompt, ask: ask.sampling.top_k in (1, 2))
-    monkeypatch.setattr(batch_lines, "request_of", failing_of)
+    failing_of = failing(batch_command.request_of, lambda uid, prompt, ask: ask.sampling.top_k in (1, 2))
+    monkeypatch.setattr(batch_command, "request_of", failing_of)
     hot = {"prompt": "x", "max_tokens": 3, "temperature": 1, "seed": 1}
     bad = [line(f"bad{k}", hot | {"top_k": k}) for k in (1, 2)]
     source = write(tmp_path / "in", [bad[0], *completions(2, 3), bad[1]])
