@@ -1,8 +1,8 @@
-"""A reader that takes the parts of each unit from several folders with the same bytes, so that their rates add up.
+"""A reader that reads the parts of each unit from several folders with the same bytes, so that the disks' rates add up.
 
-Each part is asked of the folder that will have read it first, by the rates that were seen and by what each was asked
-for already. So a slow disk reads little, and one that is too slow to be of use reads nothing. What one cannot read
-another is asked for.
+Each part is read from the folder that will finish it first, by its measured rate and the bytes already requested from
+it. A slow disk therefore reads little, and one too slow to help reads nothing. If a folder fails, another reads the
+part.
 """
 
 from __future__ import annotations
@@ -25,14 +25,9 @@ from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, pieces
 from outcore.errors import ReadError
 from outcore.sizes import BLOCK
 
-LEAST_CHUNK, PARTS = 256 << 10, 16
-"""Bytes of a part at least, and parts of a unit, so that all have done theirs at about the same time."""
-
-LEARN = 4
-"""Parts that somebody is asked for whose rate is not known."""
-
-MEMORY_S = 0.5
-"""Seconds of reading after which what was before counts half."""
+LEAST_CHUNK, PARTS = 256 << 10, 16  # least bytes of a part, and parts of a unit, so that folders finish together
+LEARN = 4  # parts requested from a folder whose rate is unknown
+MEMORY_S = 0.5  # seconds of reading after which earlier measurements count half
 
 
 @dataclass(eq=False)
@@ -40,11 +35,10 @@ class Replica:
     """A folder to read from.
 
     Attributes:
-        folder: as people call it.
-        copies: files of the model → its copies of them; None: it is the model's own folder.
-        states: what tells each copy from what it was when it was compared (``state_of``).
-        lost: why it is not read any more; None: it is.
-        nbytes: bytes that were read from it.
+        copies: the model's files → this folder's copies; None: the model's own folder.
+        states: each copy's ``state_of`` when it was compared.
+        lost: why it is no longer read; None: it is.
+        nbytes: bytes read from it.
     """
 
     folder: Path
@@ -54,16 +48,15 @@ class Replica:
     nbytes: int = 0
 
     def changed(self, copy: Path) -> bool:
-        """Whether one of its copies is not the file any more that was compared."""
         return self.states is not None and state_of(copy) != self.states.get(copy)
 
 
 class Replicas:
-    """A model's own folder and its mirrors, for as long as the model lives: who was lost stays lost.
+    """A model's own folder and its mirrors, for as long as the model lives; a lost folder stays lost.
 
     Attributes:
         all: the own folder first.
-        note: is told, in any thread, when one is lost.
+        note: called, in any thread, when a folder is lost.
     """
 
     def __init__(self, folder: Path, mirrors: Sequence[Replica] = (), note: Callable[[str], None] = lambda _: None):
@@ -73,15 +66,11 @@ class Replicas:
 
     @property
     def mirrors(self) -> tuple[Replica, ...]:
-        """All but the model's own folder."""
         return self.all[1:]
 
     def open(self, file: Path, io: str, calls: DiskCalls) -> dict[int, OpenFile]:
-        """Open a file of the model in each folder that has it; by the folders' numbers. Who has it no more, or not
-        as it was compared, is lost.
-
-        Raises:
-            ReadError, UsageError: as ``open_file``, where nobody has it.
+        """Open a file in each folder that has it, by the folders' numbers. A folder whose copy is missing or changed is
+        lost.
         """
         found: dict[int, OpenFile] = {}
         failed: dict[int, ReadError] = {}
@@ -104,11 +93,10 @@ class Replicas:
         return found
 
     def check(self, holders: Mapping[int, OpenFile]) -> None:
-        """Look at one file in each folder. Who has it no more as it was is lost, where another has it: what was read
-        from it was looked at then.
+        """Check one file in each folder. A folder whose file changed is lost if another folder has the file.
 
         Raises:
-            ReadError, OSError: it was written to, and nobody else has it.
+            ReadError, OSError: the file changed, and no other folder has it.
         """
         for n, file in holders.items():
             try:
@@ -120,7 +108,7 @@ class Replicas:
                 self.lose(n, str(e))
 
     def lose(self, n: int, why: str) -> None:
-        """Do not read from one any more where others have the same; the last one that is left stays."""
+        """Stop reading from a folder, unless it is the last one left."""
         replica = self.all[n]
         with self._lock:
             left = [str(r.folder) for r in self.all if r.lost is None and r is not replica]
@@ -130,17 +118,16 @@ class Replicas:
         self.note(f"{replica.folder} is no longer read: {why}; what it had is read from {', '.join(left)}")
 
     def count(self, n: int, nbytes: int) -> None:
-        """Count what was read from one."""
         with self._lock:
             self.all[n].nbytes += nbytes
 
 
 class FolderPace:
-    """How fast a folder is read from, of late, and how much it was asked for.
+    """A folder's recent reading rate and its outstanding requests.
 
     Attributes:
-        rate: bytes a second while something was under way; 0: not known.
-        waiting: bytes that were asked for and have not come, in so many ``parts``.
+        rate: bytes per second with a request outstanding; 0: unknown.
+        waiting: bytes requested and not yet read, in so many ``parts``.
     """
 
     def __init__(self) -> None:
@@ -148,13 +135,12 @@ class FolderPace:
         self.waiting = self.parts = 0
 
     def asked(self, nbytes: int, now: float) -> None:
-        """A part is asked for."""
         if not self.parts:
             self._since = now
         self.waiting, self.parts = self.waiting + nbytes, self.parts + 1
 
     def ended(self, nbytes: int, came: bool, now: float) -> None:
-        """A part that was asked for has ended, well or badly."""
+        """Record the end of a requested part; ``came``: without an error."""
         self.waiting, self.parts = self.waiting - nbytes, self.parts - 1
         self._nbytes += nbytes if came else 0
         self._seconds, self._since = self._seconds + now - self._since, now
@@ -164,15 +150,14 @@ class FolderPace:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
     def done_in(self, nbytes: int) -> float:
-        """Seconds in which it would have read so much more. A folder whose rate is not known is asked for ``LEARN``
-        parts."""
+        """Return the seconds to finish ``nbytes`` more; a folder of unknown rate gets ``LEARN`` parts."""
         if not self.rate:
             return 0.0 if self.parts < LEARN else math.inf
         return (self.waiting + nbytes) / self.rate
 
 
 def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int) -> int:
-    """Which of some folders will have read so much first; the first of them where none is known."""
+    """Return the folder that will finish first; the first of them if none is known."""
     return min(who, key=lambda n: (paces[n].done_in(nbytes), n))
 
 
@@ -180,12 +165,7 @@ class MirroredReader:
     """A ``FileReader`` for each folder.
 
     Args:
-        replicas: the folders.
-        files, io, threads, chunk, metrics: as in ``FileReader``; ``threads`` of each folder.
-
-    Raises:
-        ReadError: nobody has a file.
-        UsageError: as ``FileReader``.
+        threads: of each folder; the other arguments are as in ``FileReader``.
     """
 
     def __init__(
@@ -249,7 +229,6 @@ class MirroredReader:
         return whole
 
     def _ask(self, whole: Read, extent: Extent, target: memoryview, tried: frozenset[int]) -> bool:
-        """Have a folder read a part that those that were ``tried`` could not; False: none is left."""
         with self._lock:
             holders = self._holders[extent.file]
             left = [n for n in holders if n not in tried]
@@ -271,7 +250,7 @@ class MirroredReader:
             self._paces[n].ended(extent.nbytes, part.error is None, self._clock())
         self._replicas.count(n, part.nbytes)
         if part.error is not None and not whole.cancelled:
-            # Before others are asked: whoever waits for the unit finds the note there.
+            # Noted before the retry, so that the thread waiting for the unit finds the note.
             if not part.passing and self._elsewhere(extent.file, n):
                 self._lose(n, str(part.error))
             if self._ask(whole, extent, target, tried):
@@ -279,7 +258,7 @@ class MirroredReader:
         _pass_on(whole, part)
 
     def _elsewhere(self, file: Path, n: int) -> bool:
-        """Whether another folder that is not lost has a file."""
+        """Whether another folder that is not lost has the file."""
         return any(m != n and self._replicas.all[m].lost is None for m in self._holders[file])
 
     def _lose(self, n: int, why: str) -> None:
@@ -287,7 +266,7 @@ class MirroredReader:
         with self._lock:
             for part, (folder, file) in self._under_way.items():
                 if folder == n and self._elsewhere(file, n):
-                    part.cancel()  # and asked of another, as what fails
+                    part.cancel()  # then requested from another folder, like a failed part
 
     def check(self) -> None:
         for holders in self._holders.values():

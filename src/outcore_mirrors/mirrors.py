@@ -1,7 +1,7 @@
-"""Copies of a model's folder on other disks: compared with it before anything is read from them.
+"""Finds copies of a model's folder on other disks, and compares them with it before anything is read from them.
 
-Whatever a copy says of itself does not count. The size of each of its files must be that of the model's own. Before the
-first answer every byte is compared, once.
+Nothing that a copy says about itself counts: file sizes must equal the model's, and before the first answer every byte
+is compared once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from .mirrored_reader import MirroredReader, Replica, Replicas
 
 COPY = "copy the folder again (cp -rL)"
 
-PIECE = 32 << 20
-"""Bytes of each file that are compared at a time."""
+PIECE = 32 << 20  # Bytes of each file that are compared at a time.
 
+# The cache folder with marks of mirrors that were compared, and the version of these marks.
 FOLDER, VERSION = "mirrors", 1
-"""Of the cache folder: marks of mirrors that were compared."""
 
 
 class FoundMirrors(Replicas):
-    """A model's folder and the copies of it that were found: ``outcore.checkpoint.mirrors.Mirrors``."""
+    """The ``outcore.checkpoint.mirrors.Mirrors`` of a model."""
 
     def __init__(self, checkpoint: Checkpoint, mirrors: Sequence[Replica]) -> None:
         super().__init__(checkpoint.folder, mirrors)
@@ -64,17 +63,16 @@ class FoundMirrors(Replicas):
 
 
 def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> FoundMirrors:
-    """The copies of a model in these folders; raises as ``find_mirror``."""
     return FoundMirrors(checkpoint, [find_mirror(folder, checkpoint) for folder in named])
 
 
 def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
-    """The copies of a model's files in a folder, or in one of the model's name within it.
+    """Find the copies of a model's files in a folder, or in a subfolder with the model's name.
 
-    Files that are not there are read from the model's own folder alone; one that is there must be a copy.
+    Missing files are read from the model's own folder alone; an existing file must be a copy.
 
     Raises:
-        StoreError: there is no copy, or one that is no copy of the model as it is now; names it and says why.
+        StoreError: there is no copy, or a file is no copy of the model's as it is now (named, with the reason).
     """
     own = checkpoint.folder.absolute()
     try:
@@ -92,7 +90,7 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
             f"{files[0]}{' …' * (len(files) > 1)} would lie in it or in {named / own.name}: copy that folder there "
             "(cp -rL), or mount it"
         )
-    # Looked at first: what changes while it is compared is noticed when it is opened.
+    # The states are taken first, so that a change during the comparison is noticed when the copy is opened.
     copies = {file: there / file.name for file in checkpoint.files if os.path.lexists(there / file.name)}
     states = {copy: state_of(copy) for copy in copies.values()}
     for file, copy in copies.items():
@@ -111,10 +109,10 @@ def find_mirror(named: Path, checkpoint: Checkpoint) -> Replica:
 
 
 def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -> None:
-    """See that every byte of a mirror is the model's, unless that was found before; what was found is kept.
+    """Check that every byte of a mirror is the model's, unless an earlier comparison found it so; store the result.
 
     Raises:
-        StoreError: one is not (named).
+        StoreError: a byte differs (named).
         ReadError: a file cannot be read.
     """
     assert mirror.copies is not None
@@ -148,10 +146,11 @@ def compare_whole(mirror: Replica, checkpoint: Checkpoint, progress: Progress) -
 
 
 def _mark(mirror: Replica, checkpoint: Checkpoint) -> Path | None:
-    """The file that is there once a mirror was compared, as it and the model are now; None where none can be kept."""
+    """Return the mark file of a finished comparison, for the present state of mirror and model; None if none can be
+    kept."""
     try:
         found = [(str(copy.resolve()), copy.stat()) for copy in (mirror.copies or {}).values()]
-        # No number of a device: a disk gets another one when it is plugged in again.
+        # Without the device number, which changes when a disk is plugged in again.
         states = [(name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found]
         key = repr([VERSION, identity_of(checkpoint), sorted(states)])
         return cache_dir() / FOLDER / xxhash.xxh3_128_hexdigest(key.encode())

@@ -1,1 +1,1 @@
-"""Whole packed copies of models, and forms in which they store matrices in fewer bytes, or in parts."""
+"""Packed copies of whole models, and the encoded forms in which they store matrices."""

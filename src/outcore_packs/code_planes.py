@@ -1,12 +1,12 @@
-"""Codes of quantized weights, cut into planes: high bits, which are a coarser model, and low bits, which refine it.
+"""Cuts the codes of quantized weights into planes: the high bits form a coarser model, the low bits refine it.
 
-With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). Of its code's ``bits``, the
-highest ``high`` alone say it to within ``2 ** low`` codes, where ``low = bits - high``. Its best guess is their middle,
-``bias + scale * (2 ** low * code_high + (2 ** low - 1) / 2)``, which is affine in the high bits again.
+With MLX's affine quantization a weight is ``bias + scale * code`` (``mx.quantize``). The highest ``high`` of a code's
+``bits`` determine it to within ``2 ** low`` codes, where ``low = bits - high``. The best estimate is the middle of that
+range, ``bias + scale * (2 ** low * code_high + (2 ** low - 1) / 2)``, which is affine in the high bits again.
 
-MLX packs codes one bit after the other, the lowest first, so eight codes are as many bytes as a code has bits: they are
-cut and joined eight at a time, as fields of one integer that are moved apart or together in three steps, first the
-upper four fields, then the upper two of each four, then the upper one of each two.
+MLX packs codes bit by bit, the lowest first, so eight codes take as many bytes as a code has bits. They are cut and
+joined eight at a time, as fields of one integer that are moved in three steps: the upper four fields, the upper two of
+each four, and the upper one of each two.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import mlx.core as mx
 
 from outcore.machine.device import on_cpu
 
-BITS = (2, 3, 4, 5, 6, 8)
-"""That MLX packs codes of."""
-
+BITS = (2, 3, 4, 5, 6, 8)  # sizes of codes that MLX packs
 
 Join = Callable[[mx.array, mx.array], mx.array]
 
@@ -29,13 +27,10 @@ Join = Callable[[mx.array, mx.array], mx.array]
 def high_plane(
     words: mx.array, scales: mx.array, biases: mx.array, bits: int, high: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The coarser weights of so many high bits, as ``mx.quantized_matmul`` takes them.
+    """Return the words, scales and biases of the coarser weights, as ``mx.quantized_matmul`` takes them.
 
     Args:
         words: uint32 (..., n * bits / 32); ``scales`` and ``biases``: (..., n / group size), of any floating dtype.
-
-    Returns:
-        words of the high bits, and their scales and biases, of the same dtype.
     """
     low = bits - high
     scales = scales * 2**low
@@ -43,7 +38,7 @@ def high_plane(
 
 
 def middle(scales: mx.array, biases: mx.array, low: int) -> mx.array:
-    """Biases of the coarser weights whose ``scales`` these are, of which ``low`` bits are missing."""
+    """Return the biases of the coarser weights whose ``scales`` these are, and which lack ``low`` bits."""
     return _middle(low)(scales, biases)
 
 
@@ -58,24 +53,24 @@ def _middle(low: int) -> Join:
 
 
 def high_words(words: mx.array, bits: int, high: int) -> mx.array:
-    """The high bits alone, uint32 (..., n * high / 32), packed as MLX would pack them; n a multiple of 32."""
-    return _cut(words, bits, high, bits - high)
+    """Return the high bits, uint32 (..., n * high / 32), packed as MLX packs them; n a multiple of 32."""
+    return _cut(bits, high, bits - high)(words)
 
 
 def low_plane(words: mx.array, bits: int, high: int) -> mx.array:
-    """The other bits, uint32 (..., n * low / 32), packed as MLX would pack them; n a multiple of 32."""
-    return _cut(words, bits, bits - high, 0)
+    """Return the low bits, uint32 (..., n * low / 32), packed as MLX packs them; n a multiple of 32."""
+    return _cut(bits, bits - high, 0)(words)
 
 
 def joined(high_words: mx.array, low_words: mx.array, bits: int, high: int) -> mx.array:
-    """The words, uint32 (..., n * bits / 32), of which these are the high and the low plane; not evaluated."""
+    """Join the high and the low plane to words, uint32 (..., n * bits / 32); not evaluated."""
     return _joined(bits, high, on_cpu())(high_words, low_words)
 
 
 @cache
 def _joined(bits: int, high: int, fused: bool) -> Join:
-    """On a processor one function that MLX fuses (4 bit, 2 of them high, on one core: 3.7 GB/s of words; not fused
-    0.1); on a GPU a kernel."""
+    """On a CPU a function that MLX fuses (4 bit, 2 of them high, one core: 3.7 GB/s of words; unfused 0.1); on a GPU a
+    kernel."""
     low, wide = bits - high, _wide(bits)
 
     def join(highs: mx.array, lows: mx.array) -> mx.array:
@@ -86,7 +81,7 @@ def _joined(bits: int, high: int, fused: bool) -> Join:
 
 
 def joining_kernel(bits: int, high: int) -> Join:
-    """The same by a kernel of which each thread joins 32 codes: as many words as a code has bits."""
+    """Return a GPU kernel that joins planes; each thread joins 32 codes, which are as many words as a code has bits."""
     kernel = gpu_kernel(f"joined_{bits}_{high}", ("high", "low", "count"), joining_source(bits, high))
 
     def join(highs: mx.array, lows: mx.array) -> mx.array:
@@ -100,10 +95,10 @@ def joining_kernel(bits: int, high: int) -> Join:
 def gpu_kernel(
     name: str, inputs: Sequence[str], source: str
 ) -> Callable[[list[mx.array], int, tuple[int, ...]], mx.array]:
-    """A kernel of Metal or CUDA, by what it is given, its threads and the shape of the uint32 that it puts out.
+    """Make a Metal or CUDA kernel with a uint32 output; called with its inputs, threads and the output's shape.
 
     Args:
-        source: C that both take, of one thread, whose number is ``at``; ``out``: what it writes to.
+        source: C for both, run by each thread with its number in ``at``; it writes to ``out``.
     """
     # Names as in the documentation of ``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel``.
     metal = mx.metal.is_available()
@@ -124,7 +119,7 @@ def gpu_kernel(
 
 
 def joining_source(bits: int, high: int) -> str:
-    """The kernel behind the line that says which thread this is: C that CUDA and Metal both take, without loops."""
+    """Return the kernel's source: C for both CUDA and Metal, without loops."""
     low = bits - high
     lines = ["if (at >= count[0]) return;"]
     for name, size in (("high", high), ("low", low)):
@@ -141,7 +136,7 @@ def joining_source(bits: int, high: int) -> str:
 
 
 def _field(name: str, code: int, size: int) -> str:
-    """A code of so many bits out of the words ``name0``, ``name1``, ..."""
+    """Return the C expression for a code of ``size`` bits in the words ``name0``, ``name1``, ..."""
     word, shift = divmod(code * size, 32)
     value = f"({name}{word} >> {shift})" if shift else f"{name}{word}"
     if shift + size > 32:
@@ -149,14 +144,12 @@ def _field(name: str, code: int, size: int) -> str:
     return f"({value} & {(1 << size) - 1}u)"
 
 
-def _cut(words: mx.array, bits: int, kept: int, skipped: int) -> mx.array:
-    """Of each code the ``kept`` bits above the lowest ``skipped``."""
-    return _cutting(bits, kept, skipped)(words)
-
-
 @cache
-def _cutting(bits: int, kept: int, skipped: int) -> Callable[[mx.array], mx.array]:
-    """Fused, which is faster, and what lies between is not in memory: of a head of 512 MB it was 4 to 10 GB."""
+def _cut(bits: int, kept: int, skipped: int) -> Callable[[mx.array], mx.array]:
+    """Return a function that keeps ``kept`` bits of each code above the lowest ``skipped``.
+
+    Fused for speed and memory: unfused, intermediate results of a 512 MB head took 4 to 10 GB.
+    """
     wide = _wide(bits)
 
     def cut(words: mx.array) -> mx.array:
@@ -168,16 +161,15 @@ def _cutting(bits: int, kept: int, skipped: int) -> Callable[[mx.array], mx.arra
 
 @cache
 def _wide(bits: int) -> mx.Dtype:
-    """The integer that eight codes fit into."""
     return mx.uint32 if bits <= 4 else mx.uint64
 
 
+# Integer types that hold exactly eight codes of so many bits.
 _WHOLE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-"""Integers that eight codes of so many bits are."""
 
 
 def _eights(words: mx.array, bits: int, wide: mx.Dtype) -> mx.array:
-    """Eight codes each, (..., n / 8)."""
+    """Return integers of eight codes each, (..., n / 8)."""
     if bits in _WHOLE:
         return words.view(_WHOLE[bits]).astype(wide)
     stream = words.view(mx.uint8).reshape(*words.shape[:-1], -1, bits)
@@ -188,7 +180,6 @@ def _eights(words: mx.array, bits: int, wide: mx.Dtype) -> mx.array:
 
 
 def _words(eights: mx.array, bits: int) -> mx.array:
-    """What ``_eights`` undoes."""
     if bits in _WHOLE:
         return eights.astype(_WHOLE[bits]).view(mx.uint32)
     stream = mx.stack([(eights >> (8 * i)).astype(mx.uint8) for i in range(bits)], axis=-1)
@@ -196,17 +187,17 @@ def _words(eights: mx.array, bits: int) -> mx.array:
 
 
 def _runs(begin: int, size: int, stride: int, count: int) -> int:
-    """A mask of ``count`` runs of ``size`` bits, from ``begin`` on, every ``stride`` bits."""
+    """Return a mask of ``count`` runs of ``size`` bits, from ``begin`` on, every ``stride`` bits."""
     return sum(((1 << size) - 1) << (begin + stride * i) for i in range(count))
 
 
 def _moved(x: mx.array, before: int, after: int, wide: mx.Dtype) -> mx.array:
-    """Eight fields, one every ``before`` bits, moved to every ``after``."""
+    """Move eight fields, one every ``before`` bits, to every ``after``."""
     near, far = sorted((before, after))
     if near == far:
         return x
     for upper in (4, 2, 1) if after > before else (1, 2, 4):
-        # Of each two runs of so many fields, side by side in the denser form, the upper one moves.
+        # Of each two runs of ``upper`` fields, adjacent in the denser form, the upper one moves.
         size, stride, by = upper * near, 2 * upper * far, upper * (far - near)
         stay = mx.array(_runs(0, size, stride, 4 // upper), wide)
         move = mx.array(_runs(size if after > before else upper * far, size, stride, 4 // upper), wide)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
             f"--coding {shortened(coding)}: choose auto, plain, compact, or {PLANES}:BITS such as {PLANES}:2"
         )
     if args.output is not None:
-        text_of("--output", str(args.output))  # MLX opens no file by another name
+        text_of("--output", str(args.output))  # MLX can only open names that are valid text
     folder, trust = resolve_model(args.model, args.revision), {"trust_remote_code": args.trust_remote_code}
     with ProgressBar() as bar:
         store = pack_model(folder, args.output, force=args.force, coding=coding, progress=bar, **trust)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _drafted_by(coding: str) -> str | None:
-    """What drafts with the high bits that a coding keeps apart; None: of so many bits nothing does."""
+    """Return the draft option that uses a coding's high bits; None if there is none for so many bits."""
     draft = f"self:{coding.removeprefix(f'{PLANES}:')}"
     try:
         parse_draft(draft)

@@ -1,4 +1,4 @@
-"""The command that this package brings, as ``outcore.cli.commands`` finds it. Light: no MLX."""
+"""The command of this package, as ``outcore.cli.commands`` finds it. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from outcore.cli.commands import HUB, KEEP, Command
 
 COMMANDS = {
     "pack": Command(
-        "Copy a model into the aligned layout that reads fastest. A pack that was cut off goes on where it was. "
-        "Without --output it goes to the cache and is used whenever that model is loaded.",
+        "Copy a model into the aligned layout that reads fastest. An interrupted pack resumes. "
+        "Without --output the copy goes to the cache and is used whenever that model is loaded.",
         "outcore_packs.command:run",
         "outcore_packs.flags:PACK",
         HUB,

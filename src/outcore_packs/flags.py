@@ -7,14 +7,14 @@ from outcore.cli.parser import Flag, flag
 
 PACK: list[str | Flag] = [
     "model-flags",
-    FLAGS["output"].but(help="A folder that can then be given as --model. Default: the cache.", metavar="DIR"),
-    FLAGS["force"].but(help="Pack again, even where a copy is there."),
+    FLAGS["output"].but(help="A new folder, which can then be given as --model. Default: the cache.", metavar="DIR"),
+    FLAGS["force"].but(help="Pack again, even if there is a copy."),
     flag(
         "--coding",
-        "compact: store layers' bf16 matrices in three quarters of their bytes; decoded in each sweep, to the same "
-        "bits. planes:BITS: of quantized layers so many high bits lie apart, so that --draft self:BITS drafts with "
-        "them and reads the others alone, with nothing written twice; that draft is made, too. plain: as they are "
-        "used. auto: compact on a GPU, plain on a processor, which decodes too slowly.",
+        "compact: store the layers' bf16 matrices in three quarters of their bytes and decode them in each pass, to "
+        "the same bits. planes:BITS: store the BITS high bits of quantized weights apart, so that --draft self:BITS "
+        "keeps them in memory to draft with and streams only the low bits; makes that draft, too. plain: store "
+        "weights as they are used. auto: compact on a GPU, plain on a CPU, which decodes too slowly.",
         "auto",
     ),
     "output-flags",

@@ -1,8 +1,7 @@
-"""Which parameters of a model's layers a packed copy stores in another form, the bytes that it stores of them, and what
-puts them together.
+"""Encodes matrices of a packed copy in other forms (codings), and finds their decoders. Every coding is lossless.
 
-A coding gives back every bit. What takes fewer bytes is chosen for each tensor by looking at all of its values: fewer
-blocks on disk than the tensor itself. What can be cut into planes is seen by its form.
+``compact`` reads all values of a matrix and is used if it takes fewer disk blocks; planes depend on shape and type
+only.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from .stored_planes import Planes, could_be_cut, cut_modules
 Form = SplitDecoder | Planes
 """A form in which a packed copy stores a matrix, and its decoder."""
 
+# By name in manifests: makes the form from the stored bytes' shape, the manifest's entry and the side table, or raises
+# ``ValueError`` if no matrix is stored so.
 FORMS: dict[str, Callable[[tuple[int, ...], Coded, Any], Form]] = {SPLIT: SplitDecoder.found, PLANES: Planes.found}
-"""By their names in manifests: each form by the shape of the bytes that are stored, what the manifest says, and what is
-stored elsewhere. A ``ValueError``: no matrix is stored so."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How one tensor is stored, by what the manifest says of it and what encodes and decodes it."""
+    """The coding of one tensor: its manifest entry and the form that encodes and decodes it."""
 
     path: str
     coded: Coded
@@ -47,33 +46,31 @@ class Coding:
 
     @property
     def spec(self) -> Spec:
-        """What is stored in the place of the tensor, and is read in each pass."""
+        """The tensor that is stored in its place and read in each pass."""
         return self.coded.name(self.path), mx.uint8, self.form.stored_shape
 
     @property
     def beside(self) -> dict[str, mx.array]:
-        """What is stored elsewhere, by its name."""
         stored = self.form.stored
         return {} if stored is None else {self.coded.beside(self.path): stored}
 
     def encoded(self, plain: Plain) -> Iterator[memoryview]:
-        """What is stored of the tensor."""
         return self.form.encoded(_elements(self.path, plain, self.form.shape, self.form.words))
 
 
 def choose(
-    layers: Sequence[Layer], coding: str, pieces: dict[str, Plain], told: Callable[[str], None] = lambda _: None
+    layers: Sequence[Layer], coding: str, pieces: dict[str, Plain], progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Coding]:
-    """The codings of these layers' tensors, by their paths. Reads them, one after the other.
+    """Choose the codings of these layers' tensors, by path. Reads the tensors one after the other.
 
     Args:
-        coding: of the copy: ``compact``, or ``planes:BITS``, for the layers that can draft with so many high bits.
-        pieces: their bytes; what was looked at is taken out.
-        told: called with each layer's path.
+        coding: of the copy: ``compact``, or ``planes:BITS`` for the layers that can draft with so many high bits.
+        pieces: sources of the tensors; consumed.
+        progress: called with each layer's path.
     """
     found = {}
     for layer in layers:
-        told(layer.path)
+        progress(layer.path)
         high = 0 if coding == COMPACT else int(coding.removeprefix(f"{PLANES}:"))
         bits = {f"{at}.weight": module.bits for at, module in cut_modules(layer, high)} if high else {}
         for p in layer.parameters:
@@ -93,7 +90,7 @@ def choose(
 
 
 def _fewer_blocks(words: Any) -> SplitDecoder | None:
-    """A matrix's form that takes fewer blocks of a disk; None: it would not."""
+    """Return a matrix's split form if it takes fewer disk blocks, else None."""
     beside = beside_rows(words)
     if beside is None:
         return None
@@ -103,7 +100,7 @@ def _fewer_blocks(words: Any) -> SplitDecoder | None:
 
 
 def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> Pieces:
-    """What is written where tensors have codings; ``pieces`` as they are used."""
+    """Return the sources of what is written; ``pieces``: those of the tensors as they are used."""
     made: Pieces = dict(pieces)
     for path, coding in codings.items():
         made[coding.coded.name(path)] = Encoding(coding.form.stored_shape, partial(coding.encoded, pieces[path]))
@@ -113,7 +110,6 @@ def with_codings(pieces: Mapping[str, Plain], codings: Mapping[str, Coding]) -> 
 
 
 def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
-    """All of a tensor's elements, in memory."""
     parts = [np.frombuffer(data, np.uint8).copy() for data in piece_bytes(path, plain)]
     if sum(part.size for part in parts) < prod(shape) * np.dtype(dtype).itemsize:
         raise StoreError(f"{path!a} is not as it was; the model changed while it was packed")
@@ -123,7 +119,7 @@ def _elements(path: str, plain: Plain, shape: Sequence[int], dtype: str) -> Any:
 def as_used(
     folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
 ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
-    """As in ``Codings``, of the tensors that a copy's files have, believing nothing. What decoders hold is read."""
+    """As in ``Codings``. Checks everything, and reads the decoders' side tables."""
     used, decoders = dict(tensors), dict[str, Decoder]()
     for path, coded in codings.items():
         stored = used.pop(coded.name(path), None)

@@ -1,4 +1,4 @@
-"""Packing a whole model into a folder of its own, which is opened as the model or found in the cache."""
+"""Packs a whole model into a folder of its own, which can be opened as a model or is found in the cache."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def pack_model(
     """Pack a whole model into a folder of its own, which ``open_model`` opens by itself or finds in the cache.
 
     Args:
-        output: an empty or new folder, or one that ``pack_model`` wrote; None: a folder in the cache.
-        force: write again what is there already.
-        coding: ``compact``: layers' tensors take fewer bytes where they can, which costs decoding them in each sweep.
-            ``planes:BITS``: so many high bits of quantized codes lie apart, to draft with (``stored_planes``).
+        output: an empty or new folder, or one written by ``pack_model``; None: a folder in the cache.
+        force: rewrite an existing copy.
+        coding: ``compact``: store layers' tensors in fewer bytes where possible, and decode them in each pass.
+            ``planes:BITS``: store so many high bits of quantized codes apart, to draft with (``stored_planes``).
 
     Raises:
-        StoreSpaceError: the disk is too full; what is finished is kept.
+        StoreSpaceError: the disk is too full; finished files are kept.
         StoreError: the output folder holds other things or a copy that no longer fits, or the model cannot be packed.
-        CheckpointError: the folder is not a whole model, or mlx-lm cannot make it.
+        CheckpointError: the folder is not a whole model, or mlx-lm cannot build it.
     """
     if is_packed(folder):
         raise StoreError(f"{folder}: is a packed copy already; give the folder of the original model")
@@ -100,20 +100,16 @@ def _packed(
 
 
 def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
-    """What can be stored in another form, by looking at all of the layers.
-
-    Raises:
-        StoreError: no codes can be cut into planes.
-    """
+    """Choose the tensors to encode by reading all layers."""
     again = open_again(lazy)
     layers = find_layers(again.model)
     done = iter(range(len(layers)))
 
-    def told(path: str) -> None:
+    def looking(path: str) -> None:
         if progress is not None:
             progress(f"looking at {path}", next(done), len(layers))
 
-    found = choose(layers, coding, plain_pieces(again), told)
+    found = choose(layers, coding, plain_pieces(again), looking)
     if coding.startswith(PLANES) and not found:
         why = f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
         if not lazy.config.get("quantization"):
@@ -136,7 +132,7 @@ def _whole_copy(output: Path, checkpoint: Checkpoint, coding: str) -> PackedStor
 
 
 def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFile]:
-    """Each layer's parameters of two and more dimensions, then everything else."""
+    """Lay out a file for each layer's matrices, and one for everything else."""
     rest: dict[str, Spec] = {path: (path, a.dtype, tuple(a.shape)) for path, a in named_parameters(lazy.model)}
     files = []
     for i, layer in enumerate(find_layers(lazy.model)):
@@ -145,18 +141,13 @@ def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFi
             plain = rest.pop(path)
             specs.append(codings[path].spec if path in codings else plain)
         files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
-    # In a layer's file what stays in memory would lie between what is read for each sweep, and be read too.
+    # Side tables stay in memory; in a layer's file they would be read with its matrices in each pass.
     beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})
     return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside.tensors])]
 
 
 def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
-    """Refuse a copy of which mlx-lm would make other weights: one whose ``sanitize`` changes what it made itself; and
-    one that this device decodes to other bits.
-
-    Raises:
-        StoreError: names the first parameter that would differ.
-    """
+    """Refuse a copy whose weights mlx-lm would change again, or that this device decodes to other bits."""
     output, codings = pack.folder, pack.manifest.codings
     tensors = {info.name: info for file in pack.files for info in file.places(output)}
     files = tuple(sorted(output / file.name for file in pack.files))
@@ -182,7 +173,6 @@ def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
 
 
 def _digest(path: str, piece: Plain) -> str:
-    """The xxh3_128 of a tensor's bytes."""
     digest = xxhash.xxh3_128()
     for data in piece_bytes(path, piece):
         digest.update(data)

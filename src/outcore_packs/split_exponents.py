@@ -1,12 +1,12 @@
-"""bfloat16 matrices in three quarters of their bytes, exactly: the exponents of trained weights are few.
+"""Stores bfloat16 matrices losslessly in three quarters of their bytes, since trained weights have few exponents.
 
-A weight's sign and mantissa are a byte. Its exponent is one of the 16 that are the most frequent in its matrix, as four
-bits; where it is none of these, it stands in a list of escapes. All is at fixed places, so that a GPU decodes every
-weight by itself. (The layout of SplitZip.)
+A weight's sign and mantissa are a byte. Its exponent is a 4-bit code for one of the 16 most frequent in its matrix; any
+other exponent is in a list of escapes. Positions are fixed, so a GPU decodes every weight independently. (SplitZip's
+layout.)
 
-A row is stored as its bytes, then its codes, two to a byte, the lower four bits first. Beside the rows, in words of 32
-bits: the 16 exponents in four words, where each row's escapes begin and the last one's end, and the escapes in order,
-their column times 256 plus their exponent.
+A row is stored as its bytes, then its codes, two per byte, the lower four bits first. The side table, in 32-bit words:
+the 16 exponents in four words, the start of each row's escapes and the end of the last, and the escapes in order, as
+column * 256 + exponent.
 """
 
 from __future__ import annotations
@@ -26,29 +26,26 @@ from outcore.machine.device import on_cpu
 from .code_planes import gpu_kernel
 
 EXPONENTS = 16
+# Columns are a multiple of this, so that rows are whole 32-bit words, and fewer than 2 ** 24, to fit an escape.
 COLUMNS = 8
-"""Columns are a multiple of this, so that rows are whole words of 32 bits; fewer than 2 ** 24, so that one fits beside
-an exponent."""
 
+# The largest side table, as a part of the matrix's bytes, since it stays in memory. (0.002 in a trained model.)
 BESIDE = 1 / 16
-"""Of a matrix's bytes, the most that there may be beside the rows, which stays in memory. (0.002 of it in a trained
-model.)"""
 
-ROWS_BYTES = 4 << 20
-"""Bytes of weights that are looked at or encoded at a time."""
+ROWS_BYTES = 4 << 20  # Bytes of weights that are examined or encoded at a time.
 
 Words = NDArray[np.uint16]
 Beside = NDArray[np.uint32]
 
 
 def could_be_split(shape: tuple[int, ...]) -> bool:
-    """Whether a bfloat16 matrix of this shape has rows that can be stored so."""
+    """Whether a bfloat16 matrix of this shape can be stored in this form."""
     whole = len(shape) == 2 and shape[1] % COLUMNS == 0
     return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
 
 
 def beside_rows(weights: Words) -> Beside | None:
-    """What stands beside the rows of these bfloat16 weights, given as their 16 bits; None: there is too much of it."""
+    """Return the side table of these bfloat16 weights, given as their 16 bits; None if it would be too large."""
     counts = np.zeros(256, np.int64)
     for block in _blocks(weights):
         counts += np.bincount(_exponents(block).reshape(-1), minlength=256)
@@ -71,7 +68,6 @@ def beside_rows(weights: Words) -> Beside | None:
 
 
 def _blocks(weights: Words) -> Iterator[Words]:
-    """All rows, some at a time."""
     step = max(1, ROWS_BYTES // (weights.shape[1] * 2))
     return (weights[begin : begin + step] for begin in range(0, len(weights), step))
 
@@ -82,12 +78,12 @@ def _exponents(weights: Words) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class SplitDecoder:
-    """How a matrix is stored, and what puts its weights together; what it holds stays in memory.
+    """Decodes one matrix. Its arrays stay in memory.
 
     Attributes:
         shape: of the weights.
-        table: uint8 (16,). ``beside``: uint32, where rows' escapes begin, and escapes.
-        at: uint32, where each escape is in the matrix, row after row; for a processor alone.
+        table: the exponents, uint8 (16,). ``beside``: starts and escapes, uint32.
+        at: position of each escape in the matrix, uint32; on a CPU only.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +96,7 @@ class SplitDecoder:
 
     @classmethod
     def found(cls, stored: tuple[int, ...], _: Coded, beside: Beside | None) -> SplitDecoder:
-        """What is stored so in a packed copy, as ``forms.FORMS`` takes it."""
+        """Make the decoder of a stored matrix, as ``forms.FORMS`` requires."""
         rows, columns = stored
         shape = rows, columns // 3 * 2
         if beside is None or not could_be_split(shape):
@@ -109,10 +105,10 @@ class SplitDecoder:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], beside: Beside) -> SplitDecoder:
-        """From what stands beside a matrix's rows.
+        """Make the decoder from the side table.
 
         Raises:
-            ValueError: it is not of such a matrix, and decoding would read beyond it.
+            ValueError: it does not fit the matrix, so decoding would read out of bounds.
         """
         words = EXPONENTS // 4
         starts, escapes = beside[words : words + shape[0] + 1], beside[words + shape[0] + 1 :]
@@ -129,16 +125,13 @@ class SplitDecoder:
 
     @property
     def stored(self) -> mx.array:
-        """What stands beside the rows, uint32."""
         return mx.concatenate([self.table.view(mx.uint32), self.beside])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the bytes that the rows are stored as."""
         return self.shape[0], self.shape[1] // 2 * 3
 
     def encoded(self, weights: Words) -> Iterator[memoryview]:
-        """The rows of these weights, given as their 16 bits, as they are stored."""
         code = np.zeros(256, np.uint8)
         code[np.array(self.table)] = np.arange(EXPONENTS)
         for rows in _blocks(weights):
@@ -151,7 +144,6 @@ class SplitDecoder:
         return int(self.table.nbytes + self.beside.nbytes + self.at.nbytes)
 
     def decode(self, rows: mx.array) -> mx.array:
-        """The weights, bfloat16; not evaluated."""
         if on_cpu():
             words = _by_operations(rows, self.table, self.beside[self.shape[0] + 1 :], self.at)
         else:
@@ -160,8 +152,11 @@ class SplitDecoder:
 
 
 def _by_operations(rows: mx.array, table: mx.array, escapes: mx.array, at: mx.array) -> mx.array:
-    """As uint16; on a processor. In one operation but for the escapes, which are written into its result: MLX allocates
-    when it queues, so that what operations hand on would be there for several matrices at once."""
+    """Decode on a CPU; returns uint16.
+
+    One fused operation, into whose result the escapes are written: MLX allocates when it queues an operation, so
+    intermediate results of several matrices would be in memory at once.
+    """
     columns = rows.shape[1] // 3 * 2
     signs = rows[:, :columns]
     shape = rows.shape[0], columns // 2, 2
@@ -176,7 +171,7 @@ def _by_operations(rows: mx.array, table: mx.array, escapes: mx.array, at: mx.ar
 def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     def assembled(signs: mx.array, pairs: mx.array, table: mx.array) -> mx.array:
         codes = (pairs >> mx.array([0, 4], mx.uint8)) & 0xF
-        # The table is two integers, whose bytes are its exponents.
+        # The table is viewed as two integers whose bytes are the exponents.
         exponents = mx.where(codes < 8, table[0], table[1]) >> ((codes & 7) * 8).astype(mx.uint64)
         wide = signs.astype(mx.uint16)
         return ((wide & 0x80) << 8) | ((exponents.astype(mx.uint16) & 0xFF) << 7) | (wide & 0x7F)
@@ -187,7 +182,7 @@ def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
 
 @cache
 def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
-    """The same by a kernel of which each thread decodes four weights; they come as pairs in words of 32 bits."""
+    """Return a GPU kernel whose threads decode four weights each."""
     kernel = gpu_kernel("split16", ("words", "halves", "exponents", "beside", "sizes"), SPLITTING_SOURCE)
 
     def decode(rows: mx.array, table: mx.array, beside: mx.array) -> mx.array:
@@ -199,6 +194,8 @@ def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     return decode
 
 
+# The kernel's source: C for both CUDA and Metal. Neighbouring threads read neighbouring words, since a slot may be read
+# over a bus. The table's bounds were checked before.
 SPLITTING_SOURCE = """if (at >= sizes[0]) return;
 unsigned int row = at / sizes[1], four = at % sizes[1];
 unsigned int bytes = words[row * (sizes[1] / 2 * 3) + four];
@@ -225,5 +222,3 @@ out[2 * at] = (bytes & 127u) | (e0 << 7) | ((bytes & 128u) << 8)
 out[2 * at + 1] = ((bytes >> 16) & 127u) | (e2 << 7) | ((bytes >> 8) & 32768u)
   | (((bytes >> 24) & 127u) << 16) | (e3 << 23) | (bytes & 2147483648u);
 """
-"""The kernel behind the line that says which thread this is: C that CUDA and Metal both take. A thread's reads lie next
-to those of its neighbours, since a slot may be read over a bus. What must not be read beyond is checked before."""

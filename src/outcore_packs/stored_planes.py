@@ -1,6 +1,8 @@
-"""Quantized weights of a packed copy whose codes lie in two planes, one behind the other: first all low bits, then all
-high bits, in as many bytes as before. Whoever is drafted for by the high bits reads only the first part in each pass,
-its draft is the second, and nothing is on disk twice; who needs all bits joins the two (``code_planes``)."""
+"""Stores quantized weights as two planes: first all low bits, then all high bits, in as many bytes as before.
+
+A model that drafts with the high bits keeps them in memory and streams only the low bits. Nothing is on disk twice, and
+both planes joined give all bits (``code_planes``).
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,21 @@ from outcore.modules.module_tree import named_modules
 
 from .code_planes import BITS, high_words, joined, low_plane
 
+# The least part of a layer's bytes whose codes must be cut for planes to pay; the rest of the layer stays in memory.
 ENOUGH = 0.75
-"""Of a layer's bytes, those whose codes are cut; what else it has stays in memory."""
 
-CUT_BYTES = 4 << 20
-"""Bytes of words that are cut at a time."""
+CUT_BYTES = 4 << 20  # Bytes of words that are cut at a time.
 
 
 def could_be_cut(shape: tuple[int, ...], bits: int, high: int) -> bool:
-    """Whether words of this shape are rows of whole blocks of 32 codes, of so many bits, that can be cut so."""
+    """Whether words of this shape are rows of whole blocks of 32 codes that can be cut so."""
     known = bits in BITS and 0 < high < bits
     return known and len(shape) == 2 and min(shape) > 0 and shape[1] % bits == 0 and shape[0] * shape[1] < 1 << 30
 
 
 def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]:
-    """The modules of a layer, by their paths in it, whose codes have more than ``high`` bits to be cut into; none
-    where they are too small a part of it."""
+    """Return a layer's modules, with their paths, whose codes have more than ``high`` bits; none if they are too small
+    a part."""
     found = {id(m): (path, m) for path, m in named_modules(layer.module) if _can_be_cut(m, high)}
     nbytes = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for _, m in found.values())
     return list(found.values()) if nbytes >= ENOUGH * layer.nbytes else []
@@ -43,17 +44,18 @@ def cut_modules(layer: Layer, high: int) -> list[tuple[str, nn.QuantizedLinear]]
 def _can_be_cut(module: nn.Module, high: int) -> bool:
     if type(module) is not nn.QuantizedLinear or module.mode != "affine" or module.bits <= high:
         return False
-    # Of float16 the draft's scales might have no room for a power of two.
+    # float16 scales, multiplied by a power of two for the draft, might overflow.
     whole = module.weight.ndim == 2 and module.weight.dtype == mx.uint32 and module.weight.shape[0] > 1
     return whole and module.scales.dtype != mx.float16
 
 
 @dataclass(frozen=True)
 class Planes:
-    """How one weight's words are stored, and its decoder (``Decoder``).
+    """Decodes one weight.
 
     Attributes:
-        shape: of the words, uint32. bits: of a code; ``high``: of these, how many are in the second plane.
+        shape: of the words, uint32.
+        bits: of a code; ``high``: of these, the number in the second plane.
     """
 
     shape: tuple[int, ...]
@@ -75,11 +77,9 @@ class Planes:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the bytes that the words are stored as."""
         return self.shape[0], self.shape[1] * 4
 
     def encoded(self, words: Any) -> Iterator[memoryview]:
-        """The bytes of both planes of these words, uint32 in NumPy's memory."""
         step = max(1, CUT_BYTES // (words.shape[1] * 4))
         for cut in (low_plane, high_words):
             for begin in range(0, len(words), step):
@@ -89,18 +89,17 @@ class Planes:
 
     @property
     def low_bytes(self) -> int:
-        """Bytes of the first plane."""
         return self.shape[0] * self.shape[1] * 4 // self.bits * (self.bits - self.high)
 
     def decode(self, stored: mx.array) -> mx.array:
-        """The words; ``stored``: uint8, as many bytes. Not evaluated."""
+        """Return the words, not evaluated; ``stored``: uint8, as many bytes."""
         flat = stored.reshape(-1)
         parts = (flat[self.low_bytes :], flat[: self.low_bytes])
         high, low = (part.view(mx.uint32).reshape(self.shape[0], -1) for part in parts)
         return joined(high, low, self.bits, self.high)
 
     def places(self, stored: TensorInfo) -> tuple[TensorInfo, TensorInfo]:
-        """Where the low and the high plane lie of a tensor that is stored so, each as words of its own."""
+        """Return the places of the low and the high plane of a stored tensor, each as words."""
         (rows, words), low = self.shape, self.low_bytes
         blocks = words // self.bits
         lows, highs = (rows, blocks * (self.bits - self.high)), (rows, blocks * self.high)

@@ -25,7 +25,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from outcore.decode.prefix_cache import CAPTURED, GRID, PrefixMatch
-from outcore.modules.away import is_away
+from outcore.modules.cache_rollback import is_away
 from outcore.modules.call_values import flat
 
 from .blocks import Block, BlockFiles

@@ -77,15 +77,10 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, without headers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self) -> None:
-        """Check that the files are those whose headers were read. Once they are open, the reader checks them itself.
-
-        Raises:
-            CheckpointError: a file was written to or replaced.
-        """
+        """Check that the files are those whose headers were read. Once they are open, the reader checks them itself."""
         for file, was in zip(self.files, self._were, strict=False):
             if state_of(file) != was:
                 raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
@@ -253,7 +248,6 @@ def _parse_tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
-    """Return the index's weight map, tensor name to file name, or None if there is no index."""
     if not path.exists() and not path.is_symlink():
         return None
     index = read_object(path, INDEX_BYTES, twins=False)[1].get("weight_map")
@@ -267,12 +261,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, dict[str, Any]]:
-    """Read a JSON object of at most ``most`` bytes; returns its bytes too. ``twins`` as in ``parse_json``.
-
-    Raises:
-        MissingFileError: no such file, or a dangling link.
-        CheckpointError: it cannot be read, or is no JSON object.
-    """
+    """Read a JSON object of at most ``most`` bytes; returns its bytes too. ``twins`` as in ``parse_json``."""
     try:
         raw = read_small(path, most)
         found = parse_json(raw, twins=twins)
@@ -288,14 +277,13 @@ def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, di
 
 
 def _unnumbered(files: Iterable[Path]) -> set[str]:
-    """Return the names in numbered series, such as model-00002-of-00004.safetensors, that are missing from ``files``."""
+    """Return missing names of numbered series such as model-00002-of-00004.safetensors."""
     names = {file.name for file in files}
     series = {(m[1], m[3]) for m in map(_SHARD.fullmatch, names) if m}
     return {f"{stem}-{n:05}-of-{last}.safetensors" for stem, last in series for n in range(1, int(last) + 1)} - names
 
 
 def not_a_folder(path: Path) -> str:
-    """Return the error text for a path that should be a model folder and is not a folder."""
     if path.suffix.lower() == ".gguf":
         return f"{path}: {GGUF}"
     if path.suffix in {".safetensors", ".json"}:

@@ -14,8 +14,6 @@ from .manifest import Coded, Manifest
 
 
 class Codings(Protocol):
-    """Decodes matrices that are stored in another form than they are used in."""
-
     def as_used(
         self, folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
     ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:

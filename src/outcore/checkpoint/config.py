@@ -32,7 +32,7 @@ _MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf
 
 
 class LiteralFolder(type(Path())):  # type: ignore[misc]  # a Path is made as a PosixPath
-    """A folder for mlx-lm, which globs for weights in it and would take special characters in its name for a pattern."""
+    """A folder for mlx-lm, which globs in it and would take its own name for a pattern."""
 
     def __truediv__(self, name: Any) -> Path:
         return Path(glob.escape(str(self)) if "*" in str(name) else str(self)) / name
@@ -43,11 +43,6 @@ def read_config(folder: Path, tensors: int) -> dict[str, Any]:
 
     Args:
         tensors: number of tensors in the model's files.
-
-    Raises:
-        MissingFileError: there is none.
-        CheckpointError: a file cannot be read, is a pipe or a device, or is too large; or it names more layers than
-            there are tensors, each of which would be built.
     """
     check_files(folder)
     _, config = read_object(folder / CONFIG, CONFIG_BYTES)
@@ -60,11 +55,7 @@ def read_config(folder: Path, tensors: int) -> dict[str, Any]:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Return the files of a model folder, other than weights, that mlx-lm and transformers open by themselves.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """Return the files of a model folder, other than weights, that mlx-lm and transformers open by themselves."""
     try:
         return sorted(path for path in folder.iterdir() if _READ.fullmatch(path.name))
     except OSError as error:
@@ -72,11 +63,7 @@ def files_beside(folder: Path) -> list[Path]:
 
 
 def check_files(folder: Path) -> None:
-    """Check that every file that mlx-lm or transformers opens is a regular file of plausible size.
-
-    Raises:
-        CheckpointError: one is not (named).
-    """
+    """Check that every file that mlx-lm or transformers opens is a regular file of plausible size."""
     for path in files_beside(folder):
         most = INDEX_BYTES if path.name.endswith(".index.json") else _MOST_BYTES.get(path.name, TOKENIZER_BYTES)
         try:
@@ -89,7 +76,6 @@ def check_files(folder: Path) -> None:
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield every named integer of a configuration, including nested ones."""
     todo: list[Any] = [config]
     while todo:
         at = todo.pop()

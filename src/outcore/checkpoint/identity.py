@@ -57,9 +57,6 @@ def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
     Args:
         config: bytes of config.json and the digest of the model's own code.
         files: the tensors' places in each file.
-
-    Raises:
-        CheckpointError: a file cannot be read, or became shorter.
     """
     digest = xxhash.xxh3_128(VERSION)
 
@@ -92,11 +89,7 @@ def block_of(offset: int, nbytes: int) -> Place:
 
 
 def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
-    """Read these places of a file.
-
-    Raises:
-        CheckpointError: it cannot be read, or became shorter.
-    """
+    """Read these places of a file."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
@@ -120,9 +113,6 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
     """Digest all Python files of a folder whose model has its own code (``model_file``); empty if it has none.
 
     The code may import any of them, including those in linked folders.
-
-    Raises:
-        CheckpointError: one cannot be read.
     """
     if config.get("model_file") is None:
         return b""
@@ -145,11 +135,7 @@ def code_print(folder: Path, config: Mapping[str, Any]) -> bytes:
 
 
 def identity_of_adapter(folder: Path) -> str:
-    """Return 32 hex digits over an adapter's configuration and weights, as ``identity_of`` does for a model.
-
-    Raises:
-        MissingFileError, HeaderError, CheckpointError: they are missing or damaged.
-    """
+    """Return 32 hex digits over an adapter's configuration and weights, as ``identity_of`` does for a model."""
     config, _ = read_object(folder / ADAPTER_CONFIG, CONFIG_BYTES)
     path = folder / ADAPTER
     return _digest(config, {path: [(t.offset, t.nbytes) for t in read_header(path).values()]})

@@ -41,8 +41,7 @@ class Decoder(Protocol):
     def nbytes(self) -> int:
         """Bytes that the decoder holds in memory."""
 
-    def decode(self, stored: mx.array) -> mx.array:
-        """Return the tensor, not evaluated."""
+    def decode(self, stored: mx.array) -> mx.array: ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,6 @@ def _own_code(folder: Path, config: dict[str, Any], trusted: bool) -> Path | Non
 
 
 def _classes(folder: Path, config: dict[str, Any], file: Path | None) -> tuple[type[nn.Module], type]:
-    """Return the classes of a model and its arguments, from mlx-lm or from the model's own code."""
     if file is None:
         try:
             return classes_of(config)

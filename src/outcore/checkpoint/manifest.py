@@ -59,7 +59,6 @@ class Coded(_Checked):
     high: Annotated[int, Field(ge=0, le=7)] = 0
 
     def name(self, path: str) -> str:
-        """Return the name of the encoded tensor in the file."""
         return f"{path}.{self.coding}"
 
     def beside(self, path: str) -> str:
@@ -82,7 +81,6 @@ class PackedFrom(_Checked):
     mlx: _Text = ""
 
     def same(self, other: PackedFrom) -> bool:
-        """Whether the two sources are the same model; the folder may have been renamed."""
         return self.model_copy(update={"folder": ""}) == other.model_copy(update={"folder": ""})
 
 
@@ -141,7 +139,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Describe the first invalid value in one short printable line."""
     found = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part)[:80] for part in found["loc"])
     return f"{ascii(where)[1:-1]}: {found['msg'][:120]}"

@@ -43,17 +43,11 @@ class Mirrors(Protocol):
             StoreError: a copy differs (named).
         """
 
-    def about(self) -> tuple[str, ...]:
-        """Return notes for the user."""
+    def about(self) -> tuple[str, ...]: ...
 
 
 def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> Mirrors | None:
-    """Find the copies of a model in these folders; None if no folder is given.
-
-    Raises:
-        StoreError: a folder holds no copy of the model as it is now.
-        UsageError: the package that reads copies is missing.
-    """
+    """Find the copies of a model in these folders; None if no folder is given."""
     if not named:
         return None
     if (package := modules("mirrors").get("mirrors")) is None:

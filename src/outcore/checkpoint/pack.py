@@ -104,7 +104,6 @@ def pack_files(
 
 
 def plain_pieces(lazy: LazyModel) -> dict[str, Plain]:
-    """Return the source of every parameter's bytes."""
     # Arrays with a place on disk are dropped: evaluating an array made from them would keep them in memory.
     return {path: lazy.origins.get(path, array) for path, array in named_parameters(lazy.model)}
 
@@ -246,7 +245,7 @@ class PackWriter:
             raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
 
     def _begin(self, records: dict[str, Record]) -> None:
-        """Remove files that the manifest will not list, keeping the folder recognizable as Outcore's at every moment."""
+        """Remove files that the manifest will not list; at every moment the folder is recognizable as Outcore's."""
         if self.force and (self.folder / MANIFEST).exists():
             (self.folder / MANIFEST).rename(self.folder / PARTIAL_MANIFEST)
         self._write_manifest(records)

@@ -45,7 +45,6 @@ class PackedFile:
     nbytes: int
 
     def places(self, folder: Path) -> list[TensorInfo]:
-        """Return each tensor's place if the file lies in this folder."""
         return [
             TensorInfo(name, folder / self.name, _DTYPE_NAMES[dtype], shape, offset, dtype.size * prod(shape))
             for (name, dtype, shape), offset in zip(self.tensors, self.offsets, strict=True)
@@ -53,11 +52,7 @@ class PackedFile:
 
 
 def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence[Spec]) -> PackedFile:
-    """Lay out a file with these tensors, in their order.
-
-    Raises:
-        StoreError: two tensors have the same name, or one has a padding entry's.
-    """
+    """Lay out a file with these tensors, in their order."""
     if isinstance(tensors, Mapping):
         tensors = [(path, array.dtype, tuple(array.shape)) for path, array in tensors.items()]
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}

@@ -86,11 +86,7 @@ def open_packed(folder: Path) -> PackedStore:
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
-    """Return the tensors of one packed file, without padding, if it is as recorded.
-
-    Raises:
-        StoreError: it is missing, was changed since it was packed, or its header is damaged.
-    """
+    """Return the tensors of one packed file, without padding, if it is as recorded."""
     try:
         status = path.stat()
         same = status.st_size == record.nbytes
@@ -159,12 +155,7 @@ def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None 
 
 
 def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
-    """Open a model lazily from a full packed copy, whose manifest need not be written yet.
-
-    Raises:
-        StoreError: it is an overlay, or it lacks a parameter of the model (named).
-        UnsupportedModelError: mlx-lm does not know the model type.
-    """
+    """Open a model lazily from a full packed copy, whose manifest need not be written yet."""
     manifest, folder = store.manifest, store.folder
     if manifest.kind != FULL:
         raise StoreError(f"{folder}: only a part of {manifest.source.folder!a}; give the model's own folder")
@@ -195,11 +186,7 @@ def open_again(lazy: LazyModel) -> LazyModel:
 
 
 def cached(kind: str, checkpoint: Checkpoint, *more: Any) -> Path:
-    """Return the cache folder for a copy of this model made by this mlx-lm; ``more``: what else identifies the copy.
-
-    Raises:
-        StoreError: other users could have written to it.
-    """
+    """Return the cache folder for a copy of this model made by this mlx-lm; ``more``: what else identifies the copy."""
     folder = checkpoint.folder.absolute()
     if folder.parent.name == "snapshots":  # the Hub's cache: models--owner--name/snapshots/<commit>
         folder = folder.parent.parent
@@ -216,7 +203,6 @@ def full_copy(checkpoint: Checkpoint, coding: str, model_config: dict[str, Any] 
 
 
 def source_of(checkpoint: Checkpoint) -> PackedFrom:
-    """Return what a manifest says of this model."""
     folder = checkpoint.folder.absolute().name[:1000]
     return PackedFrom(folder=folder, identity=identity_of(checkpoint), mlx_lm=mlx_lm.__version__, mlx=version("mlx"))
 

@@ -13,11 +13,7 @@ from .lazy_model import one_line_of
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json as mlx-lm does.
-
-    Raises:
-        CheckpointError: it is invalid, or another configuration file in the folder is unsafe to open.
-    """
+    """Read a model's config.json as mlx-lm does."""
     check_files(folder)
     try:
         config: dict[str, Any] = mlx_lm.utils.load_config(folder)
@@ -45,7 +41,6 @@ def longest_context(config: dict[str, Any]) -> int | None:
 
 
 def _stretched(config: dict[str, Any], longest: int) -> int:
-    """Return the number of tokens that a rope scaling extends ``longest`` to; 0 without one."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, dict):
         return 0

@@ -76,7 +76,6 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are equal or name the same folder."""
     if one == other:
         return True
     try:
@@ -103,9 +102,6 @@ class PromptCacheFile:
 
     Args:
         name: gets the suffix ``.safetensors`` if it lacks it, as in MLX.
-
-    Raises:
-        UsageError: the file cannot be written, or exists and is no prompt cache.
     """
 
     def __init__(self, name: str) -> None:
@@ -137,9 +133,6 @@ class PromptCacheFile:
         Args:
             model: its name, as the user gave it.
             settings: the tokenizer's.
-
-        Raises:
-            UsageError: it cannot be written.
         """
         try:
             with self._partial.open("wb") as out:

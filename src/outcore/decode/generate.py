@@ -21,8 +21,8 @@ from ..checks import whole as whole_number
 from ..engine.session import Session
 from ..errors import UsageError
 from ..machine.exclusive import pass_on, served
-from ..modules.away import snapshot_bytes
 from ..modules.cache_check import check_cache
+from ..modules.cache_rollback import snapshot_bytes
 from ..modules.call_values import caches_in
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record

@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 from ..engine.session import Session
 from ..engine.undo import Undo
 from ..machine.allocator import clear_cache
-from ..modules.away import in_memory
+from ..modules.cache_rollback import in_memory
 from .one_text import Computed, OneText
 from .passes import Pass, run_passes
 from .request import Request, Token

@@ -39,8 +39,6 @@ class Chunk:
 
 
 class ShortRead(Exception):
-    """A file ended before the read was complete."""
-
     def __init__(self, missing: int) -> None:
         self.missing = missing
 
@@ -71,9 +69,6 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces
 
     Returns:
         Bytes read from the file, and whether the slot's memory refused the read.
-
-    Raises:
-        OSError, ShortRead: the read failed.
     """
     file, start, end = chunk.file, chunk.offset, chunk.offset + chunk.nbytes
     place = chunk.slot[chunk.at : chunk.at + chunk.nbytes]
@@ -102,7 +97,7 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces
 
 
 def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
-    """Read until ``need`` bytes are there. A read whose length is no multiple of ``step`` has met the end of the file."""
+    """Read ``need`` bytes. A read that ends off a multiple of ``step`` has met the end of the file."""
     done = 0
     while done < need:
         n = calls.preadv(fd, target[done:], offset + done)

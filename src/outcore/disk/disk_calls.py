@@ -35,7 +35,6 @@ class DiskCalls:
         return os.open(path, os.O_RDONLY | flags | getattr(os, "O_CLOEXEC", 0))
 
     def open_cached(self, path: Path) -> int:
-        """Open a file to read through the page cache."""
         return self.open(path)
 
     def open_direct(self, path: Path) -> int | None:
@@ -90,7 +89,6 @@ class DiskCalls:
             os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def expect_random(self, fd: int) -> None:
-        """Advise the system to read nothing ahead."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
@@ -145,7 +143,6 @@ _current: DiskCalls = DarwinCalls() if sys.platform == "darwin" else DiskCalls()
 
 
 def system() -> DiskCalls:
-    """Return the calls in use."""
     return _current
 
 

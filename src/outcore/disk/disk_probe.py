@@ -28,10 +28,6 @@ def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...
 
     Returns:
         Offset, alignment and kind (``direct`` or ``cached``) of every read that returned wrong bytes.
-
-    Raises:
-        ReadError: the file cannot be opened, or the disk failed.
-        UsageError: ``io="direct"`` on a file system without direct reads.
     """
     size, found = path.stat().st_size, []
     with contextlib.closing(FileReader([path], io=io, threads=1)) as reader, path.open("rb") as file:

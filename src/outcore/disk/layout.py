@@ -67,8 +67,6 @@ class Extent:
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """Bytes already in memory and where they go in a slot."""
-
     source: memoryview
     at: int
 

@@ -24,8 +24,6 @@ class ExpertCounters:
 
 
 class _UnderWay:
-    """The number of reads in flight, and since when there is at least one."""
-
     def __init__(self) -> None:
         self.lock, self.count, self.since = threading.Lock(), 0, 0.0
 

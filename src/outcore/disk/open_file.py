@@ -39,11 +39,7 @@ class OpenFile:
         self._blocks = self._sampled() if self.watched else 0
 
     def check(self) -> None:
-        """Check the file if something was read from it since the last check.
-
-        Raises:
-            ReadError, OSError: it was written to since it was opened, or its status cannot be read.
-        """
+        """Check the file if something was read from it since the last check."""
         if not self.read:
             return
         self.read = False  # before the look: a read in the meantime causes another check
@@ -74,7 +70,6 @@ class OpenFile:
         self._was = now
 
     def _sampled(self) -> int:
-        """Return a digest of blocks spread over the file."""
         digest, size = xxhash.xxh3_64(), self._was.st_size
         for n in range(BLOCKS):
             at = n * max(0, size - BLOCK) // (BLOCKS - 1)
@@ -95,12 +90,7 @@ def _status(found: os.stat_result) -> tuple[int, ...]:
 
 
 def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
-    """Open a file; ``io`` as in ``FileReader``.
-
-    Raises:
-        ReadError: it cannot be opened.
-        UsageError: ``io="direct"`` on a file system without direct reads.
-    """
+    """Open a file; ``io`` as in ``FileReader``."""
     try:
         fd = calls.open_cached(path)
     except OSError as e:

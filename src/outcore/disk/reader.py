@@ -56,7 +56,6 @@ class Read:
             self._left += chunks
 
     def finish(self, error: ReadError | None = None, nbytes: int = 0) -> None:
-        """Count one chunk as ended."""
         with self._lock:
             self.error = self.error or error
             self.nbytes += nbytes
@@ -69,7 +68,6 @@ class Read:
 
     @property
     def ready(self) -> bool:
-        """Whether every chunk has ended, with or without an error."""
         return self._done.is_set()
 
     @property
@@ -85,7 +83,6 @@ class Read:
         self._cancelled = True
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; returns whether the read has ended."""
         return self._done.wait(seconds)
 
     def wait_quietly(self) -> None:
@@ -116,7 +113,7 @@ class Reader(Protocol):
         """Whether every file is read around the page cache."""
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
-        """Start reading ``extents`` into ``target`` (from byte ``at`` of each) and copying ``copies``; returns at once."""
+        """Start reading ``extents``, and copying ``copies``, into ``target``; returns at once."""
 
     def check(self) -> None:
         """Check the files that were read since the last call. Raises ``ReadError`` if one was written to since it was
@@ -191,7 +188,6 @@ class FileReader:
         copies: Sequence[SlotCopy] = (),
         read: Read | None = None,
     ) -> Read:
-        """As in ``Reader``; ``read`` receives the result."""
         read = Read(name) if read is None else read
         address, end, tasks = address_of(target) if extents else 0, 0, list[Chunk | SlotCopy]()
         for extent in extents:
@@ -296,9 +292,6 @@ class RowReader:
 
     Args:
         make: constructs the reader.
-
-    Raises:
-        ReadError: a file cannot be opened.
     """
 
     def __init__(
@@ -310,11 +303,7 @@ class RowReader:
     def read(
         self, path: Path, offset: int, nbytes: int, rows: Sequence[int], name: str
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Read rows of ``nbytes`` bytes each; row 0 begins at ``offset``. Returns uint8 of shape (rows, nbytes).
-
-        Raises:
-            ReadError: the file is too short, or the disk failed.
-        """
+        """Read rows of ``nbytes`` bytes each; row 0 begins at ``offset``. Returns uint8 of shape (rows, nbytes)."""
         out = np.empty((len(rows), nbytes), dtype=np.uint8)
         extents = [Extent(path, offset + row * nbytes, nbytes, i * nbytes) for i, row in enumerate(rows)]
         read = self._reader.submit(f"rows of {name}", extents, out.reshape(-1).data)

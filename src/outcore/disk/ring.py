@@ -117,11 +117,7 @@ class Ring:
         self._broken = False  # a pass broke off: held turns will not be released
 
     def begin_pass(self) -> None:
-        """Begin a pass over the units; the order of the one before becomes the forecast for the next.
-
-        Raises:
-            ClosedError: the ring was closed.
-        """
+        """Begin a pass over the units; the order of the one before becomes the forecast for the next."""
         self._check_open()
         if self._broken:
             self._recover()
@@ -132,7 +128,7 @@ class Ring:
         self._before, self._seen = self._seen, []
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Between passes: expect other units, or another order, from now on. Prefetched units that still fit are kept."""
+        """Between passes: expect other units, or another order. Prefetched units that still fit are kept."""
         self._check_open()
         if not order:
             raise ValueError("a ring without units has nothing to do; close it")
@@ -143,11 +139,7 @@ class Ring:
         self.start()
 
     def take(self, unit: int) -> Lease:
-        """Take the turn for ``unit``. Its read may still be running: see ``wait``.
-
-        Raises:
-            ClosedError: the ring was closed.
-        """
+        """Take the turn for ``unit``. Its read may still be running: see ``wait``."""
         if self._closed:
             self._check_open()
         if self._turn - len(self.slots) in self.held:  # the turn before in this slot
@@ -209,7 +201,6 @@ class Ring:
             self._at = (self._at + ahead) % n
 
     def _drop(self, keep: int) -> None:
-        """Cancel all prefetches but the first ``keep``."""
         dropped = self.ahead[keep:]
         for lease in dropped:
             lease.read.cancel()

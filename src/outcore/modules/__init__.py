@@ -1,1 +1,1 @@
-"""The layers and caches of mlx-lm: found, traced, and called otherwise."""
+"""Finds, traces and wraps mlx-lm's layers and caches."""

@@ -1,4 +1,4 @@
-"""How a model computes attention, seen at the one function that all fused attention goes through."""
+"""Observes a model's attention at ``mx.fast.scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Any
 import mlx.core as mx
 
 FUSED, WITH_SINKS, OTHERWISE = 1, 3, 2
-"""Arrays of attention scores (heads, tokens of a chunk, tokens of context) that are there at once. On the CPU device
-``mx.fast.scaled_dot_product_attention`` takes 1.03 times its scores, and 3.03 with sinks (MLX 0.32.4; float32 and
-bfloat16, all masks, 1 to 128 tokens by 4,096 and 8,192); a GPU's kernels keep none, where they are for the heads' size.
-What else there is holds scores, or a mask as large, and their softmax."""
+"""Arrays of attention scores (heads, tokens of a chunk, tokens of context) in memory at once.
+
+On the CPU device ``mx.fast.scaled_dot_product_attention`` takes 1.03 times its scores, and 3.03 with sinks (MLX 0.32.4;
+float32 and bfloat16, all masks, 1 to 128 tokens by 4,096 and 8,192). A GPU's kernels keep none for the head sizes that
+they support. Other attention holds scores, or a mask as large, and their softmax.
+"""
 
 _one_at_a_time = threading.RLock()
 
 
 class Attention:
-    """Calls of fused attention that were seen.
+    """Observed calls of fused attention.
 
     Attributes:
-        calls: how many; ``sinks``, ``masks``: whether any had such, or a mask of numbers for each head.
-        each: most bytes of keys and values, per token, of a call for just so many ``tokens``.
+        sinks, masks: whether any call had sinks, or a mask of numbers for each head.
+        each: the most bytes per token of keys and values of a call for exactly ``tokens`` tokens.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -41,7 +43,7 @@ class Attention:
         self.masks |= isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == heads > 1
 
     def scores(self, expected: int) -> int:
-        """Arrays of scores at once, of a model with so many attention layers."""
+        """Return the arrays of scores in memory at once, for a model with ``expected`` attention layers."""
         if self.sinks:
             return WITH_SINKS
         return FUSED if self.calls >= expected and not self.masks else OTHERWISE
@@ -49,7 +51,7 @@ class Attention:
 
 @contextmanager
 def seen(tokens: int) -> Iterator[Attention]:
-    """What this thread calls meanwhile, of a text of so many tokens; other threads' calls go their way."""
+    """Observe this thread's attention calls while the block runs a text of ``tokens`` tokens."""
     found, here = Attention(tokens), threading.get_ident()
     with _one_at_a_time:
         original: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention

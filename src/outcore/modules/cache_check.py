@@ -1,6 +1,6 @@
-"""Whether a cache that somebody brings is one of a model's.
+"""Checks whether a cache passed by the caller is one of the model's.
 
-A cache of another model is no error to MLX where shapes happen to broadcast: it would be read, and make other text.
+MLX accepts a cache of another model where shapes happen to broadcast, and the text would be wrong.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UsageError
-from .away import is_away
 from .cache_form import INSTEAD, KEYED, PLAIN, CacheForm, placed, shapes_of
+from .cache_rollback import is_away
 
+# Attributes in which mlx-lm's caches keep counts and sizes.
 COUNTS = ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size")
-"""Attributes in which mlx-lm's caches count tokens and others."""
 
-MOST = 2**31 - 1
-"""Tokens: an MLX shape is int32."""
+MOST = 2**31 - 1  # Tokens: an MLX shape is int32.
 
 MAKE = "make_prompt_cache(model) makes one"
 
 
 def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: str = "prompt_cache") -> None:
-    """Refuse a cache that is not of the model whose caches have these forms. Nothing is computed.
+    """Refuse a cache that does not match the forms of the model's caches. Computes nothing.
 
     Args:
-        forms: none: nothing is known of them. ``cache``: None: there is none.
+        forms: empty if unknown; then nothing is checked.
         name: for the error.
 
     Raises:
-        UsageError: another number, other classes or other shapes; or a state that no text leaves behind.
+        UsageError: the number, classes or shapes of the caches differ, or a state is impossible.
     """
     if not forms or cache is None:
         return
@@ -51,7 +50,7 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
         raise UsageError(f"{name}: the same cache stands in it twice; {MAKE} for each layer")
     for n, ((_, c), form) in enumerate(zip(given, forms, strict=True)):
         if is_away(c):
-            continue  # it was looked at before it was put away
+            continue  # it was checked before it was offloaded
         why = _differs(c, form) or impossible(c)
         if why is not None:
             raise UsageError(f"{name}: cache {n} {why}: it was made with another model, or is damaged")
@@ -70,7 +69,7 @@ def _differs(cache: Any, form: CacheForm) -> str | None:
         if shape is None:
             if kind in KEYED and shapes:
                 return "holds keys without values"
-            continue  # nothing is in it yet
+            continue  # it is empty
         if len(shape) != len(axes) or any(b is not None and a != b for a, b in zip(shape, axes, strict=True)):
             here = "x".join("n" if b is None else str(b) for b in axes)
             return f"has a state of shape {'x'.join(map(str, shape))}, and this model has {here} there"
@@ -78,12 +77,12 @@ def _differs(cache: Any, form: CacheForm) -> str | None:
 
 
 def impossible(cache: Any) -> str | None:
-    """Why the counts that a cache keeps do not fit to what it holds; None: they do."""
+    """Say why a cache's counts contradict its contents; None if they do not."""
     kind, counts = type(cache).__name__, {name: getattr(cache, name, 0) for name in COUNTS}
-    # A model's own caches may count several sequences' tokens in arrays.
-    told = [n for n in counts.values() if kind in KEYED or not isinstance(n, mx.array)]
-    if any(type(n) is not int or not 0 <= n <= MOST for n in told):
-        return "counts tokens with what is no count"
+    # Caches of a model's own class may count the tokens of several sequences in arrays.
+    numbers = [n for n in counts.values() if kind in KEYED or not isinstance(n, mx.array)]
+    if any(type(n) is not int or not 0 <= n <= MOST for n in numbers):
+        return "has a token count that is not a number of tokens"
     if kind not in KEYED:
         return None
     shapes = [shape for _, shape in shapes_of(cache)]

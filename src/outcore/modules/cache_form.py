@@ -1,8 +1,7 @@
-"""What is known of a model's caches: what they look like, and what they hold after so many tokens.
+"""The forms of a model's caches, and how many bytes they hold after any number of tokens.
 
-mlx-lm's own caches grow by known rules, so a handful of tokens shows all there is to know. A cache of a class that is
-not known here (single model files bring their own) is looked at after two longer texts, and goes on along the line
-through both.
+mlx-lm's own caches grow by known rules, so a few tokens show everything. A cache of an unknown class (some model files
+define their own) is measured after two longer texts and extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -27,24 +26,28 @@ from .call_values import flat
 from .hooks import arrays_in
 
 PLAIN = "KVCache"
+# Classes that mlx-lm puts in place of a plain cache: quantized or bounded.
 INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
-"""What mlx-lm puts in the place of a plain one: quantized, or bounded."""
 
-KEYED = INSTEAD | {"ChunkedKVCache"}
-"""Those with keys and values of shape (1, heads, tokens, features)."""
+KEYED = INSTEAD | {"ChunkedKVCache"}  # Classes with keys and values of shape (1, heads, tokens, features).
 
+# Tokens that show how a known cache grows. Convolutions hold fewer, so their states do not change after these.
 FEW = 16
-"""Tokens that show how a known cache grows. Convolutions keep fewer: what still changes after these is not known."""
 
+# Unknown caches are measured after so many tokens and one more: just beyond a power of two, where buffers that grow in
+# steps or by doubling have just grown.
 PROBES = (512, 1024)
-"""Tokens, and one more, after which unknown caches are looked at: one token beyond a power of two, where buffers that
-grow in steps or by doubling have just grown."""
 
 
 @dataclass(frozen=True)
 class CacheForm:
-    """One cache of a model: its class, each array of its state by its axes (None: one that the text changes), and which
-    of the caches in the model's list it is, or is a part of."""
+    """The form of one cache of a model.
+
+    Attributes:
+        kind: its class.
+        arrays: path and shape of each array in its state; None for an axis that depends on the text.
+        at: its index in the model's list of caches, or that of the cache it is a part of.
+    """
 
     kind: str
     arrays: tuple[tuple[str, tuple[int | None, ...]], ...]
@@ -52,11 +55,11 @@ class CacheForm:
 
 
 def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: bool = False) -> tuple[CacheForm, ...]:
-    """The forms of a model's caches that hold something.
+    """Return the forms of a model's non-empty caches.
 
     Args:
-        before: the same with fewer tokens.
-        known: whether it is known from there which axes the text changes; if not, only the outer ones are kept.
+        before: their forms after fewer tokens.
+        known: ``before`` shows which axes depend on the text; otherwise only the outer axes count as fixed.
     """
     found = []
     for n, (at, c) in enumerate(placed(cache)):
@@ -75,12 +78,12 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
 
 
 def placed(cache: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Every cache, in place of lists of them what they hold, and the number of what it is a part of."""
+    """Return every cache, with lists of caches flattened, and the index of the entry it belongs to."""
     return [(at, part) for at, c in enumerate(cache) for part in flat([c])]
 
 
 def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Path and shape of each array of a state; of keys and values that are quantized, as they would be if not."""
+    """Yield path and shape of each array of a cache's state, of quantized ones as if they were not."""
     if type(cache).__name__ == "QuantizedKVCache":
         for path, packed in (("0", cache.keys), ("1", cache.values)):
             if packed is not None:
@@ -88,19 +91,19 @@ def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield path, (*outer, words * 32 // cache.bits)
         return
     for path, array in tree_flatten(getattr(cache, "state", ())):
-        # Who has left paddings or lengths shares passes; whoever comes alone has none.
+        # Left paddings and lengths exist only where sequences share passes; a single sequence has empty ones.
         if isinstance(array, mx.array) and array.size:
             yield path, tuple(array.shape)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What one cache holds. Bytes.
+    """Bytes that one cache holds.
 
     Attributes:
-        fixed: however long the text.
-        growing: with it.
-        window: per token of a chunk, until the next token comes: sliding windows keep a whole chunk beside their size.
+        fixed: for any text.
+        growing: with the text.
+        window: per token of a chunk until the next token comes, as a sliding window keeps the whole chunk until then.
     """
 
     fixed: int = 0
@@ -109,15 +112,14 @@ class Growth:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the arrays in one cache."""
     return sum(a.nbytes for a in arrays_in(cache))
 
 
 def known_growth(cache: Any, before: int) -> Growth | None:
-    """How a cache of mlx-lm grows that holds ``FEW`` tokens and one more; None if that cannot be told from it.
+    """Return how a cache of a known class grows, from its state after ``FEW`` tokens and one more; None if unknown.
 
     Args:
-        before: bytes that it held a token earlier.
+        before: its bytes one token earlier.
     """
     now = cache_bytes(cache)
     if type(cache) is ArraysCache:
@@ -126,20 +128,19 @@ def known_growth(cache: Any, before: int) -> Growth | None:
         return None
     keys = cache.keys[0] if type(cache) is QuantizedKVCache and cache.keys is not None else cache.keys
     if not isinstance(keys, mx.array) or keys.ndim < 2 or not keys.shape[-2]:
-        # A layer that uses another one's keys and values leaves its own cache empty.
+        # A layer that uses another layer's keys and values leaves its own cache empty.
         return Growth(fixed=now) if now == 0 else None
     each = now // keys.shape[-2]
     if type(cache) is RotatingKVCache:
         return Growth(growing=(each, cache.max_size), window=each)
     if type(cache) is ChunkedKVCache:
-        # It is cut to its size before a chunk comes, and then grows by whole steps.
+        # Before a chunk it is cut to its size, and then grows by whole steps.
         return Growth(growing=(each, cache.chunk_size + KV_STEP), window=each)
     return Growth(growing=(each, None))
 
 
 def probed_growth(first: int, second: int) -> Growth:
-    """How a cache grows that held so many bytes after each of ``PROBES`` and one token more: along the line through
-    both, from at least nothing."""
+    """Extrapolate linearly from the bytes that a cache held after each of ``PROBES`` and one more token."""
     a, b = PROBES
     each = max(0, -((first - second) // (b - a)))
     if not each:

@@ -1,4 +1,4 @@
-"""What a model's calls are given and give back, as the engine sees it: arrays, caches, tokens."""
+"""Finds arrays, caches and token counts in the arguments and results of model calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .mlx_lm_compat import BaseCache
 
 
 def copy_of(array: mx.array) -> mx.array:
-    """The same bits in memory of their own."""
+    """Return the same bits in new memory."""
     flat = array.reshape(-1)
     return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
 
 
 def handles(*values: Any) -> list[mx.array]:
-    """Every array in ``values`` by a handle of our own: a later layer may write into the one that it was given."""
+    """Return every array in ``values`` as a new object, because a later layer may write into the one it receives."""
     found = arrays_in(*values)
     for i, a in enumerate(found):
         found[i] = a.astype(a.dtype)  # as ``hooks.handle``
@@ -27,12 +27,10 @@ def handles(*values: Any) -> list[mx.array]:
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
-    """Every cache of a model, in place of lists of them what they hold."""
     return [part for c in caches for part in (flat(c.caches) if isinstance(c, CacheList) else [c])]
 
 
 def caches_in(*values: Any) -> list[Any]:
-    """Every cache in ``values``, those inside of others too."""
     found: list[Any] = []
     for v in values:
         if isinstance(v, list | tuple):
@@ -47,7 +45,7 @@ def caches_in(*values: Any) -> list[Any]:
 
 
 def tokens_in(args: Any) -> int:
-    """Tokens in a layer's input: the product of all dimensions but the last."""
+    """Return the number of tokens in a layer's input: the product of all dimensions but the last."""
     for x in args:
         if isinstance(x, mx.array):
             return x.size // max(x.shape[-1], 1)
@@ -55,6 +53,7 @@ def tokens_in(args: Any) -> int:
 
 
 def sequences_in(args: Any) -> int:
-    """Sequences in a layer's input. MLX's CUDA kernels for one token of each read the weights once for every one."""
+    """Return the number of sequences in a layer's input. MLX's CUDA kernels read the weights once per sequence at one
+    token each."""
     x = next((a for a in args if isinstance(a, mx.array)), None)
     return x.shape[0] if x is not None and x.ndim > 2 else 1

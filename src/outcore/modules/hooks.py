@@ -1,6 +1,4 @@
-"""What is done to a model's modules: other arrays in their places, their calls led through ours; and arrays found in
-whatever they are called with.
-"""
+"""Replaces a model's parameters, wraps its modules' calls, and finds arrays in their arguments."""
 
 from __future__ import annotations
 
@@ -16,20 +14,18 @@ from .layers import STREAMED, Parameter
 
 
 def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
-    """Make ``arrays`` the values of ``parameters``."""
     for p, a in zip(parameters, arrays, strict=True):
-        # Not setattr: a module is a dictionary, and some classes guard their attributes.
+        # Not setattr, because some classes guard their attributes; a module is a dictionary.
         dict.__setitem__(p.module, p.key, a)
 
 
 def absent(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """What stands in for weights that are not in memory: no elements, the same dtypes, so any use fails loudly."""
+    """Return empty arrays of the same dtypes for weights that are not in memory, so any use fails loudly."""
     return [mx.zeros((0,), dtype=a.dtype) for a in arrays]
 
 
 def settle(parameters: Sequence[Parameter], stays: bool) -> None:
-    """Tell modules that put their weights together from what is read (``STREAMED``) that it stays in memory from now
-    on, or is about to be streamed."""
+    """Tell modules that assemble their weights from what is read (``STREAMED``) that it now stays in memory, or not."""
     for p in parameters:
         if hasattr(type(p.module), STREAMED):
             p.module.settle() if stays else p.module.unsettle()
@@ -39,7 +35,7 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Swapped:
-    """Mixed in before a module's own class: its calls go through ``call(original, args, kwargs)``."""
+    """Base class put before a module's own class: its calls go through ``call(original, args, kwargs)``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Call = self.__dict__["_outcore_call"]
@@ -47,7 +43,7 @@ class _Swapped:
 
 
 class _SwappedTable(_Swapped):
-    """The same for an embedding, of which ``as_linear`` goes through ``product(original, args, kwargs)``."""
+    """The same for an embedding, whose ``as_linear`` goes through ``product(original, args, kwargs)``."""
 
     def as_linear(self, *args: Any, **kwargs: Any) -> Any:
         product: Call = self.__dict__["_outcore_product"]
@@ -55,14 +51,14 @@ class _SwappedTable(_Swapped):
 
 
 class _SwappedModel(_Swapped):
-    """The same for a whole model, most of whose weights are not in memory: its modules would tell their shapes."""
+    """The same for a streamed model, whose default repr would show the placeholders' shapes."""
 
     def __repr__(self) -> str:
         kind = type(self)
         return f"<{kind.__bases__[1].__name__} of {kind.__module__}, streamed: {self.__dict__['outcore']!r}>"
 
     def parameters(self) -> Any:
-        """Refused: what stands in for weights on disk must not be saved, or counted, as if it were they."""
+        """Refused: placeholders of weights on disk must not be saved or counted."""
         raise UsageError(
             "this model is streamed: most of its weights are on disk and not among its parameters; to save or change "
             "them load it with mlx_lm, or with enough memory for all of it"
@@ -70,9 +66,10 @@ class _SwappedModel(_Swapped):
 
 
 def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None, *, whole_model: bool = False) -> None:
-    """Give ``module`` a subclass of its own class whose calls go through ``call``, ``as_linear`` through ``product``.
+    """Give ``module`` a subclass of its own class whose calls go through ``call``, and ``as_linear`` through
+    ``product``.
 
-    The module object stays: paths, attributes and ``isinstance`` hold, where a proxy would break on type checks.
+    The module object stays, so paths, attributes and ``isinstance`` hold; a proxy would break type checks.
     """
     cls = type(module)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -83,7 +80,6 @@ def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None
 
 
 def unswap(module: nn.Module) -> None:
-    """Undo ``swap``; nothing happens to a module that is not swapped."""
     cls = type(module)
     if issubclass(cls, _Swapped):
         module.__class__ = cls.__bases__[1]
@@ -92,13 +88,13 @@ def unswap(module: nn.Module) -> None:
 
 
 def arrays_in(*values: Any) -> list[mx.array]:
-    """Every array in ``values``: in nested sequences and dictionaries, and in the attributes of caches.
+    """Return every array in ``values``: in nested sequences and dictionaries, and in attributes of caches.
 
-    A cache's attributes rather than its ``state``: that property slices, and what must be evaluated is the buffer.
+    Uses a cache's attributes, because its ``state`` slices, and the whole buffer must be evaluated.
     """
     found: list[mx.array] = []
     seen: set[int] = set()
-    # A stack instead of recursion: every layer of every pass asks.
+    # A stack instead of recursion, for speed: every layer of every pass calls this.
     ahead: list[tuple[Any, int]] = list(zip(reversed(values), repeat(5)))
     while ahead:
         value, depth = ahead.pop()
@@ -121,8 +117,8 @@ def arrays_in(*values: Any) -> list[mx.array]:
 
 
 def handle(array: mx.array) -> mx.array:
-    """Another object for the same array, for whoever keeps it while others assign to slices of theirs.
+    """Return another object for the same array, unaffected when slices of the original are assigned to.
 
-    Not ``mx.array(array)``, which is a copy as soon as it is evaluated.
+    ``mx.array(array)`` would be copied when it is evaluated.
     """
     return array.astype(array.dtype)

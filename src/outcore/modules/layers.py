@@ -1,7 +1,7 @@
-"""Which modules of a model are units: found by looking, never by model type.
+"""Finds which modules of a model are units, by structure and never by model type.
 
-A layer list is any list of modules in the module tree, under whatever name (``layers``, ``h``, ``blocks``, nested or
-put together by a property). What cannot be known from the tree, a rehearsal tells.
+A layer list is any list of modules in the module tree, under any name (``layers``, ``h``, ``blocks``, nested, or
+returned by a property). The trace finds what the tree does not show.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that can be streamed, and its parameters that would be."""
+    """A module that can be streamed, and the parameters to stream."""
 
     path: str
     module: nn.Module
@@ -40,14 +40,13 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that would be streamed."""
         return sum(p.array.nbytes for p in self.parameters)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A module inside a layer that holds weights of its own, with all below it (a projection, as a rule): the least
-    that can stay in memory, or be streamed, by itself.
+    """A module inside a layer that holds weights, with everything below it (usually a projection): the smallest part
+    that can be resident or streamed by itself.
 
     Attributes:
         parameters: indices into the layer's parameters.
@@ -58,7 +57,7 @@ class Projection:
 
 
 def find_pieces(layer: Layer) -> tuple[Projection, ...]:
-    """The pieces of a layer in the order of the tree; together they hold each of its parameters once."""
+    """Return the pieces of a layer in tree order; together they hold each of its parameters once."""
     below = {id(p.module): {id(m) for m in modules(p.module)} for p in layer.parameters}
     owners = {id(p.module): p.module for p in layer.parameters}
     outer = [m for key, m in owners.items() if not any(key in below[k] for k in owners if k != key)]
@@ -68,7 +67,7 @@ def find_pieces(layer: Layer) -> tuple[Projection, ...]:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Every module of every layer list, in the order of the tree; none lies inside another.
+    """Return every module of every layer list, in tree order and without nesting.
 
     Vectors (norms, biases, projections to one number) are left out: they stay resident, which costs nothing, and some
     models read a neighbour's norm from outside.
@@ -82,7 +81,7 @@ TABLES = (nn.Embedding, nn.QuantizedEmbedding, nn.Linear, nn.QuantizedLinear)
 
 
 def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
-    """Embeddings and linear layers that no layer holds: looked up by row, or multiplied with in slices of rows."""
+    """Return embeddings and linear layers outside all layers: looked up by row, or multiplied in slices of rows."""
     inside = {id(m) for layer in layers for m in modules(layer.module)}
     found = []
     for path, module in named_modules(model):
@@ -115,28 +114,28 @@ def _walk(value: Any, path: str, found: dict[int, Layer], seen: set[int]) -> Non
             _walk({k: m for k, m in inside.items() if isinstance(m, nn.Module)}, here, found, seen)
 
 
+# Class attribute: the keys of a module's parameters that are streamed; the layer's other parameters stay in memory.
 STREAMED = "outcore_streamed"
-"""Class attribute: keys of a module's parameters that are streamed. All others of its layer stay in memory then."""
 
 
 def is_matrix(array: mx.array) -> bool:
-    """Whether it has several dimensions, and not one row alone, as what a projection to one number consists of."""
+    """Whether an array has several dimensions and more than one row."""
     return array.ndim > 1 and not (array.ndim == 2 and array.shape[0] == 1)
 
 
 def is_stacked(module: nn.Module) -> bool:
     """Whether a module's weights are stacked by expert.
 
-    They must lie row by row. Where a checkpoint keeps two in one tensor, mlx-lm takes slices of it, and sorted gathers
-    (a prompt's) of slices give wrong numbers: ``gather_mm`` on CUDA, whose ``ensure_batch_contiguous``
-    (mlx/backend/cuda/matmul.cpp, MLX 0.32.4) does not look at the first of three dimensions; ``gather_qmm`` on Metal
+    They must be contiguous. Where a checkpoint keeps two in one tensor, mlx-lm slices it, and sorted gathers (of a
+    prompt) from slices return wrong numbers: ``gather_mm`` on CUDA, whose ``ensure_batch_contiguous``
+    (mlx/backend/cuda/matmul.cpp, MLX 0.32.4) ignores the first of three dimensions; ``gather_qmm`` on Metal
     (https://github.com/ml-explore/mlx/issues/4055).
     """
     return isinstance(module, SwitchLinear | QuantizedSwitchLinear)
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    # The nearest class that is not our own subclass of one of MLX's.
+    # The nearest base class that is not one of this package's subclasses.
     cls = next(c for c in type(module).__mro__ if not c.__module__.startswith(__package__ + "."))
     return cls.__module__.startswith("mlx.nn")
 

@@ -1,7 +1,6 @@
-"""The modules and arrays of a model by their paths, as MLX tells them and in its order, in a quarter of its time.
+"""Lists a model's modules and arrays by path, in MLX's order and a quarter of its time.
 
-``nn.Module.named_modules`` makes a tree of each module's children and flattens it, ``parameters`` one of the whole
-model. A load asks sixty times: that was a fifth of opening and planning for a model.
+MLX builds and flattens trees for this; a load asks sixty times, which was a fifth of opening and planning.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import mlx.nn as nn
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``model.named_modules()``."""
     found: list[tuple[str, nn.Module]] = []
     left: list[tuple[str, nn.Module]] = [("", model)]
     while left:
@@ -26,12 +24,10 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """As ``model.modules()``."""
     return [module for _, module in named_modules(model)]
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """As ``tree_flatten(model.parameters())``."""
     found: list[tuple[str, mx.array]] = []
     _arrays_in(model, "", found)
     return found
@@ -47,7 +43,7 @@ def _modules_in(value: Any, path: str, found: list[tuple[str, nn.Module]]) -> No
 
 
 def _arrays_in(value: Any, path: str, found: list[tuple[str, mx.array]]) -> None:
-    hides = isinstance(value, nn.Module)  # what begins with _ is no parameter
+    hides = isinstance(value, nn.Module)  # names that begin with _ are no parameters
     for key, inside in enumerate(value) if isinstance(value, list) else value.items():
         if hides and str(key).startswith("_"):
             continue

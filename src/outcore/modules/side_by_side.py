@@ -1,4 +1,4 @@
-"""Sequences side by side in caches that mlx-lm merges: which models can, and caches cut out of several sequences'."""
+"""Batches of sequences in caches merged by mlx-lm: which models support them, and caches split off from a batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from .call_values import caches_in, copy_of
 from .hooks import arrays_in
 
+# mlx-lm modules whose models fail or produce other tokens when sequences of several lengths share a batch, in mlx-lm's
+# own ``BatchGenerator`` too (0.32.2).
 NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", "recurrent_gemma"}
-"""Modules of mlx-lm whose models fail, or make other tokens, when sequences of several lengths run side by side: in its
-own ``BatchGenerator`` too (0.32.2)."""
 
 
 def mergeable(model: nn.Module) -> bool:
-    """Whether several sequences of this model can run side by side, in caches that mlx-lm merges."""
+    """Whether several sequences of this model can run as a batch, in caches merged by mlx-lm."""
 
     def merges(cache: Any) -> bool:
         return all(map(merges, cache.caches)) if isinstance(cache, CacheList) else hasattr(cache, "merge")
@@ -30,11 +30,11 @@ def mergeable(model: nn.Module) -> bool:
 
 
 def own_memory(caches: Sequence[Any]) -> None:
-    """Have caches' arrays in memory of their own: one that was cut out of several sequences' keeps all of theirs."""
+    """Copy the caches' arrays to new memory: a cache split off from a batch would keep the whole batch's memory."""
     for cache in caches_in(*caches):
         for name, value in list(vars(cache).items()):
             if arrays_in(value):
                 own = tree_map(lambda a: copy_of(a) if isinstance(a, mx.array) else a, value)
-                # One by one: before and after are there at once.
+                # Evaluated one by one, because each array and its copy are in memory at once.
                 mx.eval(arrays_in(own))
                 vars(cache)[name] = own

@@ -1,8 +1,7 @@
-"""All cores on the CPU device: linear layers compute their output rows on one MLX stream per core.
+"""Uses all cores on the CPU device: linear layers compute slices of their output rows on one MLX stream per core.
 
-On MLX's CPU device a stream is a thread, and a product runs on one of them. A product's output rows do not depend on
-each other, so slices of the weight on several streams, concatenated, are the same bits. Classes are swapped, as for
-streaming, so this holds for streamed and resident weights alike.
+On MLX's CPU device a stream is a thread. Output rows are independent, so the concatenated slices equal the whole
+product bit for bit. Classes are swapped, as for streaming, so this works for streamed and resident weights alike.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ import mlx.nn as nn
 
 from .module_tree import modules
 
-SMALLEST = 1 << 18
-"""Weights in elements below which one stream is faster than handing work to another and waiting for it."""
+SMALLEST = 1 << 18  # Number of weights below which one stream is faster than handing work to another.
 
+# Slices begin at multiples of so many rows, so that every row meets the same inner loop as in the whole product.
 ROW_STEP = 64
-"""Rows. Slices begin at multiples of this, so that every row meets the same inner loop as in the whole product."""
 
 
 class Rows:
-    """Splits products over streams. One object serves a whole model.
+    """Splits a model's products over streams.
 
     Attributes:
-        parts: by a product's rows, slices of them, and the stream that computes each; None: the one that needs the
-            result, the last.
+        parts: by number of rows, the slices and the stream that computes each; the last slice's is None, the stream
+            that needs the result.
     """
 
     def __init__(self, streams: int) -> None:
         self.parts = _Parts([mx.new_thread_local_stream(mx.cpu) for _ in range(streams - 1)])
 
     def product(self, rows: int, part: Callable[[slice], mx.array], axis: int = -1) -> mx.array:
-        """Concatenate ``part(rows a to b)`` along an axis, the last one, each computed on a stream of its own."""
+        """Compute ``part`` for each slice of rows on its own stream, and concatenate the results along ``axis``."""
         found = []
         for rows_, stream in self.parts[rows]:
             with mx.stream(stream) if stream is not None else contextlib.nullcontext():
@@ -58,7 +56,6 @@ class _Parts(dict[int, list[tuple[slice, Any]]]):
 
 
 def _product(module: nn.Module, x: mx.array) -> mx.array:
-    """What a linear layer, or an embedding as one, multiplies with, row by row; quantized or not."""
     weight, bias, scales, biases = module["weight"], module.get("bias"), module.get("scales"), module.get("biases")
     if scales is not None:
         how = {"transpose": True, "group_size": module.group_size, "bits": module.bits, "mode": module.mode}
@@ -87,11 +84,11 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
-    """Let every linear layer of at least ``smallest`` weights use ``streams`` streams; returns how many do.
+    """Split every linear layer of at least ``smallest`` weights over ``streams`` streams; returns how many layers.
 
-    Call it while the weights are in their places (their shapes decide); it reads none. Only MLX's own classes are
-    changed; a subclass keeps what it does. One that splits its product itself says in ``outcore_split`` how many rows
-    and weights it has, and finds ``Rows`` in ``_outcore_rows``.
+    Call it while the weights' shapes are in place; it reads none. Only MLX's own classes are changed. Another class
+    that splits its product itself gives its rows and weights in ``outcore_split`` and finds ``Rows`` in
+    ``_outcore_rows``.
     """
     if streams < 2:
         return 0

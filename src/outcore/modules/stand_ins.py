@@ -1,4 +1,4 @@
-"""Stand-ins for weights, which hold no memory and are never evaluated, while a model's forward pass is built once."""
+"""Placeholders for weights while a model's forward pass is traced: they hold no memory and are never evaluated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Some modules keep products of their weights from the first call on; those of a traced pass must not stay."""
+    """Restore the modules' contents and attributes afterwards, since some cache products of their weights."""
     before = [(m, dict(m), dict(m.__dict__)) for m in modules(model)]
     try:
         yield
@@ -34,17 +34,17 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 class StandIns:
-    """Units with stand-ins for weights, which are there during a unit's own call only; and what calls them.
+    """Gives units placeholder weights during their own calls only, and records the calls.
 
     Args:
-        layers: so many units are layers, the others tables.
-        split: pieces of the layers that have more than one.
-        switches: by layer, modules that are called with numbers of experts.
+        layers: the number of units that are layers; the others are tables.
+        split: the pieces of layers that have more than one.
+        switches: by layer, modules that are called with expert indices.
 
     Attributes:
-        order, looked_up, used: as in ``Trace``; of the pass that began last, or of all.
-        calls: pieces in the order of their calls, by layer. ``given``: caches that each layer was called with.
-        hidden: bytes of the largest first argument of a layer; ``beside``: all others that are arrays, each once.
+        order, looked_up, used: as in ``Trace``; ``order`` of the current pass.
+        calls: by layer, its pieces in call order. ``given``: the caches passed to each layer.
+        hidden: bytes of the largest first argument of a layer. ``extra``: all other array arguments, by id.
     """
 
     def __init__(
@@ -63,14 +63,12 @@ class StandIns:
         self._arrays = stand_ins(units, cast, foreign)
 
     def begin(self) -> None:
-        """Another pass begins."""
         self.order.clear()
         self.calls: dict[int, list[int]] = {}
         self.given: dict[int, list[Any]] = {}
-        self.hidden, self.beside = 0, dict[int, mx.array]()
+        self.hidden, self.extra = 0, dict[int, mx.array]()
 
     def __enter__(self) -> StandIns:
-        """Take the weights away, and lead calls through here."""
         for i, unit in enumerate(self._units):
             see = functools.partial(self._see, i, self.order.append)
             put(unit.parameters, absent([p.array for p in unit.parameters]))
@@ -103,8 +101,8 @@ class StandIns:
         numbers: Sequence[int] = (),
         product: Call | None = None,
     ) -> None:
-        """Tell ``note`` of a module's calls, which these parameters of a unit are there for."""
-        swap(module, "Rehearsed", self._with_weights(note, unit, numbers), product)
+        """Call ``note`` at a module's calls, during which these parameters of a unit have their placeholders."""
+        swap(module, "Traced", self._with_weights(note, unit, numbers), product)
         self._swapped.append(module)
 
     def _with_weights(self, note: Callable[[Any, Any], None], unit: int, numbers: Sequence[int]) -> Call:
@@ -127,7 +125,7 @@ class StandIns:
         if unit < self._layers:
             arrays = _arrays([*args, *kwargs.values()])
             self.hidden = max(self.hidden, *(a.nbytes for a in arrays[:1]), 0)
-            self.beside |= {id(a): a for a in arrays[1:]}
+            self.extra |= {id(a): a for a in arrays[1:]}
 
     def _piece_called(self, layer: int, piece: int, args: Any, kwargs: Any) -> None:
         self.calls.setdefault(layer, []).append(piece)
@@ -137,14 +135,15 @@ class StandIns:
 
 
 def _arrays(values: Iterable[Any]) -> list[mx.array]:
-    """Arrays, and those in sequences of them; not what caches hold."""
     parts = ([v] if isinstance(v, mx.array) else _arrays(v) if isinstance(v, list | tuple) else [] for v in values)
     return [a for part in parts for a in part]
 
 
 def stand_ins(units: Sequence[Layer], cast: Casts, foreign: bool) -> list[list[mx.array]]:
-    """For each unit's parameters arrays of their shapes, and of the dtypes that they are computed in, which hold no
-    memory; ``foreign``: of another thread's stream."""
+    """Return arrays of the units' parameters' shapes and computed dtypes that hold no memory.
+
+    ``foreign``: they belong to another thread's stream.
+    """
     made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
     stream = _foreign_stream(mx.default_device().type) if foreign else None
 
@@ -160,7 +159,7 @@ def stand_ins(units: Sequence[Layer], cast: Casts, foreign: bool) -> list[list[m
 
 @functools.cache
 def _foreign_stream(device: mx.DeviceType) -> mx.Stream:
-    """Another thread's stream of a device: one for all traces, because MLX never ends the thread behind it."""
+    """Return another thread's stream, the same for all traces because MLX never ends the thread behind it."""
     made: list[mx.Stream] = []
     thread = threading.Thread(target=lambda: made.append(mx.default_stream(mx.Device(device))))
     thread.start()

@@ -1,5 +1,6 @@
-"""How a model runs its units: its forward pass is built once with stand-in weights that hold no memory and are never
-evaluated. That tells the order of calls, what caches will hold, and what reaches into layers from outside.
+"""Traces how a model runs its units: builds its forward pass once with placeholder weights, without evaluating it.
+
+The trace shows the order of calls, the growth of caches, and which models access their layers from outside.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ from .stand_ins import Casts, StandIns, restored
 
 @dataclass
 class PassSize:
-    """What passes hold beside weights, and what is in caches. Bytes.
+    """Memory of forward passes besides weights and caches, in bytes.
 
     Attributes:
-        passed: per token, of what a layer is given beside caches; and of what later layers are given beside the
-            layer's before them.
-        scores: arrays of attention scores that are there at once.
-        versions: bytes per token of context of keys and values that several layers use: of each pass of several they
-            are there as they were then, until the last of the layers has computed it.
-        masked: bytes of masks that layers are given, per token of a pass and token of context.
-        expanded: bytes per token of context of a layer's keys and values that are made anew in a pass of several tokens
-            from what caches hold of them (latents: DeepSeek's and others' attention).
+        passed: per token, the arguments that layers receive, including values passed on past a layer.
+        scores: arrays of attention scores in memory at once.
+        versions: per token of context, keys and values read by several layers; each shared pass keeps its own version
+            until the last of the layers has run.
+        masked: masks passed to layers, per token of a pass and token of context.
+        expanded: per token of context, a layer's keys and values that a pass of several tokens recomputes from
+            compressed caches (latents, as in DeepSeek's attention).
     """
 
     passed: int = 0
@@ -46,23 +46,22 @@ class PassSize:
 
 @dataclass
 class Trace:
-    """What building the forward pass once has shown.
+    """The result of building the forward pass once.
 
     Attributes:
-        order: indices of layers in the order in which the model calls them; empty if it could not be built. Products
-            with tables follow the layers in number.
-        looked_up: indices of tables, counted on from the layers, of which rows are looked up.
-        caches: what each cache holds, lists of them taken apart; ``forms``: what they look like.
-        known: its caches are of classes that are known.
+        order: indices of layers in call order; empty if it could not be built. Products with tables follow the layers
+            in number.
+        looked_up: indices of tables whose rows are looked up, counted on from the layers.
+        caches: growth of each cache, with lists of caches flattened; ``forms``: their forms.
+        known: all caches are of known classes.
         state_bytes: bytes of the largest recurrent state.
-        rewritten: recurrences write each token's state into an array of all tokens' states, which is copied each time.
+        rewritten: recurrences write each token's state into one array of all states, which is copied each time.
         evaluates: the model evaluates arrays inside its forward pass.
-        failure: what the model's code raised with weights absent outside of layers' calls, so that layers cannot be
-            streamed; None: nothing.
-        pieces: for each layer whose pieces can be streamed one after the other, their indices in the order of calls.
-        own: for each layer that is called once, the numbers in ``caches`` of plain ones that it alone uses.
-        used: for each layer with routed experts, how many of them a token uses.
-        passing: what passes hold beside weights and caches.
+        failure: the error of a model that accesses its layers' weights from outside, so that layers cannot be streamed.
+        pieces: by layer, the indices of its pieces in call order, if they can be streamed one by one.
+        own: by layer that is called once, the indices in ``caches`` of plain caches that it alone uses.
+        used: by layer with routed experts, the number of experts per token.
+        passing: memory of passes.
     """
 
     order: list[int] = field(default_factory=list)
@@ -80,32 +79,30 @@ class Trace:
     passing: PassSize = field(default_factory=PassSize)
 
     def cache_bytes(self, context: int) -> int:
-        """Bytes of the caches (KV, recurrent states) at most, after ``context`` tokens and one more."""
+        """Return the most bytes of the caches (KV, recurrent states) after ``context`` tokens and one more."""
         return sum(c.fixed for c in self.caches) + held_bytes(self.growing, context)
 
     @property
     def growing(self) -> tuple[Growing, ...]:
-        """For each cache that grows with the context: bytes per token, and tokens at most (None: no limit)."""
+        """For each cache that grows: bytes per token, and the most tokens (None: no limit)."""
         return tuple(c.growing for c in self.caches if c.growing is not None)
 
     def growing_of(self, cache: int) -> int:
-        """Bytes per token of one of the caches."""
         growing = self.caches[cache].growing
         return growing[0] if growing is not None else 0
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the largest cache that does not grow."""
         return max((c.fixed for c in self.caches if c.growing is None), default=0)
 
     @property
     def recurrences(self) -> int:
-        """Caches that hold states, however long the text: those of recurrent layers."""
+        """Number of caches that hold states of a fixed size: those of recurrent layers."""
         return sum(bool(c.fixed) and c.growing is None for c in self.caches)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes per token of a prompt's last chunk that sliding windows give up with the next token."""
+        """Bytes per token of a prompt's last chunk that sliding windows free with the next token."""
         return sum(c.window for c in self.caches)
 
 
@@ -117,35 +114,35 @@ def rehearse(
     cast: Casts = lambda *_: None,
     switches: Mapping[int, Sequence[nn.Module]] = {},
 ) -> Trace:
-    """Build the forward pass for a few tokens and one more, with stand-ins for the layers' and tables' weights.
+    """Build the forward pass for a few tokens and one more, with placeholders for the layers' and tables' weights.
 
-    Outside a layer's own call its weights are absent, as they will be when it is streamed, so a model that reaches
-    into its layers from outside is found out here. The stand-ins are arrays of another thread's stream: evaluating
-    them is an error in MLX, so a model that evaluates inside its forward pass is found out too.
+    Outside a layer's own call its weights are absent, as they are in streaming, which detects a model that accesses
+    them from outside. The placeholders belong to another thread's stream, so MLX raises an error if the model evaluates
+    them inside its forward pass.
 
-    How long a text is planned for makes no difference: on the CPU device mlx-lm's recurrences are built token by token,
-    and each would take 10 kB of nodes a layer.
+    The number of tokens is small because on the CPU device mlx-lm builds recurrences token by token, at 10 kB of nodes
+    per token and layer.
 
     Args:
-        pieces: of each layer. First the weights are absent outside the calls of their own piece; a model that cannot
-            do with that is rehearsed with whole layers.
-        cast: the dtype that a weight is computed in, by its path and the dtype on disk; None: that one. Caches take as
-            much as what fills them.
-        switches: by layer, modules that are called with numbers of experts.
+        pieces: of each layer. The first attempt lets weights exist only during the calls of their own piece; if that
+            fails, whole layers are traced.
+        cast: returns a weight's computed dtype from its path and its dtype on disk (None: unchanged). It decides the
+            caches' sizes.
+        switches: by layer, modules that are called with expert indices.
     """
     evaluates, failure = False, ""
     shared = [id(p.module) for parts in pieces for p in parts]
     attempts: list[tuple[list[int], Sequence[Sequence[Projection]]]] = [([FEW, 1], ()), ([1], ())]
     if pieces and len(set(shared)) == len(shared):
         attempts.insert(0, ([FEW, 1], pieces))
-    # One token alone teaches the order too: some model code takes nothing else.
+    # Some model code accepts single tokens only; one token shows the order too.
     for passes, parts in attempts:
         if evaluates and passes != [1]:
             continue
         run = _Run(model, layers, tables, cast, switches, foreign=not evaluates)
         try:
             found, caches, held = run.build(passes, parts)
-        except Exception as e:  # whatever a model's code raises on weights that are absent
+        except Exception as e:  # a model's code may raise anything on absent weights
             failure = f"{type(e).__name__}: {e}"
             evaluates = evaluates or (isinstance(e, RuntimeError) and "Stream" in str(e))
             continue
@@ -163,10 +160,11 @@ def rehearse(
 
 @dataclass
 class _Run:
-    """What is built: the arguments of ``rehearse``; ``foreign``: stand-ins are arrays of another thread's stream.
+    """One attempt to build the forward pass; arguments as in ``rehearse``.
 
     Attributes:
-        shared: the numbers of caches that several layers are given.
+        foreign: placeholders belong to another thread's stream.
+        shared: indices of caches that are passed to several layers.
     """
 
     model: nn.Module
@@ -178,19 +176,21 @@ class _Run:
     shared: tuple[int, ...] = ()
 
     def probed(self, held: Sequence[int], tokens: int) -> list[Growth]:
-        """How all caches grow by what they hold after longer texts; where those cannot be built, as if each grew from
-        nothing to what was ``held`` after so many ``tokens``."""
+        """Return all caches' growth from their sizes after longer texts.
+
+        If those cannot be built, assume that each grew linearly to its ``held`` bytes after ``tokens`` tokens.
+        """
         first, second = PROBES
         try:
             *_, probes = self.build([first, 1, second - first - 1, 1], ())
-        except Exception:  # whatever a model's code raises: fewer tokens were no trouble
+        except Exception:  # a model's code may fail on longer texts only
             return [Growth(growing=(-(-n // tokens), None)) if n else Growth() for n in held]
         return [probed_growth(a, b) for a, b in zip(probes[1], probes[3], strict=True)]
 
     def build(
         self, passes: Sequence[int], pieces: Sequence[Sequence[Projection]]
     ) -> tuple[Trace, list[Any], list[list[int]]]:
-        """What the passes show, but for the caches' growth; the caches; and their bytes after each pass."""
+        """Build the passes; returns the trace without the caches' growth, the caches, and their bytes after each."""
         # A layer of one piece is that piece.
         split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
         units = [*self.layers, *self.tables]
@@ -218,15 +218,15 @@ class _Run:
             found.order, found.looked_up, found.used = stage.order, stage.looked_up, stage.used
             if called[1:]:
                 total = sum(passes)
-                late = [a for a in stage.beside.values() if a.ndim > 2 and a.shape[-2] == total]
+                late = [a for a in stage.extra.values() if a.ndim > 2 and a.shape[-2] == total]
                 found.passing.versions = sum(a.nbytes for a in late) // total
             found.forms = forms_of(cache, forms, known=len(passes) > 1)
             orders = {i: _in_turn(len(split[i]), [c.get(i, []) for c in called]) for i in split}
             found.pieces = {i: order for i, order in orders.items() if order}
             users = {n: {i for i, g in stage.given.items() if any(c is x for x in g)} for n, c in enumerate(caches)}
-            # Recurrent states apart. A cache that no layer is given: what waits for which of them is not known. Of
-            # iquestloopcoder's it is keys and values, for a second round; of deepseek_v41's, whose class is its own,
-            # arrays that each pass makes anew.
+            # Caches used by several layers, except recurrent states. A cache that no layer receives counts as shared,
+            # since its users are unknown: iquestloopcoder has keys and values for a second round, deepseek_v41 (with
+            # its own class) arrays that each pass makes anew.
             several = [n for n in users if len(users[n]) > 1 or (stage.given and not users[n])]
             self.shared = tuple(n for n in several if not isinstance(caches[n], ArraysCache))
             found.own = _own_caches(users, found.order, caches)
@@ -235,17 +235,16 @@ class _Run:
 
 
 def _see_first(found: Trace, stage: StandIns, attention: Attention, tokens: int, attending: int) -> None:
-    """What the first pass shows: bytes that layers are given, masks, attention's scores."""
-    beside = list(stage.beside.values())
-    found.passing.passed = -(-(stage.hidden + sum(a.nbytes for a in beside)) // tokens)
-    masks = [a for a in beside if a.shape[-2:] == (tokens, tokens) and (a.ndim == 2 or a.dtype == mx.bool_)]
+    extra = list(stage.extra.values())
+    found.passing.passed = -(-(stage.hidden + sum(a.nbytes for a in extra)) // tokens)
+    masks = [a for a in extra if a.shape[-2:] == (tokens, tokens) and (a.ndim == 2 or a.dtype == mx.bool_)]
     found.passing.masked = -(-sum(a.nbytes for a in masks) // tokens**2)
     found.passing.expanded = attention.each
     found.passing.scores = attention.scores(attending)
 
 
 def _writes(out: Any) -> int:
-    """How many operations write into a part of an array, of those that a model's output is made by."""
+    """Count the operations in an output's graph that write into a part of an array."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *(a for a in [out] if isinstance(a, mx.array)))
     return graph.getvalue().count('"SliceUpdate"')
@@ -254,7 +253,7 @@ def _writes(out: Any) -> int:
 def _own_caches(
     users: Mapping[int, set[int]], order: Sequence[int], caches: Sequence[Any]
 ) -> dict[int, tuple[int, ...]]:
-    """Of each layer that is called once, the plain caches that no other layer is given."""
+    """Return, by layer that is called once, the plain caches that no other layer receives."""
     found: dict[int, tuple[int, ...]] = {}
     for n, c in enumerate(caches):
         if type(c) is KVCache and c.keys is not None and len(users[n]) == 1:
@@ -265,7 +264,7 @@ def _own_caches(
 
 
 def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The order in which a layer calls its pieces if it is one and the same always, each once; else empty."""
+    """Return the order in which a layer calls its pieces, if it is always the same with each once; else empty."""
     order = tuple(passes[-1][:pieces])
     if sorted(order) != list(range(pieces)):
         return ()
