@@ -26,7 +26,7 @@ from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
 from outcore_calibrate.device_rates import decode_gbps
 from outcore_packs.full_copy import pack_model
-from outcore_packs.split_exponents import SPLITTING_SOURCE, SplitDecoder, beside_rows
+from outcore_packs.split_exponents import SPLITTING_SOURCE, SplitDecoder, side_table_of
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(40)]
@@ -63,56 +63,61 @@ def stored_rows(decoder: SplitDecoder, words: np.ndarray) -> np.ndarray:
 
 def test_every_pattern_comes_back(every_pattern: np.ndarray) -> None:
     assert len(np.unique(every_pattern)) == 1 << 16
-    beside = beside_rows(every_pattern)
-    assert beside is not None
-    decoder = SplitDecoder.of(every_pattern.shape, beside)
+    side_table = side_table_of(every_pattern)
+    assert side_table is not None
+    decoder = SplitDecoder.of(every_pattern.shape, side_table)
     stored = stored_rows(decoder, every_pattern)
     assert stored.nbytes == every_pattern.nbytes * 3 // 4
-    assert np.array_equal(np.array(decoder.stored), beside)
-    assert decoder.nbytes <= 2 * beside.nbytes
+    assert np.array_equal(np.array(decoder.stored), side_table)
+    assert decoder.nbytes <= 2 * side_table.nbytes
     assert np.array_equal(bits(decoder.decode(mx.array(stored))), every_pattern)
 
 
 def test_the_kernel_for_gpus_decodes_as_the_processor_does(every_pattern: np.ndarray, tmp_path: Path) -> None:
     """Its source is C: compiled here with a loop around it, in the place of a device's threads."""
-    beside = beside_rows(every_pattern)
-    assert beside is not None
+    side_table = side_table_of(every_pattern)
+    assert side_table is not None
     rows, columns = every_pattern.shape
-    stored = stored_rows(SplitDecoder.of(every_pattern.shape, beside), every_pattern)
+    stored = stored_rows(SplitDecoder.of(every_pattern.shape, side_table), every_pattern)
     count = rows * columns // 4
     source = f"""#include <cstdio>
     static void thread(unsigned at, const unsigned *words, const unsigned short *halves, const unsigned char *exponents,
-                       const unsigned *beside, const unsigned *sizes, unsigned *out) {{ {SPLITTING_SOURCE} }}
-    static unsigned rows[{stored.size // 4}], beside[{beside.size}], pairs[{count * 2}];
+                       const unsigned *side_table, const unsigned *sizes, unsigned *out) {{ {SPLITTING_SOURCE} }}
+    static unsigned rows[{stored.size // 4}], side_table[{side_table.size}], pairs[{count * 2}];
     int main() {{
       const unsigned sizes[] = {{{count}, {columns // 4}}};
       if (fread(rows, 4, {stored.size // 4}, stdin) != {stored.size // 4}) return 1;
-      if (fread(beside, 4, {beside.size}, stdin) != {beside.size}) return 1;
+      if (fread(side_table, 4, {side_table.size}, stdin) != {side_table.size}) return 1;
       for (unsigned at = 0; at < {count} + 9; at++)
-        thread(at, rows, (const unsigned short *)rows, (const unsigned char *)beside, beside + 4, sizes, pairs);
+        thread(at, rows, (const unsigned short *)rows, (const unsigned char *)side_table, side_table + 4, sizes, pairs);
       fwrite(pairs, 4, {count * 2}, stdout);
     }}"""
     (tmp_path / "split.cpp").write_text(source)
     built = ["g++", "-O1", "-fno-strict-aliasing", "-o", tmp_path / "split", tmp_path / "split.cpp"]
     subprocess.run(built, check=True)
-    given = stored.tobytes() + beside.tobytes()
+    given = stored.tobytes() + side_table.tobytes()
     made = subprocess.run([tmp_path / "split"], input=given, capture_output=True, check=True).stdout
     assert made == every_pattern.tobytes()
 
 
 def test_exponents_that_are_many_are_left_as_they_are() -> None:
     words = np.random.default_rng(0).integers(0, 1 << 16, (256, 256)).astype(np.uint16)
-    assert beside_rows(words) is None
-    assert beside_rows(bits(normal(256, 256))) is not None
+    assert side_table_of(words) is None
+    assert side_table_of(bits(normal(256, 256))) is not None
 
 
 def test_what_reads_beyond_a_matrix_is_refused() -> None:
     words = bits(normal(256, 256)).copy()
     words[::9, 5] = 0
-    beside = beside_rows(words)
-    assert beside is not None and SplitDecoder.of(words.shape, beside)
-    wrong = [beside[:-1], np.append(beside, 0), beside[:4], np.r_[beside[:8], beside[8:9] + 99, beside[9:]]]
-    wrong += [np.r_[beside[:-1], np.uint32(256 << 8)]]
+    side_table = side_table_of(words)
+    assert side_table is not None and SplitDecoder.of(words.shape, side_table)
+    wrong = [
+        side_table[:-1],
+        np.append(side_table, 0),
+        side_table[:4],
+        np.r_[side_table[:8], side_table[8:9] + 99, side_table[9:]],
+    ]
+    wrong += [np.r_[side_table[:-1], np.uint32(256 << 8)]]
     for each in wrong:
         with pytest.raises(ValueError, match="not of this matrix"):
             SplitDecoder.of(words.shape, each.astype(np.uint32))
@@ -256,8 +261,8 @@ def test_layers_come_and_go_and_failures_change_nothing(made: Path, answer: list
 
 def test_a_coding_costs_memory_that_is_counted(made: Path) -> None:
     plain, compact = (prepare(made / name, memory="1GB", resident=0).profile for name in ("plain", "compact"))
-    beside = sum(d.nbytes for d in compact.lazy.decoders.values())
-    assert compact.size.non_layer == plain.size.non_layer + beside
+    side_tables = sum(d.nbytes for d in compact.lazy.decoders.values())
+    assert compact.size.non_layer == plain.size.non_layer + side_tables
     one, other = compact.size.layers[0], plain.size.layers[0]
     assert one.decoded == other.resident and other.decoded == other.cast == 0
     assert one.cast == 2 * one.decoded  # those of two layers may be there at once

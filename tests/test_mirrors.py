@@ -323,7 +323,7 @@ def simulated(rates: Sequence[float], units: int, unit: int, ahead: int = 3) -> 
         while asked < min(units, len(done) + ahead):
             for _ in range(16):
                 n = quickest(paces, range(len(rates)), chunk)
-                paces[n].asked(chunk, now)
+                paces[n].requested(chunk, now)
                 begins = under_way[n][-1][1] if under_way[n] else now
                 under_way[n].append((asked, begins + chunk / rates[n]))
             asked += 1

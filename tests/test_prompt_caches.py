@@ -539,7 +539,7 @@ def test_tokens_that_no_embedding_has_are_refused(way: str, folders: Any) -> Non
         for wrong in (session.vocabulary, 10**6, -1):
             with pytest.raises(PromptError, match=f"has token {wrong}; this model's are 0 to"):
                 list(outcore.stream_generate(model, TokensOnly(), [5, wrong, 7], max_tokens=2))
-        with pytest.raises(outcore.UsageError, match="stands in it twice"):
+        with pytest.raises(outcore.UsageError, match="contains the same cache twice"):
             list(ours(model, PROMPT, 2, make_prompt_cache(model)[:1] * len(make_prompt_cache(model))))
         with pytest.raises(outcore.UsageError, match="not a list"):
             list(ours(model, PROMPT, 2, iter(make_prompt_cache(model))))  # type: ignore[arg-type]
@@ -572,5 +572,5 @@ def test_what_is_refused_leaves_cache_and_count(folders: Any) -> None:
 
 def test_caches_that_are_nested_otherwise_are_refused(folders: Any) -> None:
     model = load(folders("llama"), "none")
-    with model.outcore, pytest.raises(outcore.UsageError, match="nested otherwise"):
+    with model.outcore, pytest.raises(outcore.UsageError, match="nested differently"):
         tokens(ours(model, PROMPT, 2, [CacheList(*make_prompt_cache(model))]))

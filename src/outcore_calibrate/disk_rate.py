@@ -94,7 +94,7 @@ class Bench:
                     while not read.ends_within(LOOK_S) and self.clock() < began + most_s:
                         pass
             finally:
-                failed = [read for read in reads if read.failed]
+                failed = [read for read in reads if read.error is not None and read.ready]
                 for read in reads:
                     read.cancel()
                 for read in reads:

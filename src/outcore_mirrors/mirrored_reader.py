@@ -115,7 +115,7 @@ class Replicas:
             if replica.lost is not None or not left:
                 return
             replica.lost = why
-        self.note(f"{replica.folder} is no longer read: {why}; what it had is read from {', '.join(left)}")
+        self.note(f"{replica.folder} is no longer read: {why}; its files are read from {', '.join(left)}")
 
     def count(self, n: int, nbytes: int) -> None:
         with self._lock:
@@ -134,7 +134,7 @@ class FolderPace:
         self.rate = self._since = self._nbytes = self._seconds = 0.0
         self.waiting = self.parts = 0
 
-    def asked(self, nbytes: int, now: float) -> None:
+    def requested(self, nbytes: int, now: float) -> None:
         if not self.parts:
             self._since = now
         self.waiting, self.parts = self.waiting + nbytes, self.parts + 1
@@ -156,9 +156,9 @@ class FolderPace:
         return (self.waiting + nbytes) / self.rate
 
 
-def quickest(paces: Sequence[FolderPace], who: Collection[int], nbytes: int) -> int:
+def quickest(paces: Sequence[FolderPace], folders: Collection[int], nbytes: int) -> int:
     """Return the folder that will finish first; the first of them if none is known."""
-    return min(who, key=lambda n: (paces[n].done_in(nbytes), n))
+    return min(folders, key=lambda n: (paces[n].done_in(nbytes), n))
 
 
 class MirroredReader:
@@ -237,7 +237,7 @@ class MirroredReader:
                 return False
             n = quickest(self._paces, alive, extent.nbytes)
             part = Read(whole.name, whole, lambda part: self._ended(part, whole, extent, target, tried | {n}, n))
-            self._paces[n].asked(extent.nbytes, self._clock())
+            self._paces[n].requested(extent.nbytes, self._clock())
             self._under_way[part] = n, extent.file
             self._readers[n].submit(whole.name, [replace(extent, file=holders[n].path)], target, (), part)
             return True

@@ -56,7 +56,7 @@ class FoundMirrors(Replicas):
         for mirror in self.mirrors:
             there = mirror.copies or {}
             if missing := len(own.files) - len(there):
-                notes.append(f"{mirror.folder}: {counted(missing, 'file')} not there, and read from {own.folder} alone")
+                notes.append(f"{mirror.folder}: {counted(missing, 'file')} missing, read from {own.folder} alone")
             if any(state_of(file)[:1] == state_of(copy)[:1] for file, copy in there.items()):
                 notes.append(f"{mirror.folder}: on the same disk as {own.folder}, so nothing is read faster")
         return tuple(notes)

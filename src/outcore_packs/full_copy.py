@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from outcore.checkpoint.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from outcore.checkpoint.config import CONFIG, files_beside
+from outcore.checkpoint.config import CONFIG, config_files
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel, open_lazily
 from outcore.checkpoint.manifest import FULL, MANIFEST, PLAIN, PLANES, Manifest, is_packed
 from outcore.checkpoint.pack import OTHER, PackWriter, Progress, plain_pieces, write_small
@@ -28,7 +28,7 @@ from outcore.machine.cache_use import kept, remove_empty
 from outcore.modules.layers import find_layers
 from outcore.modules.module_tree import named_parameters
 
-from .forms import Coding, as_used, choose, with_codings
+from .codings import Coding, as_used, choose, with_codings
 
 
 def pack_model(
@@ -75,9 +75,9 @@ def _packed(
         return whole
     lazy = open_lazily(checkpoint, trust_remote_code=trust_remote_code)
     if lazy.config.get("model_file") is not None:
-        raise StoreError(f"{folder}: has code of its own (model_file) and cannot be packed; it runs from where it is")
+        raise StoreError(f"{folder}: has its own code (model_file) and cannot be packed; use it unpacked")
     written = (CONFIG, ".index.json", MANIFEST)
-    copied = [path for path in files_beside(folder) if path.is_file() and not path.name.endswith(written)]
+    copied = [path for path in config_files(folder) if path.is_file() and not path.name.endswith(written)]
     codings = {} if coding == PLAIN else _codings(lazy, coding, progress)
     files = _full_files(lazy, codings)
     coded = {path: found.coded for path, found in codings.items()}
@@ -102,19 +102,12 @@ def _packed(
 def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
     """Choose the tensors to encode by reading all layers."""
     again = open_again(lazy)
-    layers = find_layers(again.model)
-    done = iter(range(len(layers)))
-
-    def looking(path: str) -> None:
-        if progress is not None:
-            progress(f"looking at {path}", next(done), len(layers))
-
-    found = choose(layers, coding, plain_pieces(again), looking)
+    found = choose(find_layers(again.model), coding, plain_pieces(again), progress)
     if coding.startswith(PLANES) and not found:
         why = f"which takes affine codes of more than {coding.removeprefix(f'{PLANES}:')} bits"
         if not lazy.config.get("quantization"):
             why = "since the model is not quantized"
-        what = f"no layer's codes can be cut as --coding {coding} says, {why}"
+        what = f"no layer can be packed with --coding {coding}, {why}"
         raise StoreError(f"{lazy.checkpoint.folder}: {what}; choose another coding")
     return found
 
@@ -142,8 +135,8 @@ def _full_files(lazy: LazyModel, codings: Mapping[str, Coding]) -> list[PackedFi
             specs.append(codings[path].spec if path in codings else plain)
         files.append(packed_file(f"layer_{i:04}.safetensors", layer.path, specs))
     # Side tables stay in memory; in a layer's file they would be read with its matrices in each pass.
-    beside = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.beside.items()})
-    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *beside.tensors])]
+    side_table = packed_file("", "", {name: a for coding in codings.values() for name, a in coding.side_table.items()})
+    return [*files, packed_file(f"{NON_LAYER}.safetensors", NON_LAYER, [*rest.values(), *side_table.tensors])]
 
 
 def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
@@ -160,7 +153,7 @@ def _check_round_trip(pack: PackWriter, trust_remote_code: bool) -> None:
         piece, info = pieces.pop(path), store.tensors[path]
         if path in codings and isinstance(piece, TensorInfo):
             if _digest(path, arrays.pop(path)) != codings[path].checksum:
-                raise StoreError(f"{output}: {path!a} is decoded to other bits here; leave out --coding")
+                raise StoreError(f"{output}: {path!a} decodes to other bits on this device; pack without --coding")
             continue
         if isinstance(piece, TensorInfo):
             same = piece == info

@@ -30,12 +30,12 @@ EXPONENTS = 16
 COLUMNS = 8
 
 # The largest side table, as a part of the matrix's bytes, since it stays in memory. (0.002 in a trained model.)
-BESIDE = 1 / 16
+SIDE_TABLE = 1 / 16
 
 ROWS_BYTES = 4 << 20  # Bytes of weights that are examined or encoded at a time.
 
 Words = NDArray[np.uint16]
-Beside = NDArray[np.uint32]
+SideTable = NDArray[np.uint32]
 
 
 def could_be_split(shape: tuple[int, ...]) -> bool:
@@ -44,7 +44,7 @@ def could_be_split(shape: tuple[int, ...]) -> bool:
     return whole and shape[0] > 1 and 0 < shape[1] < 1 << 24 and shape[0] * shape[1] < 1 << 31
 
 
-def beside_rows(weights: Words) -> Beside | None:
+def side_table_of(weights: Words) -> SideTable | None:
     """Return the side table of these bfloat16 weights, given as their 16 bits; None if it would be too large."""
     counts = np.zeros(256, np.int64)
     for block in _blocks(weights):
@@ -52,7 +52,7 @@ def beside_rows(weights: Words) -> Beside | None:
     table = np.sort(np.argsort(-counts, kind="stable")[:EXPONENTS]).astype(np.uint8)
     rows = weights.shape[0]
     escaped = int(counts.sum() - counts[table].sum())
-    if 4 * (len(table) // 4 + rows + 1 + escaped) > BESIDE * weights.nbytes:
+    if 4 * (len(table) // 4 + rows + 1 + escaped) > SIDE_TABLE * weights.nbytes:
         return None
     is_escaped = np.ones(256, bool)
     is_escaped[table] = False
@@ -82,50 +82,50 @@ class SplitDecoder:
 
     Attributes:
         shape: of the weights.
-        table: the exponents, uint8 (16,). ``beside``: starts and escapes, uint32.
+        table: the exponents, uint8 (16,). ``escapes``: each row's start, then the escapes, uint32.
         at: position of each escape in the matrix, uint32; on a CPU only.
     """
 
     shape: tuple[int, ...]
     table: mx.array
-    beside: mx.array
+    escapes: mx.array
     at: mx.array
 
     dtype: ClassVar[str] = "BF16"
     words: ClassVar[str] = "<u2"
 
     @classmethod
-    def found(cls, stored: tuple[int, ...], _: Coded, beside: Beside | None) -> SplitDecoder:
-        """Make the decoder of a stored matrix, as ``forms.FORMS`` requires."""
+    def found(cls, stored: tuple[int, ...], _: Coded, side_table: SideTable | None) -> SplitDecoder:
+        """Make the decoder of a stored matrix, as ``codings.FORMS`` requires."""
         rows, columns = stored
         shape = rows, columns // 3 * 2
-        if beside is None or not could_be_split(shape):
+        if side_table is None or not could_be_split(shape):
             raise ValueError("of another form")
-        return cls.of(shape, beside)
+        return cls.of(shape, side_table)
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], beside: Beside) -> SplitDecoder:
+    def of(cls, shape: tuple[int, ...], side_table: SideTable) -> SplitDecoder:
         """Make the decoder from the side table.
 
         Raises:
             ValueError: it does not fit the matrix, so decoding would read out of bounds.
         """
         words = EXPONENTS // 4
-        starts, escapes = beside[words : words + shape[0] + 1], beside[words + shape[0] + 1 :]
+        starts, escapes = side_table[words : words + shape[0] + 1], side_table[words + shape[0] + 1 :]
         whole = len(starts) == shape[0] + 1 and starts[0] == 0 and starts[-1] == len(escapes)
         if not whole or (starts[1:] < starts[:-1]).any() or (escapes >> 8 >= shape[1]).any():
             raise ValueError("escapes that are not of this matrix")
         at = np.repeat(np.arange(shape[0], dtype=np.uint32) * np.uint32(shape[1]), np.diff(starts)) + (escapes >> 8)
         return cls(
             shape,
-            mx.array(beside[:words].view(np.uint8)),
-            mx.array(beside[words:]),
+            mx.array(side_table[:words].view(np.uint8)),
+            mx.array(side_table[words:]),
             mx.array(at[: len(at) if on_cpu() else 0]),
         )
 
     @property
     def stored(self) -> mx.array:
-        return mx.concatenate([self.table.view(mx.uint32), self.beside])
+        return mx.concatenate([self.table.view(mx.uint32), self.escapes])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -141,13 +141,13 @@ class SplitDecoder:
 
     @property
     def nbytes(self) -> int:
-        return int(self.table.nbytes + self.beside.nbytes + self.at.nbytes)
+        return int(self.table.nbytes + self.escapes.nbytes + self.at.nbytes)
 
     def decode(self, rows: mx.array) -> mx.array:
         if on_cpu():
-            words = _by_operations(rows, self.table, self.beside[self.shape[0] + 1 :], self.at)
+            words = _by_operations(rows, self.table, self.escapes[self.shape[0] + 1 :], self.at)
         else:
-            words = splitting_kernel()(rows, self.table, self.beside)
+            words = splitting_kernel()(rows, self.table, self.escapes)
         return words.view(mx.bfloat16)
 
 
@@ -183,12 +183,12 @@ def _assembled() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
 @cache
 def splitting_kernel() -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """Return a GPU kernel whose threads decode four weights each."""
-    kernel = gpu_kernel("split16", ("words", "halves", "exponents", "beside", "sizes"), SPLITTING_SOURCE)
+    kernel = gpu_kernel("split16", ("words", "halves", "exponents", "side_table", "sizes"), SPLITTING_SOURCE)
 
-    def decode(rows: mx.array, table: mx.array, beside: mx.array) -> mx.array:
+    def decode(rows: mx.array, table: mx.array, side_table: mx.array) -> mx.array:
         fours = rows.shape[1] // 6
         count = rows.shape[0] * fours
-        arrays = [rows.view(mx.uint32), rows.view(mx.uint16), table, beside, mx.array([count, fours], mx.uint32)]
+        arrays = [rows.view(mx.uint32), rows.view(mx.uint16), table, side_table, mx.array([count, fours], mx.uint32)]
         return kernel(arrays, count, (rows.shape[0], 2 * fours))
 
     return decode
@@ -202,14 +202,14 @@ unsigned int bytes = words[row * (sizes[1] / 2 * 3) + four];
 unsigned int codes = halves[row * (sizes[1] * 3) + sizes[1] * 2 + four];
 unsigned int e0 = exponents[codes & 15u], e1 = exponents[(codes >> 4) & 15u];
 unsigned int e2 = exponents[(codes >> 8) & 15u], e3 = exponents[codes >> 12];
-unsigned int low = beside[row], end = beside[row + 1], first = sizes[0] / sizes[1] + 1;
+unsigned int low = side_table[row], end = side_table[row + 1], first = sizes[0] / sizes[1] + 1;
 unsigned int high = end;
 while (low < high) {
   unsigned int middle = (low + high) / 2;
-  if ((beside[first + middle] >> 10) < four) low = middle + 1; else high = middle;
+  if ((side_table[first + middle] >> 10) < four) low = middle + 1; else high = middle;
 }
 for (; low < end; low++) {
-  unsigned int escape = beside[first + low], column = escape >> 8;
+  unsigned int escape = side_table[first + low], column = escape >> 8;
   if (column >> 2 != four) break;
   unsigned int exponent = escape & 255u;
   if ((column & 3u) == 0u) e0 = exponent;

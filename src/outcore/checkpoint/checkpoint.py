@@ -189,7 +189,7 @@ def _check_length(path: Path, prefix: bytes, length: int, size: int) -> None:
     if length > INDEX_BYTES:
         raise HeaderError(f"{path}: byte 0: claims a header of {length} bytes, more than {INDEX_BYTES}")
     if length > size - 8:
-        raise HeaderError(f"{path}: looks half-downloaded: {size} bytes, the header alone wants {8 + length}; {_AGAIN}")
+        raise HeaderError(f"{path}: looks half-downloaded: {size} bytes, the header alone needs {8 + length}; {_AGAIN}")
 
 
 def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
@@ -226,10 +226,10 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
 def _parse_tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
     where = f"{path}: tensor {quoted(name)}"
     if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise HeaderError(f"{where}: wants an object with dtype, shape and data_offsets")
+        raise HeaderError(f"{where}: needs an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise HeaderError(f"{where}: dtype {quoted(str(dtype))} is none that MLX can load ({', '.join(ITEM_BYTES)})")
+        raise HeaderError(f"{where}: dtype {quoted(str(dtype))} cannot be loaded by MLX ({', '.join(ITEM_BYTES)})")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
         raise HeaderError(f"{where}: shape must be a list of integers from 0 to {_MAX_DIMENSION}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):

@@ -49,12 +49,12 @@ def read_config(folder: Path, tensors: int) -> dict[str, Any]:
     for name, value in _integers(config):
         most = tensors + _SLACK if _LAYERS.fullmatch(name) else _MOST if _COUNT.fullmatch(name) else None
         if most is not None and value > most:
-            what = f"the model's files hold {tensors} tensors" if most != _MOST else f"at most {_MOST} can be meant"
+            what = f"the model's files hold {tensors} tensors" if most != _MOST else f"the limit is {_MOST}"
             raise CheckpointError(f"{folder / CONFIG}: {name} is {str(value)[:20]}, but {what}; download it again")
     return config
 
 
-def files_beside(folder: Path) -> list[Path]:
+def config_files(folder: Path) -> list[Path]:
     """Return the files of a model folder, other than weights, that mlx-lm and transformers open by themselves."""
     try:
         return sorted(path for path in folder.iterdir() if _READ.fullmatch(path.name))
@@ -64,7 +64,7 @@ def files_beside(folder: Path) -> list[Path]:
 
 def check_files(folder: Path) -> None:
     """Check that every file that mlx-lm or transformers opens is a regular file of plausible size."""
-    for path in files_beside(folder):
+    for path in config_files(folder):
         most = INDEX_BYTES if path.name.endswith(".index.json") else _MOST_BYTES.get(path.name, TOKENIZER_BYTES)
         try:
             if not stat.S_ISDIR(path.stat().st_mode):

@@ -63,7 +63,7 @@ def download(repo: str, revision: str | None) -> Path:
     known += tuple(e for e in vars(hub).values() if isinstance(e, type) and issubclass(e, Exception))
     away = "is not a folder here, not whole in the local cache, and the Hugging Face Hub could not be reached;"
     offline = f"{away} unset HF_HUB_OFFLINE, or give a folder"
-    told: dict[type[Exception], str] = {
+    explanations: dict[type[Exception], str] = {
         hub.GatedRepoError: f"is gated; accept its terms at https://huggingface.co/{repo}, then run `hf auth login`",
         hub.RepositoryNotFoundError: "is neither a folder here nor a model on the Hugging Face Hub; check the name or "
         "`hf auth login`",
@@ -77,7 +77,7 @@ def download(repo: str, revision: str | None) -> Path:
     try:
         return by_mlx_lm(repo, revision)
     except known as error:
-        what = next((text for kind, text in told.items() if isinstance(error, kind)), None)
+        what = next((text for kind, text in explanations.items() if isinstance(error, kind)), None)
         what = what or f"could not be downloaded ({one_line(error)}); try again, what has arrived is kept"
         raise MissingFileError(f"{quoted(repo)}: {what}") from error
 

@@ -18,11 +18,9 @@ from .checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, header_bytes, read_
 BLOCK = 4096  # bytes read of each sampled tensor
 MOST_BLOCKS = 2048  # sampled in all files of a model, plus the first and last block of each: at most 8 MiB
 
-VERSION = b"outcore identity 2\n"
-"""Part of every identity. Version 1 had names, sizes and times only; copies made with it are not used."""
+VERSION = b"outcore identity 2\n"  # version 1 had names, sizes and times only; copies made with it are not used
 
-Place = tuple[int, int]
-"""A tensor's offset and its bytes."""
+Place = tuple[int, int]  # a tensor's offset and its bytes
 
 
 def identity_of(checkpoint: Checkpoint) -> str:

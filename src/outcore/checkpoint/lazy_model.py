@@ -26,20 +26,19 @@ from ..text import one_line
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config
 
+# safetensors dtype names → the dtypes in which MLX loads them
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_, "U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64,
     "I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64, "C64": mx.complex64,
     "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
-"""safetensors dtype names → the dtype in which MLX loads them."""
 
 
 class Decoder(Protocol):
     """Decodes one tensor that is stored in another form than it is used in."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the decoder holds in memory."""
+    def nbytes(self) -> int: ...
 
     def decode(self, stored: mx.array) -> mx.array: ...
 

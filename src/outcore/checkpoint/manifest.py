@@ -49,7 +49,8 @@ class Coded(_Checked):
     """How an encoded tensor is stored, and the xxh3_128 of its decoded bytes.
 
     Attributes:
-        coding: ``split16`` (``split_exponents``) or ``planes`` (``stored_planes``).
+        coding: ``split16`` (``split_exponents``), which has a side table that stays in memory, or ``planes``
+            (``stored_planes``).
         bits, high: for ``planes``, the bits of a code and the number of them in the high plane; else 0.
     """
 
@@ -61,8 +62,7 @@ class Coded(_Checked):
     def name(self, path: str) -> str:
         return f"{path}.{self.coding}"
 
-    def beside(self, path: str) -> str:
-        """Return the name of ``split16``'s side table, which stays in memory."""
+    def side_table(self, path: str) -> str:
         return f"{path}.{self.coding}.beside"
 
 

@@ -33,8 +33,7 @@ class Mirrors(Protocol):
     @property
     def all(self) -> Sequence[ReadFolder]: ...
 
-    def reader(self, files: Sequence[Path], **options: Any) -> Reader:
-        """Return a reader of files in all folders that have them; ``options`` as of ``FileReader``."""
+    def reader(self, files: Sequence[Path], **options: Any) -> Reader: ...
 
     def compare(self, check: Callable[[Sequence[Path]], None], progress: Callable[[str, int, int], None]) -> None:
         """Check that every byte of each copy equals the model's. ``check`` is called with each copy's files first.

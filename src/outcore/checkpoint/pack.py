@@ -50,8 +50,7 @@ from .manifest import (
 from .packed_bytes import PackedFile, Pieces, Plain, file_content
 from .packed_store import Overlay, open_again, overlay, source_of, whole_files
 
-Progress = Callable[[str, int, int], None]
-"""Called with a description, bytes done, and total bytes."""
+Progress = Callable[[str, int, int], None]  # called with a description, bytes done, and total bytes
 
 OTHER = "packed from another model, or by other versions of MLX, mlx-lm or Outcore; give another folder, or --force"
 

@@ -23,8 +23,7 @@ CHUNK = 16 << 20  # bytes read or written at a time
 # Without the fp8 names, which MLX also loads as uint8.
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
 
-Spec = tuple[str, mx.Dtype, tuple[int, ...]]
-"""A tensor's name, dtype and shape."""
+Spec = tuple[str, mx.Dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence
     return PackedFile(name, unit, tuple(tensors), tuple(data + start for start in starts), head, data + end)
 
 
-Plain = TensorInfo | mx.array
-"""The source of a parameter's bytes: a place on disk, or a lazy array."""
+Plain = TensorInfo | mx.array  # the source of a parameter's bytes: a place on disk, or a lazy array
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,7 @@ class Encoding:
 
 
 Piece = Plain | Encoding
-Pieces = dict[str, Piece]
-"""Tensor name → the source of its bytes."""
+Pieces = dict[str, Piece]  # by tensor name
 
 
 def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
@@ -102,7 +99,7 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
         piece = pieces.pop(info.name, None)
         found = DTYPES[piece.dtype] if isinstance(piece, TensorInfo) else None if piece is None else piece.dtype
         if piece is None or found != dtype or tuple(piece.shape) != info.shape:
-            raise StoreError(f"{file.unit}: {info.name!a} is not as it was; the model changed while it was packed")
+            raise StoreError(f"{file.unit}: {info.name!a} is different now; the model changed while it was packed")
         yield from piece_bytes(info.name, piece)
         del piece
         end = info.offset + info.nbytes
@@ -111,24 +108,21 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
 
 
 def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
-    if isinstance(piece, TensorInfo):
-        return file_bytes(piece)
-    return array_bytes(name, piece) if isinstance(piece, mx.array) else piece.encoded()
-
-
-def file_bytes(info: TensorInfo) -> Iterator[memoryview]:
+    if not isinstance(piece, TensorInfo):
+        yield from array_bytes(name, piece) if isinstance(piece, mx.array) else piece.encoded()
+        return
     try:
-        with info.file.open("rb", buffering=0) as file:
-            file.seek(info.offset)
-            left = info.nbytes
+        with piece.file.open("rb", buffering=0) as file:
+            file.seek(piece.offset)
+            left = piece.nbytes
             while left:
                 data = file.read(min(CHUNK, left))
                 if not data:
-                    raise StoreError(f"{info.file}: {info.name!a}: {left} bytes short; it changed while it was packed")
+                    raise StoreError(f"{piece.file}: {name!a}: {left} bytes short; it changed while it was packed")
                 left -= len(data)
                 yield memoryview(data)
     except OSError as error:
-        raise StoreError(f"{info.file}: {info.name!a}: cannot be read ({error.strerror}); check the disk") from error
+        raise StoreError(f"{piece.file}: {name!a}: cannot be read ({error.strerror}); check the disk") from error
 
 
 def array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:

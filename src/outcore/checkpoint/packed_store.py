@@ -164,7 +164,7 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
         found: Any = mx.load(str(file))
         weights.update((name, array) for name, array in found.items() if not name.startswith(PAD))
     for path, coded in manifest.codings.items():
-        weights.pop(coded.beside(path), None)
+        weights.pop(coded.side_table(path), None)
         weights[path] = store.decoders[path].decode(weights.pop(coded.name(path)))
     checkpoint = Checkpoint(folder, store.files, store.tensors, notes={"identity": manifest.source.identity})
     try:

@@ -31,8 +31,6 @@ class TokenizerSettings(BaseModel):
 
 
 class _About(BaseModel):
-    """The file's metadata: the model's name as it was given, and the tokenizer's settings as JSON."""
-
     model_config = ConfigDict(strict=True, extra="ignore")
     model: Annotated[str, Field(max_length=10_000)] | None = None
     tokenizer_config: Annotated[str, Field(max_length=100_000)] = "{}"
@@ -55,8 +53,8 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         read_header(path)
         _check_numbers(path)
         cache, about = load_prompt_cache(str(path), return_metadata=True)
-        said = _About.model_validate(about or {})
-        settings = TokenizerSettings.model_validate_json(said.tokenizer_config)
+        metadata = _About.model_validate(about or {})
+        settings = TokenizerSettings.model_validate_json(metadata.tokenizer_config)
         for c in flat(cache):
             if not isinstance(c, BaseCache) or (why := impossible(c)) is not None:
                 raise ValueError(f"a {type(c).__name__} {why if isinstance(c, BaseCache) else 'is no cache'}")
@@ -68,11 +66,11 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
         raise UsageError(f"{where}: {first_fault(e)}; make it again with mlx_lm.cache_prompt") from e
     except Exception as e:  # mlx-lm checks nothing before it uses it
         why = " ".join(str(e).split())[:200] or type(e).__name__
-        what = "no prompt cache of mlx_lm.cache_prompt, or one of an older version: make it anew"
+        what = "no prompt cache of mlx_lm.cache_prompt, or one of an older version: make it again"
         raise UsageError(f"{where}: {what} ({why})") from e
-    if said.model is not None and model is not None and not _same(said.model, model):
-        raise UsageError(f"--prompt-cache-file: made with {said.model[:200]}, not with {model}")
-    return cache, settings.model_dump(exclude_none=True), said.model
+    if metadata.model is not None and model is not None and not _same(metadata.model, model):
+        raise UsageError(f"--prompt-cache-file: made with {metadata.model[:200]}, not with {model}")
+    return cache, settings.model_dump(exclude_none=True), metadata.model
 
 
 def _same(one: str, other: str) -> bool:
@@ -117,7 +115,7 @@ class PromptCacheFile:
                 open_prompt_cache(self._target, None)
             self._partial.open("xb").close()
         except UsageError as e:
-            what = "is there, and no prompt cache; give another name"
+            what = "exists and is no prompt cache; give another name"
             raise UsageError(f"--prompt-cache-file {self.path}: {what}") from e
         except OSError as e:
             raise self._cannot(e) from e

@@ -41,8 +41,6 @@ class Source:
 
 @dataclass(frozen=True)
 class SlotField:
-    """One parameter in a slot: ``nbytes`` bytes from ``at``, viewed as ``dtype`` and ``shape``."""
-
     path: str
     dtype: str
     shape: tuple[int, ...]

@@ -25,7 +25,7 @@ CHUNK = 8 << 20
 # Concurrent reads. With 16 cores, 8 read a fast disk at 3.9 GB/s and 4 at 3.5; a warm page cache at 39 and 23.
 THREADS = 4 if (os.cpu_count() or 1) < 8 else 8
 
-ROW_THREADS = 8  # Concurrent reads of rows, of which a prompt needs many.
+ROW_THREADS = 8  # concurrent reads of rows, of which a prompt needs many.
 
 
 class Read:
@@ -71,10 +71,6 @@ class Read:
         return self._done.is_set()
 
     @property
-    def failed(self) -> bool:
-        return self.error is not None and self.ready
-
-    @property
     def cancelled(self) -> bool:
         return self._cancelled or (self._part_of is not None and self._part_of.cancelled)
 
@@ -109,8 +105,7 @@ class Reader(Protocol):
     move: Move
 
     @property
-    def direct(self) -> bool:
-        """Whether every file is read around the page cache."""
+    def direct(self) -> bool: ...
 
     def submit(self, name: str, extents: Sequence[Extent], target: memoryview, copies: Sequence[SlotCopy] = ()) -> Read:
         """Start reading ``extents``, and copying ``copies``, into ``target``; returns at once."""

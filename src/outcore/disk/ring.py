@@ -41,8 +41,10 @@ class Slot:
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
         size, step = slot_bytes(nbytes), slot_alignment(nbytes)
         if size > (most := most_slot_bytes()):
-            what = f"a slot of {format_size(size)} cannot be made: this device's hold {format_size(most)} at most"
-            raise BudgetError(f"{what}; keep what it is for in memory")
+            what = (
+                f"a slot of {format_size(size)} cannot be made: this device's buffers hold {format_size(most)} at most"
+            )
+            raise BudgetError(f"{what}; keep that unit in memory")
         self.array = mx.zeros((size,), dtype=mx.uint8)
         mx.eval(self.array)
         # Documented by MLX: the array's own buffer, without a copy.
@@ -64,8 +66,6 @@ class Partly:
 
 @dataclass
 class Lease:
-    """One turn of the ring: a unit and the slot that it is read into."""
-
     turn: int
     unit: int
     slot: int

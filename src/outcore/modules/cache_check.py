@@ -45,9 +45,9 @@ def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: s
             f"{name}: {len(given)} caches, and this model has {len(forms)}: it was made with another model"
         )
     if [at for at, _ in given] != [form.at for form in forms]:
-        raise UsageError(f"{name}: its caches are nested otherwise; {MAKE} for each layer")
+        raise UsageError(f"{name}: its caches are nested differently; {MAKE} for each layer")
     if len({id(c) for _, c in given}) < len(given):
-        raise UsageError(f"{name}: the same cache stands in it twice; {MAKE} for each layer")
+        raise UsageError(f"{name}: it contains the same cache twice; {MAKE} for each layer")
     for n, ((_, c), form) in enumerate(zip(given, forms, strict=True)):
         if is_away(c):
             continue  # it was checked before it was offloaded

@@ -16,9 +16,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from .call_values import flat
 from .hooks import arrays_in, handle
 
+# An offloaded cache's attribute for its ``Keeper``, which has no ``__dict__`` so that ``arrays_in`` skips it.
 KEEPER = "_outcore_keeper"
-"""The attribute of an offloaded cache that refers to its ``Keeper``, which has no ``__dict__`` so that ``arrays_in``
-skips it."""
 
 
 class Keeper(Protocol):

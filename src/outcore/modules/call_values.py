@@ -13,7 +13,6 @@ from .mlx_lm_compat import BaseCache
 
 
 def copy_of(array: mx.array) -> mx.array:
-    """Return the same bits in new memory."""
     flat = array.reshape(-1)
     return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
 

@@ -32,8 +32,6 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that can be streamed, and the parameters to stream."""
-
     path: str
     module: nn.Module
     parameters: tuple[Parameter, ...]
@@ -119,7 +117,6 @@ STREAMED = "outcore_streamed"
 
 
 def is_matrix(array: mx.array) -> bool:
-    """Whether an array has several dimensions and more than one row."""
     return array.ndim > 1 and not (array.ndim == 2 and array.shape[0] == 1)
 
 

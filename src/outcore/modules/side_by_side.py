@@ -19,8 +19,6 @@ NOT_MERGEABLE = {"afm7", "gemma2", "gpt_bigcode", "minimax_m3_vl", "phi3small", 
 
 
 def mergeable(model: nn.Module) -> bool:
-    """Whether several sequences of this model can run as a batch, in caches merged by mlx-lm."""
-
     def merges(cache: Any) -> bool:
         return all(map(merges, cache.caches)) if isinstance(cache, CacheList) else hasattr(cache, "merge")
 

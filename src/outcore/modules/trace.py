@@ -97,7 +97,6 @@ class Trace:
 
     @property
     def recurrences(self) -> int:
-        """Number of caches that hold states of a fixed size: those of recurrent layers."""
         return sum(bool(c.fixed) and c.growing is None for c in self.caches)
 
     @property
@@ -253,7 +252,6 @@ def _writes(out: Any) -> int:
 def _own_caches(
     users: Mapping[int, set[int]], order: Sequence[int], caches: Sequence[Any]
 ) -> dict[int, tuple[int, ...]]:
-    """Return, by layer that is called once, the plain caches that no other layer receives."""
     found: dict[int, tuple[int, ...]] = {}
     for n, c in enumerate(caches):
         if type(c) is KVCache and c.keys is not None and len(users[n]) == 1:
