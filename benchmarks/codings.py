@@ -33,7 +33,7 @@ from outcore.machine.device import on_cpu
 from outcore.modules.call_values import handles
 from outcore_calibrate.device_rates import decode_gbps
 from outcore_packs.full_copy import pack_model
-from outcore_packs.split_exponents import SplitDecoder, beside_rows
+from outcore_packs.split_exponents import SplitDecoder, side_table_of
 from result_file import write_result
 
 TURNS = 5
@@ -59,9 +59,9 @@ def rates() -> list[dict[str, Any]]:
     # Every pattern, in among the usual ones.
     spread = np.random.default_rng(0).permutation(words.size)[: 1 << 16]
     words.reshape(-1)[spread] = np.arange(1 << 16)
-    beside = beside_rows(words)
-    assert beside is not None
-    decoder = SplitDecoder.of(words.shape, beside)
+    side_table = side_table_of(words)
+    assert side_table is not None
+    decoder = SplitDecoder.of(words.shape, side_table)
     rows_as_stored = np.frombuffer(b"".join(decoder.encoded(words)), np.uint8)
     stored = mx.array(rows_as_stored.reshape(decoder.stored_shape))
     equal = np.array_equal(np.array(decoder.decode(stored).view(mx.uint16)), words)

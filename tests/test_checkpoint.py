@@ -140,10 +140,10 @@ HOSTILE = {
     "metadata list": ({"__metadata__": [], "t": T}, "__metadata__"),
     "metadata number": ({"__metadata__": {"a": 1}, "t": T}, "__metadata__"),
     "metadata string": ({"__metadata__": "format", "t": T}, "__metadata__"),
-    "entry is a list": ({"t": [0, 4]}, "wants an object"),
-    "no dtype": ({"t": {"shape": [4], "data_offsets": [0, 4]}}, "wants an object"),
-    "no shape": ({"t": {"dtype": "U8", "data_offsets": [0, 4]}}, "wants an object"),
-    "no offsets": ({"t": {"dtype": "U8", "shape": [4]}}, "wants an object"),
+    "entry is a list": ({"t": [0, 4]}, "needs an object"),
+    "no dtype": ({"t": {"shape": [4], "data_offsets": [0, 4]}}, "needs an object"),
+    "no shape": ({"t": {"dtype": "U8", "data_offsets": [0, 4]}}, "needs an object"),
+    "no offsets": ({"t": {"dtype": "U8", "shape": [4]}}, "needs an object"),
     "dtype number": ({"t": T | {"dtype": 3}}, "dtype '3'"),
     "dtype list": ({"t": T | {"dtype": ["U8"]}}, "none that MLX can load"),
     "shape number": ({"t": T | {"shape": 4}}, "shape must be"),
@@ -172,7 +172,7 @@ HOSTILE = {
     "file too long": ({"t": entry(0, 3)}, "cannot be trusted"),
     "file too short": ({"t": entry(0, 5)}, "looks half-downloaded"),
     "far past the end": ({"t": entry(0, 2**40, [2**20, 2**20])}, "half-downloaded"),
-    "hostile name": ({"\x1b[2J\n\ud800" * 100: 3}, "wants an object"),
+    "hostile name": ({"\x1b[2J\n\ud800" * 100: 3}, "needs an object"),
 }
 
 
