@@ -96,7 +96,7 @@ def counted(model: Path, folder: Path) -> list[dict[str, Any]]:
         decoders = profile.lazy.decoders
         split: list[Any] = list(decoders.values())
         weights = sum(s.shape[0] * s.shape[1] for s in split)
-        escapes = sum(s.beside.size - s.shape[0] - 1 for s in split)
+        escapes = sum(s.escapes.size - s.shape[0] - 1 for s in split)
         found.append(
             {
                 "coding": coding,

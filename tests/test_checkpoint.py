@@ -145,7 +145,7 @@ HOSTILE = {
     "no shape": ({"t": {"dtype": "U8", "data_offsets": [0, 4]}}, "needs an object"),
     "no offsets": ({"t": {"dtype": "U8", "shape": [4]}}, "needs an object"),
     "dtype number": ({"t": T | {"dtype": 3}}, "dtype '3'"),
-    "dtype list": ({"t": T | {"dtype": ["U8"]}}, "none that MLX can load"),
+    "dtype list": ({"t": T | {"dtype": ["U8"]}}, "cannot be loaded by MLX"),
     "shape number": ({"t": T | {"shape": 4}}, "shape must be"),
     "shape negative": ({"t": T | {"shape": [-2, -2]}}, "shape must be"),
     "shape float": ({"t": T | {"shape": [4.0]}}, "shape must be"),

@@ -315,7 +315,7 @@ def test_a_device_that_decodes_other_bits_gets_no_copy(
 ) -> None:
     decode = SplitDecoder.decode
     monkeypatch.setattr(SplitDecoder, "decode", lambda self, rows: decode(self, rows) + 0.5)
-    with pytest.raises(StoreError, match="decoded to other bits here"):
+    with pytest.raises(StoreError, match="decodes to other bits on this device"):
         pack_model(made / "model", tmp_path / "copy", coding="compact")
 
 
