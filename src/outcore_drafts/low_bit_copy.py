@@ -71,7 +71,7 @@ class LowBitCopy:
 
 
 def low_bit_copy(profile: ModelProfile, bits: int) -> LowBitCopy:
-    """The copy with so many bits; reads and writes nothing."""
+    """Describes the copy with so many bits, without reading or writing anything."""
     heads = tuple(t.layer.path for t in profile.tables if t.multiplied)
     model = _shapes(profile.lazy, bits, heads)
     layers = find_layers(model)

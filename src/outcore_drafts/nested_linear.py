@@ -134,7 +134,7 @@ class NestedLinear(CoarseLinear):
 
     @property
     def coarse(self) -> CoarseLinear | None:
-        """The draft's module, whose high bits this one uses; not stored as a submodule."""
+        """The draft's module, which has this layer's high bits; kept out of the module tree."""
         found: CoarseLinear | None = self.__dict__.get("_outcore_coarse")
         return found
 

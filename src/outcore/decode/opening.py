@@ -50,8 +50,8 @@ class Opening:
 
 
 def _in_batches(size: ModelSize, sequences: int, length: int) -> ModelSize:
-    """Adds memory for calls with so many sequences of ``length`` tokens, without caches and with the logits of every
-    token, as mlx-lm's perplexity makes them."""
+    """The size with room for calls as mlx-lm's perplexity makes them: so many sequences of ``length`` tokens, without
+    caches and with the logits of every token."""
     tokens = sequences * length
     whole = replace(size, prompt=tokens, logits=tokens * size.logits // LOGITS_SHARE)
     more = whole.activations(tokens) - size.activations(min(length, size.prompt))

@@ -247,7 +247,7 @@ def ring_options(o: LoadOptions) -> dict[str, Any]:
 
 
 def draft_kind(o: LoadOptions) -> tuple[str, Any]:
-    """The kind and argument of the draft; none where several sequences share passes."""
+    """The kind and argument of the requested draft; there is none where several sequences share passes."""
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(

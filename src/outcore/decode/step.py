@@ -68,7 +68,8 @@ class ScheduledSequence:
         return self.go_on(cached)
 
     def go_on(self, cached: CachedPrefix | None = None) -> Request:
-        """The request for the rest of its text, which takes over its cache; ``cached``: the part of the rest in it."""
+        """The request that continues the sequence after its first ``held`` tokens. It takes over the cache; ``cached``
+        says which of its tokens are in there already."""
         cache, self.cache = self.cache, None
         cached = cached or CachedPrefix()
         return replace(
