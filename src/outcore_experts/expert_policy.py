@@ -133,7 +133,8 @@ class ExpertPolicy:
             self.expert_in[slot], self.slot_of[expert] = expert, slot
 
     def resized(self, slots: int) -> tuple[ExpertPolicy, list[Load]]:
-        """Returns an empty policy with other slots and the same counts, and the experts to move to it."""
+        """Returns an empty policy with the same counts for another number of slots, and the loads that move experts
+        into it."""
         other = ExpertPolicy(len(self.slot_of), slots)
         other._counts = self._counts
         stay = self.best(())[:slots]

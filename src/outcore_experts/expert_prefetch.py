@@ -42,8 +42,8 @@ class Routed(Exception):
 
 
 class ExpertPrefetch:
-    """Prefetches for all switches of a model, given in call order. ``predicting``: a block runs only for its router's
-    choice."""
+    """Prefetches for all switches of a model, given in call order. While ``predicting``, a block is called only for its
+    router's choice."""
 
     def __init__(self, switches: Sequence[CachedSwitch], reads: ExpertReads, metrics: Metrics) -> None:
         self.predicting = False

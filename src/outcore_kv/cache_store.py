@@ -258,7 +258,8 @@ def _with_room(tail: Bytes) -> Bytes:
 
 
 def _longer(held: StoredTokens, arrays: Sequence[mx.array], base: int, offset: int) -> tuple[Bytes, ...]:
-    """Returns the tail with new tokens after the first ``base``, which stay as they were for an earlier state."""
+    """Returns the tail with the tokens after the first ``base`` appended; earlier states may still use the
+    first ones."""
     if not held.tail:
         return tuple(_with_room(t) for t in _copied(arrays, held.written, offset))
     new = _copied(arrays, base, offset)

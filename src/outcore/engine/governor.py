@@ -179,8 +179,8 @@ class Governor:
         spare: int,
         away: Sequence[int],
     ) -> tuple[int, str]:
-        """Returns the bytes that have to go now and the reason. No bytes with a reason: pressure that has been answered
-        already."""
+        """Returns the bytes that have to go now and the reason; 0 bytes with a reason if earlier shedding has answered
+        the pressure."""
         wanted = reserve(limit)
         if pressure.macos_level == mac.CRITICAL:
             return max(1, spare), "macOS says that memory pressure is critical"

@@ -58,7 +58,7 @@ class Drafter(Protocol):
         """Returns an object that collects a text's hidden states for the drafter; None if it does not need them."""
 
     def profile_without(self, profile: ModelProfile) -> ModelProfile:
-        """Returns the model's profile without this drafter, except for its size. Changes nothing."""
+        """Returns the model's profile without this drafter; its ``size`` still counts the draft."""
 
     def give_up(self, session: Session) -> Drafter:
         """Frees the drafter's memory, also that of running texts, and returns the drafter that replaces it."""

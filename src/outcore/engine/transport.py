@@ -120,13 +120,13 @@ class Transport(Agreement, Stage):
         """Called before caches of several sequences are merged, each a list with a cache per layer."""
 
     def passes_together(self) -> PassRunner | None:
-        """Returns what runs several passes layer by layer if nothing is streamed; None: they run one after the
-        other."""
+        """Returns an object that runs several passes layer by layer if nothing is streamed; None: they run one after
+        the other."""
         return None
 
 
 def pass_runner(streaming: Streaming | None, transport: Transport) -> PassRunner | None:
-    """Returns what runs several passes layer by layer; None: they run one after the other."""
+    """Returns the object that runs several passes layer by layer; None if passes have to run one after the other."""
     if streaming is None:
         return transport.passes_together()
     return None if streaming.evaluates else streaming
