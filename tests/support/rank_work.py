@@ -239,7 +239,7 @@ def failing(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[l
     with model.outcore:
         cache = make_prompt_cache(model)
         how = {"prompt_cache": cache, "prefill_step_size": 16}
-        one_text.OneText.reserve = short  # type: ignore[method-assign]
+        one_text.OneText.reserve = short  # type: ignore[assignment, method-assign]
         try:
             for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=9, **how):
                 first.append(r.token)
