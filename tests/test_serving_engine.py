@@ -154,7 +154,7 @@ def test_no_memory_for_all_together_is_nobodys_prompt(served: Path) -> None:
         raise BudgetError("no room", 10**9)
 
     with serving(served) as service, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Scheduler, "_sweep", sweep)
+        patched.setattr(Scheduler, "_run_pass", sweep)
 
         async def failures(*asks: GenerationRequest) -> set[tuple[int, str]]:
             found = await asyncio.gather(*(heard(service, ask) for ask in asks), return_exceptions=True)
