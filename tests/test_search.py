@@ -50,7 +50,7 @@ def test_what_is_found_is_what_all_of_them_would_give(seed: int) -> None:
     for unit in unit_sizes(size.layers, size.most_unit):
         every = {n: candidates.at(n, head, step, ring, unit).peak for n in counts}
         weights = {n: sum(size.layers[i].resident for i in place(size, n)) for n in counts}
-        assert all(weights[n] + candidates.beside(head, step) <= peak for n, peak in every.items())
+        assert all(weights[n] + candidates.fixed(head, step) <= peak for n, peak in every.items())
         for order in (counts, counts[::-1]):
             assert candidates.smallest(order, head, step, ring, unit) == min(every.values())
         for budget in {*every.values(), min(every.values()) - 1}:

@@ -1,7 +1,4 @@
-"""The rule by which numbers and words that a user gives are checked.
-
-What is no count, or no known word, is refused by its name: an argument's in Python, a flag's on the command line.
-"""
+"""Checks numbers and words that a user gives. Errors name the argument in Python and the flag on the command line."""
 
 from __future__ import annotations
 
@@ -18,20 +15,17 @@ from .sizes import MOST_BYTES
 from .text import meant, shortened
 
 COUNT = 2**31 - 1
-"""The most that is counted to: MLX's shapes and indices are 32 bits."""
+"""Largest count: MLX's shapes and indices are 32 bits."""
 
 LEAST_TEMPERATURE = 1e-30
-"""The least temperature but 0: log-probabilities divided by less leave float32."""
+"""Smallest temperature except 0: dividing log-probabilities by less overflows float32."""
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
-    """A whole number: an int, of NumPy too, or a float that is one; ``True`` is none.
-
-    Args:
-        name: the flag or argument, named in the error.
+    """Returns a whole number given as an int (also NumPy's) or an integral float; ``True`` is refused.
 
     Raises:
-        UsageError: another kind of value, or out of range.
+        UsageError: another type, or out of range.
     """
     try:
         if isinstance(value, bool):
@@ -46,10 +40,10 @@ def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:
 
 
 def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number.
+    """Returns a finite number.
 
     Raises:
-        UsageError: another kind of value, or out of range.
+        UsageError: another type, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise UsageError(f"{shown_value(name, value)}: a number is needed")
@@ -61,10 +55,10 @@ def real(name: str, value: Any, least: float = -math.inf, most: float = math.inf
 
 
 def choice(name: str, value: Any, known: Iterable[str]) -> str:
-    """One of these words.
+    """Returns ``value`` if it is one of the known words.
 
     Raises:
-        UsageError: another one.
+        UsageError: it is not.
     """
     words = tuple(known)
     if not isinstance(value, str) or value not in words:
@@ -73,7 +67,7 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def not_endless(name: str, path: Path) -> Path:
-    """A file to read whole, if it has an end: devices such as /dev/zero have none.
+    """Returns the path of a file to read whole, unless it is a device such as /dev/zero, which has no end.
 
     Raises:
         UsageError: it is a device.
@@ -81,14 +75,14 @@ def not_endless(name: str, path: Path) -> Path:
     try:
         endless = path.is_char_device()
     except OSError:
-        endless = False  # whoever opens it tells why it cannot be
+        endless = False  # opening it reports the reason
     if endless:
         raise UsageError(f"{shown_value(name, path)}: a device; give a file, or a pipe")
     return path
 
 
 def shown_value(name: str, value: Any) -> str:
-    """As it was given: a flag with its value, or an argument."""
+    """Returns a flag with its value, or an argument with its value, as the user wrote it."""
     return f"{name} {shortened(value)}" if name.startswith("-") else f"{name}={shortened(repr(value))}"
 
 
@@ -104,14 +98,13 @@ _MOST_CHARACTERS = 40
 
 
 def parse_size(text: str, *, flag: str = "--memory") -> int:
-    """Read a size such as `1.5GB`, `512MiB`, `800 MB` or `4G`, in any case, as bytes (fractions of one are dropped).
+    """Parses a size such as `1.5GB`, `512MiB`, `800 MB` or `4G`, in any case, into whole bytes.
 
     Args:
-        text: what the user typed.
-        flag: the option or argument that it was typed for, named in the error.
+        flag: the option or argument, named in the error.
 
     Raises:
-        UsageError: no unit, an unknown unit, no number, or a size that is not between 1 byte and 2**63 - 1.
+        UsageError: no unit, an unknown unit, no number, or a size outside 1 byte to 2**63 - 1.
     """
     match = _SIZE.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
     sign, number, unit = match.groups() if match is not None else ("", "0", "")
@@ -135,10 +128,10 @@ def parse_size(text: str, *, flag: str = "--memory") -> int:
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse keyword arguments that there are none of.
+    """Refuses unknown keyword arguments.
 
     Raises:
-        TypeError: names the first of them, and which may have been meant.
+        TypeError: names the first one, and the closest known name.
     """
     words = list(known)
     for name in names:

@@ -14,14 +14,14 @@ class OutcoreError(Exception):
 
 
 class UsageError(OutcoreError, ValueError):
-    """An argument that cannot be meant. The command line exits with 2."""
+    """An argument has the wrong type or value. The command line exits with 2."""
 
 
 class BudgetError(OutcoreError, ValueError):
-    """A memory budget that is too small for the model or larger than the machine.
+    """The memory budget is too small for the model, or larger than the machine.
 
     Attributes:
-        smallest: the smallest budget in bytes that works, where it is known.
+        smallest: the smallest budget in bytes that works; None where unknown.
     """
 
     def __init__(self, message: str, smallest: int | None = None) -> None:
@@ -30,27 +30,27 @@ class BudgetError(OutcoreError, ValueError):
 
 
 class CheckpointError(OutcoreError):
-    """A model folder that cannot be trusted or is not whole."""
+    """A model folder is incomplete or damaged."""
 
 
 class MissingFileError(CheckpointError):
-    """A file that the model needs is not there."""
+    """A file that the model needs does not exist."""
 
 
 class HeaderError(CheckpointError):
-    """A safetensors file whose header or length is wrong."""
+    """A safetensors file has a wrong header or length."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """A model type that mlx-lm does not know, or remote code that was not allowed to run."""
+    """mlx-lm does not support the model type, or its remote code was not allowed to run."""
 
 
 class StoreError(OutcoreError):
-    """A packed copy that cannot be written or no longer fits."""
+    """A packed checkpoint cannot be written, or no longer matches its source."""
 
 
 class StoreSpaceError(StoreError):
-    """There is no room on the disk for a packed copy."""
+    """The disk has no space for a packed checkpoint."""
 
 
 class ReadError(OutcoreError):
@@ -58,10 +58,10 @@ class ReadError(OutcoreError):
 
 
 class LinkError(OutcoreError):
-    """Another rank of a model that several machines share is gone, silent, or said what it should not: all of them end.
+    """Another rank failed, fell silent or broke the protocol; all ranks stop.
 
     Attributes:
-        rank: the one at fault, where it is known.
+        rank: the rank at fault; None where unknown.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -70,22 +70,22 @@ class LinkError(OutcoreError):
 
 
 class CalibrationError(OutcoreError):
-    """This machine cannot be measured, or what was measured cannot be kept."""
+    """This machine cannot be measured, or the measurements cannot be stored."""
 
 
 class PromptError(OutcoreError, ValueError):
-    """A prompt that is empty, no text, or longer than the context."""
+    """A prompt is empty, not text, or longer than the context."""
 
 
 class RequestError(OutcoreError, ValueError):
-    """A request, of a batch or to the server, that is malformed, or asks for what is not supported. It fails alone.
+    """One request of a batch or server is malformed or unsupported; others go on.
 
     Attributes:
-        code: its kind, for programs.
-        param: the field that it is about, if it is about one.
-        status: how HTTP tells it.
-        retry_after: seconds after which it may be tried again; None: it need not be.
-        counts: numbers that programs may act on, by their names.
+        code: the kind of error, for programs.
+        param: the request field at fault; None where it is not one field.
+        status: HTTP status.
+        retry_after: seconds after which a retry may succeed; None: do not retry.
+        counts: named numbers that programs may act on.
     """
 
     def __init__(
@@ -104,36 +104,35 @@ class RequestError(OutcoreError, ValueError):
 
 
 class OutputError(OutcoreError):
-    """Answers that cannot be written; those before are kept."""
+    """Answers cannot be written; those written earlier remain."""
 
 
 class BusyError(OutcoreError):
-    """A model that another thread generates with and does not go on with, or a text that changed threads."""
+    """Another thread stalled while generating with this model, or a second thread used a generator."""
 
 
 class ClosedError(OutcoreError):
-    """A streamed model was used after it was closed."""
+    """A model was used after it was closed."""
 
 
 FLAGS = {"prompt": "--prompt-tokens"}
-"""Flags whose names are not their arguments'."""
+"""Flags that are not named after their argument."""
 
 _known: Collection[str] = ()
 
 
 def flag_of(argument: str) -> str:
-    """The flag of an argument."""
     return FLAGS.get(argument, "--" + argument.replace("_", "-"))
 
 
 def called(argument: str) -> str:
-    """What the user calls an argument: in a command by its flag, if the command has it."""
+    """Returns what the user calls an argument: the running command's flag, or the argument itself."""
     return flag if (flag := flag_of(argument)) in _known else argument
 
 
 @contextmanager
 def by_flags(flags: Collection[str]) -> Iterator[None]:
-    """While this process is a command, errors and notes name these flags of it, not arguments."""
+    """Makes errors and notes within the block name these command-line flags instead of arguments."""
     global _known
     before, _known = _known, flags
     try:
@@ -143,7 +142,7 @@ def by_flags(flags: Collection[str]) -> Iterator[None]:
 
 
 def no_mlx(error: ImportError) -> str | None:
-    """What to do about an import that failed for want of MLX; None: it did not."""
+    """Returns advice if an import failed because MLX is missing, otherwise None."""
     name = error.name or ""
     if name.partition(".")[0] != "mlx" and "libmlx" not in str(error):
         return None

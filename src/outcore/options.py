@@ -1,4 +1,4 @@
-"""What a user asks for: how a model is opened and held in memory. Declared once, for Python and for commands."""
+"""Options of loading a model, declared once for Python and for the command line."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .sizes import MOST_BYTES
 from .text import shortened
 
 AUTO = "auto"
-"""What is chosen for the user: memory, drafts, the way of reading."""
+"""Value that leaves the choice to Outcore: of memory, drafts, and how files are read."""
 
 SHARE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
-"""Of what may be used now, as in ``50%``."""
+"""A share of the memory available now, such as ``50%``."""
 
 PRIORITIES = {"speed": 512, "balanced": 1024, "context": None}
-"""Tokens of context that memory is reserved for at first; None: as many as are expected. More is made room for as it
-comes, by streaming layers that were resident."""
+"""Tokens of context that memory is reserved for at first; None: the whole expected context. Longer contexts get their
+memory as they grow, by streaming layers that were resident."""
 
 IO_MODES = ("auto", "direct", "cached")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class SequenceCount(Protocol):
-    """As many sequences as answer a number of requests soonest (``plan.workload``)."""
+    """Chooses how many sequences answer a set of requests soonest (``plan.workload.Workload``)."""
 
     @property
     def most(self) -> int: ...
@@ -37,15 +37,7 @@ class SequenceCount(Protocol):
 def _option(
     default: Any, help: str, least: int | None = None, words: Iterable[str] = (), metavar: str | None = None
 ) -> Any:
-    """A field of ``LoadOptions``.
-
-    Args:
-        default: of the argument; a flag may have another one for a command.
-        help: what it decides; ends with the default where that is None.
-        least: the smallest number, of those that are counts.
-        words: what it may be, where these are all.
-        metavar: what the help of a command calls its value.
-    """
+    """Declares a field of ``LoadOptions``; ``least`` is the smallest count and ``words`` the only values allowed."""
     return field(default=default, metadata={"help": help, "least": least, "words": tuple(words), "metavar": metavar})
 
 
@@ -67,20 +59,20 @@ class MemoryOptions:
     )
     head_resident: bool | None = _option(
         None,
-        "Whether the head stays in memory. Default: it does, unless layers would fit in parts alone beside it, and it "
-        "is faster to stream it too.",
+        "Keep the output head in memory. Default: yes, unless layers would fit only in parts next to it, and streaming "
+        "it too is faster.",
     )
     experts: int | None = _option(
         None,
-        "Mixture of experts: keep all but the experts in memory, and N of those of each layer; others are read when a "
-        "token needs them. 0: stream layers whole. Default: what is fastest.",
+        "Mixture of experts: cache N experts of each layer, read others when a token needs them, and keep all other "
+        "weights in memory. 0: stream layers whole. Default: what is fastest.",
         least=0,
         metavar="N",
     )
     priority: str = _option(
         "context",
-        "Reserve memory for 512, 1024 or all tokens of the context at first; room for more is made as they come, by "
-        "streaming layers that were resident.",
+        "Reserve memory for 512, 1024 or all tokens of the context at first; a longer context takes memory from "
+        "resident layers, which are then streamed.",
         words=PRIORITIES,
         metavar="WHAT",
     )
@@ -92,35 +84,34 @@ class MemoryOptions:
     )
     prompt: int | None = _option(
         None,
-        "Tokens of the longest prompt, if known: less memory is set aside for computing it. Default: all of the "
-        "context.",
+        "Tokens of the longest prompt, if known; a shorter one needs less memory. Default: all of the context.",
         least=1,
         metavar="N",
     )
     prefill_step_size: int | None = _option(
-        None, "Prompt tokens computed at a time. Default: 2048, or what fits.", least=1, metavar="N"
+        None, "Prompt tokens computed at once. Default: 2048, or what fits.", least=1, metavar="N"
     )
     sequences: int | SequenceCount = _option(
         1,
-        "Sequences that share each sweep, each with its own context, without drafts; or a Workload: as many as answer "
-        "it soonest.",
+        "Sequences that share each forward pass, each with its own context, without drafts; or a Workload, for which "
+        "the fastest number is chosen.",
     )
     batch: int | None = _option(
         None,
-        "Sequences of context tokens that are evaluated in one call, without caches and with the logits of every token "
-        "(mlx-lm's eval_ppl). Default: memory for such calls is not set aside.",
+        "Sequences of context tokens evaluated in one call without caches, with logits of every token (mlx-lm's "
+        "eval_ppl). Default: no memory is reserved for such calls.",
         least=1,
     )
-    govern: bool = _option(True, "Watch memory while the model runs, and stream resident layers where it gets short.")
+    govern: bool = _option(True, "Watch memory while the model runs, and stream resident layers when it runs short.")
     resumable: bool = _option(
         False,
-        "One prompt cache will serve several texts: set memory aside for taking it back where a sweep fails. Otherwise "
-        "that is found when such a cache is used, in place of resident layers.",
+        "Reserve memory to restore a prompt cache when a forward pass fails. Otherwise resident layers make room when "
+        "a prompt cache is first used.",
     )
 
     @property
     def asked(self) -> bool:
-        """Whether a budget was asked for; else it is made of what is free."""
+        """Whether the user gave a budget; otherwise it is derived from free memory."""
         return budget_bytes(self.memory, lambda: 100) is not None
 
     @property
@@ -130,40 +121,40 @@ class MemoryOptions:
 
     @property
     def most_sequences(self) -> int:
-        """Sequences that share sweeps at most."""
+        """Largest number of sequences that share a forward pass."""
         return self.sequences if isinstance(self.sequences, int) else self.sequences.most
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions:
-    """How weights are read, and what else lies on disk."""
+    """How weights are read, and what else is stored on disk."""
 
     io: str = _option(
-        AUTO, "How to read weights, around (direct) or through the page cache.", words=IO_MODES, metavar="HOW"
+        AUTO, "How to read weights: past the page cache (direct) or through it (cached).", words=IO_MODES, metavar="HOW"
     )
-    threads: int | None = _option(None, "Reads in flight at once. Default: 4, or 8 where there are as many cores.", 1)
+    threads: int | None = _option(None, "Reads in flight at once. Default: 4, or 8 with at least 8 cores.", 1)
     mirror: str | Path | Sequence[str | Path] | None = _option(
         None,
-        "A copy of the model's folder on another disk, or a folder that has one, or several: what is streamed is read "
-        "from all at once, and from the others where one fails. Default: none.",
+        "A copy of the model's folder on another disk, a folder that contains one, or several. Streamed weights are "
+        "read from all of them at once; if one fails, from the others. Default: none.",
         metavar="DIR",
     )
     kv_disk: str = _option(
         AUTO,
-        "Keys and values of streamed layers on disk, which every token reads; auto: where the context does not fit "
-        "otherwise. Of one text at a time, and not with a draft of the model itself.",
+        "Offload keys and values of streamed layers to disk; every token reads them. auto: if the context does not fit "
+        "otherwise. For one text at a time, and not with --draft self.",
         words=(AUTO, "on", "off"),
         metavar="WHEN",
     )
     kv_dir: str | Path | None = _option(
         None,
-        "Folder for them, made if it alone is missing; files there have no name and go with the process. Default: the "
-        "cache folder.",
+        "Folder for offloaded keys and values; created if only its last part is missing. Its files are unnamed and end "
+        "with the process. Default: the cache folder.",
     )
     prefix_cache: int | str = _option(
         "off",
-        "Keep what was computed of prompts on disk, for those that begin in the same way, after a restart too. on: up "
-        "to 20 GB, or a tenth of what is free, and nothing below 10 GB free; a size: up to that.",
+        "Keep computed prompts on disk and reuse them for prompts that begin the same way, also after a restart. on: "
+        "up to 20 GB or a tenth of free space, and nothing below 10 GB free; SIZE: up to that.",
         metavar="on|off|SIZE",
     )
 
@@ -183,11 +174,11 @@ class ModelOptions:
     )
     draft: str = _option(
         AUTO,
-        "What drafts tokens, so that a sweep over the weights makes several: ngram (the text's own repetitions), self "
-        "or self:BITS (a low-bit copy of the model, in memory, made once; of a quantized model the high bits of its "
-        "weights, of which only the low ones are read then), mtp or mtp:FOLDER (the multi-token-prediction head of the "
-        "original model, there), none, a model with the same tokenizer, or auto: what is predicted to be fastest. "
-        "Default: auto.",
+        "What drafts tokens, so that one forward pass yields several: ngram (repetitions in the text), self or "
+        "self:BITS (a low-bit copy of the model in memory, made once; for a quantized model, the high bits of its "
+        "weights, after which only the low bits are streamed), mtp or mtp:FOLDER (the original model's "
+        "multi-token-prediction head, from that folder), none, a model with the same tokenizer, or auto: the fastest "
+        "by prediction. Default: auto.",
         metavar="WHAT",
     )
     model_config: dict[str, Any] | None = _option(None, "As in mlx_lm.load. Default: none.")
@@ -197,19 +188,20 @@ class ModelOptions:
     )
     lazy: bool = _option(
         False,
-        "As in mlx_lm.load: where nothing is streamed, weights are read by the model's first call. It refuses files "
-        "that were written to since; whoever evaluates parameters before is not told.",
+        "As in mlx_lm.load: if nothing is streamed, the model's first call reads the weights, and refuses files that "
+        "changed since. Evaluating parameters before that call skips the check.",
     )
     ranks: Any = field(default=None, repr=False, compare=False)
-    """Other machines that have layers of the model (``decode.preparation.Ranks``); None: it is all here."""
+    """The other machines that hold layers of the model (``decode.preparation.Ranks``); None: this machine holds all of
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
-    """How a model is opened and held in memory. Checked when it is made, before a model is opened.
+    """How a model is opened and held in memory. Values are checked on construction, before a model is opened.
 
     Raises:
-        UsageError: a value is of another kind, or out of range.
+        UsageError: a value has the wrong type or is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -232,7 +224,6 @@ class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
             )
 
     def _checked(self, each: Field[Any]) -> Any:
-        """A field's value, as its declaration has it: a count from ``least``, one of ``words``, or a truth."""
         name, value, said = called(each.name), getattr(self, each.name), each.metadata
         if not said or (value is None and each.default is None):
             return value
@@ -258,12 +249,12 @@ class LoadOptions(ModelOptions, DiskOptions, MemoryOptions):
         if not (isinstance(mirrors, Sequence) and all(isinstance(m, str | Path) and str(m).strip() for m in mirrors)):
             raise UsageError(f"{shown_value(called('mirror'), given)}: a folder, or several")
         if len({str(Path(m)) for m in mirrors}) < len(mirrors):
-            raise UsageError(f"{called('mirror')}: one folder is there twice")
+            raise UsageError(f"{called('mirror')}: the same folder is given twice; give each once")
         return tuple(mirrors) or None
 
 
 def said_of(name: str) -> str:
-    """What a field decides, the words that it may be, and its default where that needs words."""
+    """Returns an option's help: what it decides, its allowed words, and its default where the help names one."""
     said = LoadOptions.__dataclass_fields__[name].metadata
     text, there, default = said["help"].partition(" Default:")
     return text + (f" {', '.join(said['words'])}." if said["words"] else "") + there + default
@@ -277,10 +268,11 @@ LoadOptions.__doc__ = f"{LoadOptions.__doc__}\n    Attributes:\n" + "".join(
 
 
 def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOptions:
-    """Options as they were given, or of arguments.
+    """Returns ``options``, or ``LoadOptions`` made from keyword arguments.
 
     Raises:
-        UsageError: both were given, or no options. TypeError: an argument that there is none of.
+        UsageError: both were given, or ``options`` is not ``LoadOptions``.
+        TypeError: an argument is unknown.
     """
     refuse_unknown(arguments, LoadOptions.__dataclass_fields__)
     if options is None:
@@ -295,15 +287,15 @@ def chosen(options: LoadOptions | None, arguments: Mapping[str, Any]) -> LoadOpt
 
 
 def budget_bytes(memory: Any, available: Callable[[], int], name: str | None = None) -> int | None:
-    """Bytes of a budget as it was given, whether or not there is so much; None: it is to be made of what is free.
+    """Parses a memory budget into bytes; None where it is to be derived from free memory.
 
     Args:
         memory: bytes; a size such as ``"4GB"``; ``"50%"`` of what is available; None or ``"auto"``.
-        available: bytes that may be used now.
-        name: what an error calls it; None: as the user does.
+        available: returns the bytes available now.
+        name: the argument's name in errors; None: ``memory`` or the command's flag.
 
     Raises:
-        UsageError: it is not positive, or no size.
+        UsageError: not a positive size.
     """
     name = name or called("memory")
     if memory is None or (isinstance(memory, str) and memory.strip().lower() == AUTO):

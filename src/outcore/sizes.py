@@ -1,4 +1,4 @@
-"""Sizes in bytes: as people read them, of slots, and of caches."""
+"""Sizes in bytes: formatting, alignment of slots, and growth of KV caches."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from decimal import Decimal
 
 MOST_BYTES = 2**63 - 1
 ARRAY_BYTES = 2**31 - 1
-"""Bytes of MLX's largest array of bytes: shapes are int32 (``OverflowError`` one byte beyond, MLX 0.32.4)."""
+"""Bytes of MLX's largest uint8 array: shapes are int32 (``OverflowError`` one byte beyond, MLX 0.32.4)."""
 
 
 def format_size(n: int, *, round_up: bool = False) -> str:
-    """Write `n` bytes with three digits and a decimal unit: `1.66 GB`, `131 MB`, `12 B`.
+    """Formats bytes with three digits and a decimal unit: `1.66 GB`, `131 MB`, `12 B`.
 
     Args:
-        n: a byte count; negative ones keep their sign.
         round_up: never show less than `n`, so that a smallest budget works when the user types it back.
     """
     size = abs(n)
@@ -33,29 +32,28 @@ BLOCK = 4096
 """Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096)."""
 
 PAGE = 2 << 20
-"""Bytes of a large page. Slots that hold a few begin at one: direct reads into them run at the disk's full rate."""
+"""Bytes of a large page. Slots of several pages begin at one, so that direct reads run at the disk's full rate."""
 
 GAP = 64 * 1024
-"""Bytes. Two tensors of a unit that lie no further apart in a file are read as one extent; the gap is read too."""
+"""Bytes. Two tensors of a unit no further apart in a file are read as one extent, including the gap."""
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple
 
 
 def slot_alignment(nbytes: int) -> int:
-    """Bytes that a slot's address is a multiple of: a large page where the slot holds a few of them, else a block."""
+    """Returns a slot's address alignment in bytes: a large page if the slot holds several, else a block."""
     return PAGE if nbytes >= 4 * PAGE else BLOCK
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Bytes of memory that a slot for units of ``nbytes`` takes: whole blocks, and room to begin where it should."""
+    """Returns bytes of memory for a slot that holds units of ``nbytes``: whole blocks plus room to align the start."""
     return round_up(nbytes, BLOCK) + slot_alignment(nbytes)
 
 
 def most_unit(slot: int) -> int:
-    """Bytes of the largest unit whose slot takes at most ``slot`` bytes of memory; 0 if there is none."""
+    """Returns bytes of the largest unit whose slot takes at most ``slot`` bytes; 0 if there is none."""
     whole = slot // PAGE * PAGE - PAGE
     return whole if whole >= 4 * PAGE else max(0, min(4 * PAGE - BLOCK, slot // BLOCK * BLOCK - BLOCK))
 
@@ -64,19 +62,19 @@ KV_STEP = 256
 """Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
 
 Growing = tuple[int, int | None]
-"""Bytes per token, and tokens at most (None: no limit)."""
+"""Bytes per token, and the most tokens (None: unlimited)."""
 
 
 def held_tokens(context: int, most: int | None = None) -> int:
-    """Tokens that a cache has room for at most after ``context`` tokens and one more, in chunks of any sizes.
+    """Returns the most tokens that a cache has room for after ``context`` tokens and one more, in chunks of any sizes.
 
-    A buffer grows when its ``n`` tokens are followed by ``k`` more than it has room for: to ``n``, and ``k`` rounded up
-    to whole steps. That is less than a step beyond the ``n + k`` tokens that there are then.
+    When ``k`` more tokens exceed a buffer of ``n``, it grows to ``n`` plus ``k`` rounded up to whole steps: less than
+    one step beyond the ``n + k`` tokens in use.
     """
     tokens = context + KV_STEP
     return tokens if most is None else min(tokens, most)
 
 
 def held_bytes(growing: Sequence[Growing], context: int) -> int:
-    """Bytes of growing caches at most, after ``context`` tokens and one more."""
+    """Returns the most bytes of growing caches after ``context`` tokens and one more."""
     return sum([each * held_tokens(context, most) for each, most in growing])

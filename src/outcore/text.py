@@ -1,4 +1,4 @@
-"""Text from outside, as it is shown and handed on: others' errors as one line, long values cut, whole characters."""
+"""Shows text from outside safely: errors on one line, long values cut, control characters escaped."""
 
 from __future__ import annotations
 
@@ -9,48 +9,45 @@ from collections.abc import Iterable
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 LONGEST = 200
-"""Characters of somebody else's error that are shown."""
+"""Characters shown of an error raised by another library."""
 
 
 def one_line(error: BaseException | str) -> str:
-    """What an error says, as one line of printable characters; its type where it says nothing."""
+    """Returns an error's message as one printable line; its type's name if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return printable(text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}...")
 
 
 def shortened(value: object, most: int = 40) -> str:
-    """A value that somebody gave, as one line of at most so many characters."""
+    """Returns a value as one line of at most ``most`` characters."""
     text = printable(" ".join(str(value).split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def quoted(text: str) -> str:
-    """Text from a file as one short printable line, in quotes."""
+    """Returns text from a file as one short printable line in quotes."""
     return ascii(text if len(text) <= 120 else text[:117] + "...")
 
 
 def printable(text: str) -> str:
-    """The text with what would not be seen, or would move a terminal's cursor, written as escapes."""
+    """Escapes characters that are invisible or move a terminal's cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def shown(text: str) -> str:
-    """The same for a text of several lines, whose line ends, tabs and wide or narrow spaces stay."""
+    """Escapes as ``printable`` does, but keeps line ends, tabs and Unicode spaces."""
     return "".join(c if c in "\n\t" or (c.isspace() and c > "\x9f") else printable(c) for c in text)
 
 
 def unmoved(text: str) -> str:
-    """The text with control characters, but for line ends and tabs, written as escapes: nothing that a terminal obeys.
-
-    Unlike ``shown`` it leaves all that belongs to letters and pictures: it is for what a model says.
-    """
+    """Escapes control characters in a model's output, except line ends and tabs, and keeps all letters and pictures."""
     return _CONTROLS.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
 
 
 def half_character(text: str) -> int | None:
-    """Where the first half of a surrogate pair stands in a text, counted from 0; None: it is whole.
+    """Returns the index of the first unpaired surrogate, which tokenizers refuse; None if the text is whole.
 
-    JSON can escape one, and so comes what of a command line is not UTF-8. No tokenizer takes it.
+    JSON escapes and command-line arguments that are not UTF-8 can contain one.
     """
     try:
         text.encode()
@@ -66,6 +63,6 @@ def counted(number: int, what: str) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Which of the known words may have been meant, to be added to a line that refuses one."""
+    """Returns " (did you mean X?)" for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -1,4 +1,4 @@
-"""``outcore calibrate``: what this machine does, measured in seconds and kept for each machine and disk."""
+"""``outcore calibrate``: measures this machine in seconds, and stores the result per machine and disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .disk_rate import Bench, best_setting
 from .layer_times import Progress, rig, times_of
 
 Note = Callable[[str], None]
-"""Called with a line for the user: what could not be measured, and why."""
+"""Receives a line for the user: what could not be measured, and why."""
 
 Kinds = dict[str, dict[int, float]]
 """As in ``Calibration``."""
@@ -38,17 +38,15 @@ def calibrated(
     progress: Progress = lambda *_: None,
     note: Note = lambda _: None,
 ) -> tuple[Calibration, tuple[str, ...]]:
-    """The calibration of this machine, the disk that ``folder`` is on, and the model: what is not known is measured.
-
-    The model's folder is only ever read.
+    """Returns the calibration of this machine, the disk of ``folder`` and the model; measures what is missing.
 
     Args:
-        profile: of a model, opened and not loaded, which is left as it was. None: the disk alone.
-        folder: of the model, or on the disk to measure.
+        profile: of a model that is opened and not loaded; left unchanged. None: measures only the disk.
+        folder: of the model, or on the disk to measure; only read.
         cpu_streams: streams that linear layers are split over on the CPU device; 1 on a GPU.
 
     Returns:
-        The calibration, kept for the next time; and what was measured now: ``disk``, ``layers``.
+        The calibration, stored for next time, and what was measured now: ``disk``, ``layers``.
 
     Raises:
         CalibrationError: there is no model, and no scratch file can be written on that disk.
@@ -80,16 +78,13 @@ def calibrated(
 def measure_kinds(
     profile: ModelProfile, cpu_streams: int, *, progress: Progress = lambda *_: None, note: Note = lambda _: None
 ) -> Kinds:
-    """Seconds of one pass by kind of layer and number of tokens; empty, with a note, where the model cannot be run.
-
-    The model is left as it was.
-    """
+    """Returns seconds of a pass by kind of layer and number of tokens; empty, with a note, if the model cannot run."""
     try:
         with rig(profile, cpu_streams) as made:
             return times_of(made, sync_seconds(), progress=progress)
     except OutcoreError as e:
         note(str(e))
-    except Exception as e:  # whatever a model's code raises: the disk can be measured all the same
+    except Exception as e:  # a model's code may raise anything; the disk can still be measured
         text = " ".join(str(e).split()) or type(e).__name__
         note(f"this model's layers could not be measured: {text[:200]}")
     return {}
@@ -97,7 +92,7 @@ def measure_kinds(
 
 @contextlib.contextmanager
 def _ranges(profile: ModelProfile | None, folder: Path, progress: Progress, note: Note) -> Iterator[UnreadRanges]:
-    """Ranges to read: the model's files, or a scratch file where they are small."""
+    """Yields ranges to read: the model's files, or a scratch file where they are too small."""
     files = tuple(profile.lazy.checkpoint.files) if profile is not None else ()
     own, times = own_files(files)
     if own.nbytes >= ENOUGH_BYTES and not disk_calls.system().cache_first:

@@ -1,9 +1,7 @@
-"""Ranges of files that nothing has read yet, to measure a disk with.
+"""Ranges of files that nothing has read yet, to measure a disk without its caches.
 
-Nothing is read twice in one run: a cache (the kernel's, the disk's own, a hypervisor's) may hold what was read before.
-Where a model's files are too small for that, a scratch file without a name is written, in the cache folder and never in
-the model's, which may be somebody else's, read-only, or copied elsewhere as it changes. Where that is another disk, the
-model's files are read again and again, and the calibration says that it is unsure.
+Where a model's files are too small, an unnamed scratch file is written in the cache folder. If that is on another disk,
+the model's files are read repeatedly, and a note says that the result is uncertain.
 """
 
 from __future__ import annotations
@@ -27,25 +25,25 @@ from outcore.errors import CalibrationError
 from outcore.sizes import BLOCK, format_size
 
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
-"""Bytes of a model's files from which they will do, of a scratch file where they will not, and the least of those."""
+"""Bytes of a model's files that suffice, of a scratch file, and of the smallest scratch file."""
 
 WRITE_S, SYNC_BYTES = 12.0, 128 << 20
-"""Seconds that a scratch file is written for at most; and bytes after which the disk is waited for."""
+"""Most seconds of writing a scratch file, and bytes between two waits for the disk."""
 
 MOST_TIMES = 100
-"""Times that files are read which are too small."""
+"""How often files that are too small are read at most."""
 
 STEP = 64 << 20
-"""Bytes of a range of a file at most."""
+"""Most bytes of one range."""
 
 SCRATCH = ".outcore-calibrate-"
 
 Piece = tuple[Extent, ...]
-"""What is read into one slot."""
+"""Extents that are read into one slot."""
 
 
 class UnreadRanges:
-    """Ranges of files that no measurement has read yet, given out one after the other."""
+    """Hands out ranges of files, each once."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._left = deque(extents)
@@ -53,7 +51,7 @@ class UnreadRanges:
         self.nbytes = sum(e.nbytes for e in self._left)
 
     def take(self, nbytes: int, piece: int) -> list[Piece]:
-        """The next ``nbytes``, or what is left of them, as pieces that fit into slots of ``piece`` bytes each."""
+        """Returns the next ``nbytes``, or what is left, as pieces that fit slots of ``piece`` bytes."""
         pieces: list[Piece] = []
         while nbytes > 0 and self._left:
             e = self._left.popleft()
@@ -69,8 +67,8 @@ class UnreadRanges:
 
 
 def own_files(files: Iterable[Path]) -> tuple[UnreadRanges, int]:
-    """All of these files from a random place on, since another run should begin elsewhere; as often as it takes to make
-    ``LEAST_SCRATCH`` of them, and how often that is."""
+    """Returns all ranges from a random start, repeated until they make ``LEAST_SCRATCH`` bytes, and how often they
+    repeat."""
     sizes = {f: f.stat().st_size for f in sorted(set(files))}
     whole = [
         Extent(f, at, min(STEP, size - at), 0, in_place=True)
@@ -84,13 +82,12 @@ def own_files(files: Iterable[Path]) -> tuple[UnreadRanges, int]:
 
 @contextlib.contextmanager
 def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = None) -> Iterator[Path]:
-    """A file of random bytes that is on the disk and not in the page cache. It has no name from before the first byte
-    on, so nothing stays of it however this process ends; the path leads to it while the block runs.
+    """Yields the path of an unnamed file of random bytes, on the disk and not in the page cache.
 
     Args:
-        folder: made if it is not there.
-        disk: of which the folder must be (``st_dev``); None: of any.
-        nbytes: its size; None: ``SCRATCH_BYTES``. Less where the disk has less than twice that free.
+        folder: created if missing.
+        disk: file system that the folder must be on (``st_dev``); None: any.
+        nbytes: size; None: ``SCRATCH_BYTES``. Smaller where the disk has less than twice that free.
 
     Raises:
         CalibrationError: the folder is on another disk or cannot be written, or the disk is too full.
@@ -110,7 +107,7 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
                     "on that disk"
                 )
             number = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=SCRATCH, buffering=0)).fileno()
-            path = Path(f"/dev/fd/{number}")  # which Linux and macOS both have
+            path = Path(f"/dev/fd/{number}")  # exists on Linux and macOS
             _write_random(number, min(nbytes, free // 2))
             forget([Extent(path, 0, path.stat().st_size, 0)])
         except OSError as e:
@@ -122,15 +119,15 @@ def scratch_file(folder: Path, disk: int | None = None, nbytes: int | None = Non
 
 
 def disk_of(path: Path) -> int:
-    """The number of the file system (``st_dev``) that something is on, or would be."""
+    """Returns the file system (``st_dev``) of a path, or of its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.stat().st_dev
 
 
 def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Write so many bytes, or what is written in ``WRITE_S``."""
-    # No two blocks are alike, for a disk that stores equal ones once; yet only the first is drawn, which takes longer.
+    """Writes ``nbytes`` random bytes, or as many as fit into ``WRITE_S`` seconds."""
+    # Blocks differ, in case the disk stores equal ones once; only the first is drawn, since drawing is slow.
     block = np.frombuffer(os.urandom(16 << 20), dtype=np.uint64).copy()
     calls = disk_calls.system()
     calls.around_cache(number)
@@ -139,12 +136,12 @@ def _write_random(number: int, nbytes: int, clock: Callable[[], float] = time.pe
         block += np.uint64(0x9E3779B97F4A7C15)
         written += calls.write(number, block.data.cast("B")[: min(nbytes - written, block.nbytes)])
         if written % SYNC_BYTES < block.nbytes:
-            calls.fsync(number)  # what has not reached the disk yet would be waited for at the end
+            calls.fsync(number)  # otherwise the last fsync would wait for everything
     calls.fsync(number)
 
 
 def forget(extents: Iterable[Extent]) -> None:
-    """Ask the kernel to drop these ranges from the page cache. Advice only."""
+    """Advises the kernel to drop these ranges from the page cache."""
     calls = disk_calls.system()
     for e in extents:
         fd = calls.open(e.file)

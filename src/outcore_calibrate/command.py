@@ -1,4 +1,4 @@
-"""``outcore calibrate``: measure this machine's disk and how long a model's layers take. Kept for the plans to come."""
+"""``outcore calibrate``: measures this machine's disk and a model's layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from .calibration import calibrated
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     began = time.perf_counter()
     prepared = _prepare(args)
     streams = prepared.cpu_streams if prepared else (args.cpu_streams or cores()) if on_cpu() else 1
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> Preparation | None:
-    """The model, opened; its plan does not matter."""
+    """Opens the model; its plan does not matter."""
     if args.model is None:
         if args.revision is not None or args.dtype is not None:
             raise UsageError("--revision and --dtype are about a model; give one")

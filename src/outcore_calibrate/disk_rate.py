@@ -1,4 +1,4 @@
-"""What a disk gives the reader: by requests in flight, around the page cache and through it."""
+"""Disk rate of the reader, by requests in flight, direct and through the page cache."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ from .cold_ranges import UnreadRanges, forget
 
 MIB = 1 << 20
 IN_FLIGHT = (1, 2, 8, 16)
-"""Requests in flight that are tried beside the default; ``DiskCalls.lanes`` are more."""
+"""Requests in flight to try, in addition to the default and ``DiskCalls.lanes``."""
 
 PIECE = 64 * MIB
-"""Bytes read into a slot at once: as large as a layer of a model of 2 to 4 GB."""
+"""Bytes read into a slot at once: a layer of a model of 2 to 4 GB."""
 
 MOST, LEAST, MEASUREMENTS = 256 * MIB, MIB, 20
-"""Bytes of one measurement at most and at least, and measurements that all files have to do for."""
+"""Most and fewest bytes of one measurement, and measurements that the files must suffice for."""
 
 LARGEST = 6
-"""Times as many bytes as that which a measurement with much in flight may read: twice what is in flight, or its end
-would count for too much."""
+"""Factor for measurements with much in flight: they read twice what is in flight, or their end would count too much."""
 
 POINT_S, RATE_S = 0.4, 1.5
-"""Seconds of one measurement, and of the one that says the disk's rate. What is in flight then is waited for."""
+"""Seconds of one measurement, and of the final one."""
 
 LOOK_S = 0.05
-"""Seconds after which a read that is waited for is looked at again."""
+"""Seconds between two checks of a pending read."""
 
 GAIN = 1.1
-"""Reading through the page cache, which pushes out what others use, and any setting but the default, must be so many
-times as fast to be chosen: less is chance."""
+"""How many times faster cached reads, which push out other programs' pages, or a non-default setting must be to be
+chosen; less is chance."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class ReadSetting:
-    """A way to read: requests of ``chunk`` bytes, ``threads`` at a time, around the page cache or through it."""
+    """Requests of ``chunk`` bytes, ``threads`` at a time, direct or through the page cache."""
 
     chunk: int = CHUNK
     threads: int = THREADS
@@ -56,18 +55,17 @@ class ReadSetting:
 
     @property
     def in_flight(self) -> int:
-        """Bytes asked for at a time."""
         return self.chunk * self.threads
 
 
 class Bench:
-    """Slots to read into and ranges to read, of which each measurement takes the next."""
+    """Measures read settings on ranges that were not read before."""
 
     def __init__(self, unread: UnreadRanges, clock: Callable[[], float] = time.perf_counter) -> None:
         self.unread, self.clock = unread, clock
         with contextlib.closing(FileReader(unread.files, threads=1)) as reader:
             self.small = ReadSetting(MIB, 1, reader.direct)
-        # The default first: on a slow disk there is no time for all.
+        # The default first, since a slow disk leaves no time for all.
         tried = [ReadSetting(threads=n) for n in (THREADS, *IN_FLIGHT, *disk_calls.system().lanes)]
         tried = [*(tried if self.small.direct else []), ReadSetting(direct=False), self.small]
         self.nbytes = max(LEAST, min(MOST, unread.nbytes // MEASUREMENTS))
@@ -77,14 +75,13 @@ class Bench:
         self.slots = [Slot(round_up(self.piece, BLOCK), device_kind()) for _ in range(4)]
 
     def gbps(self, setting: ReadSetting, nbytes: int, most_s: float) -> float:
-        """GB/s of so many bytes that were not read before, or as many as are read in ``most_s`` seconds; 0 if there are
-        none left."""
+        """Returns GB/s over ``nbytes`` unread bytes, or what is read in ``most_s`` seconds; 0 if none are left."""
         pieces = self.unread.take(max(nbytes, 2 * setting.in_flight), self.piece)
         extents = [e for piece in pieces for e in piece]
         forget(extents)
         with contextlib.closing(self._reader(setting)) as reader:
             began = self.clock()
-            # Threads take them up in order, so that a slot is written to again after what was read into it before.
+            # Threads start reads in order, so a slot is overwritten only after its earlier read.
             reads = [
                 reader.submit("calibration", piece, self.slots[i % len(self.slots)].payload)
                 for i, piece in enumerate(pieces)
@@ -107,12 +104,12 @@ class Bench:
         return done / seconds / 1e9 if done and seconds > 0 else 0.0
 
     def latency(self, repeats: int = 16) -> float:
-        """Seconds that a read of 4 KiB takes with nothing else in flight: median."""
+        """Returns the median seconds of a 4 KiB read with nothing else in flight."""
         times = []
         with contextlib.closing(self._reader(self.small)) as reader:
             for _ in range(repeats):
                 pieces = self.unread.take(BLOCK, self.piece)
-                self.unread.take(MIB, self.piece)  # passed over: the next read is not next to this one
+                self.unread.take(MIB, self.piece)  # skipped, so that reads are not adjacent
                 if not pieces:
                     break
                 forget(pieces[0])
@@ -127,13 +124,13 @@ class Bench:
 
 
 def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibration:
-    """What reads the disk best, and how fast: every setting is measured once, then the rate of the best.
+    """Measures every setting once, then the rate of the best.
 
-    A setting is not measured that has more in flight than the disk, as it was found so far, reads in ``POINT_S``.
+    Skips settings with more in flight than the disk, by the rates so far, reads in ``POINT_S``.
     """
     what, rates, latency = "measuring the disk", dict[ReadSetting, float](), bench.latency()
     known = bench.gbps(bench.small, MIB, POINT_S)
-    # What there was no time for may have some when the disk was seen to read faster with more in flight.
+    # Retries settings skipped at first, in case the disk turned out faster with more in flight.
     for setting in [*bench.settings, *bench.settings]:
         progress(what, len(rates), len(bench.settings))
         if setting not in rates and (setting == bench.small or setting.in_flight <= known * 1e9 * POINT_S):
@@ -147,7 +144,7 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibrat
     return Calibration(
         read_gbps=rate or rates[setting],
         read_latency_s=latency,
-        # Another file of the disk may lie where direct reads are refused: auto reads cached there.
+        # "auto" falls back to cached reads for files that refuse direct ones.
         io="auto" if setting.direct else "cached",
         threads=setting.threads,
         chunk=setting.chunk,
@@ -156,7 +153,7 @@ def best_setting(bench: Bench, progress: Progress = lambda *_: None) -> Calibrat
 
 
 def choose(rates: dict[ReadSetting, float]) -> ReadSetting:
-    """The fastest, but direct reads unless cached ones are clearly faster, and the default unless another one is."""
+    """Returns the fastest setting, preferring direct reads and the default unless another is clearly faster."""
     fastest = max(rates, key=lambda s: rates[s] / (1 if s.direct else GAIN))
     default = ReadSetting(direct=fastest.direct)
     return default if rates.get(default, 0.0) * GAIN >= rates[fastest] else fastest

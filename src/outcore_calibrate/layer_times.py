@@ -1,7 +1,7 @@
-"""How long a model's layers take in memory: its own forward pass on random weights, timed layer by layer.
+"""Times a model's layers in memory: its own forward pass on random weights.
 
-All layers of a kind share random weights, and tables lose most of their rows. So every architecture that can be traced
-can be measured, in memory for one layer of each kind. The model is left as it was.
+Layers of a kind share random weights, and tables lose most rows, so any architecture fits into memory for one layer of
+each kind. The model is left unchanged.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from outcore.sizes import format_size
 from .device_rates import PAST_CACHES, seconds_of
 
 SAMPLES, STEPS = 6, 5
-"""Times that each kind of layer is timed for a number of tokens, and whole forward passes, where there is time."""
+"""Timings of each kind of layer for a number of tokens, and whole forward passes, where there is time."""
 
 COMPUTE_S, COMPILE_S = 12.0, 20.0
-"""Seconds of measuring, after which no larger number of tokens is begun, and of compiling a number's GPU kernels (on
-an H200 24 to 62 s), after which it is not measured."""
+"""Seconds after which no larger number of tokens is begun; and seconds of compiling a number's GPU kernels (24 to 62 s
+on an H200) after which it is not measured."""
 
 BLOCK = 1 << 20
-"""Random numbers that are drawn for a weight."""
+"""Random numbers drawn for a weight; larger weights repeat them."""
 
 Progress = Callable[[str, int, int], None]
 Seconds = dict[str, list[float]]
-"""Of single calls, by kind of layer."""
+"""Seconds of single calls, by kind of layer."""
 
 
 class _Enough(Exception):
-    """Breaks off a forward pass of which enough has been seen."""
+    """Ends a forward pass once enough layers were timed."""
 
 
 @dataclass
 class TimedPass:
-    """What a forward pass has shown: seconds of each layer, before the first one, and of all of it."""
+    """Seconds of each layer, before the first layer, and of the whole pass."""
 
     layers: Seconds = field(default_factory=lambda: defaultdict(list))
     prelude: float = 0.0
@@ -65,14 +65,13 @@ class TimedPass:
 def times_of(
     made: Rig, sync_s: float, *, budget_s: float = COMPUTE_S, progress: Progress = lambda *_: None
 ) -> dict[str, dict[int, float]]:
-    """Seconds of one pass, by kind of layer (and of what is not a layer) and by number of tokens.
+    """Returns seconds of one pass, by kind of layer (and the rest of the model) and number of tokens.
 
-    Layers are evaluated one by one. What waiting for each of them adds is found by comparing with whole passes of one
-    token, and taken off.
+    Layers are evaluated one by one. The cost of waiting for each is estimated from whole passes and subtracted.
 
     Args:
-        sync_s: what waiting for one layer costs, where there is no time for whole passes.
-        budget_s: seconds that it may take, compiling not counted; what no time is left for is left out.
+        sync_s: assumed cost of waiting for one layer, where there is no time for whole passes.
+        budget_s: most seconds, without compiling; numbers of tokens that do not fit are left out.
     """
     size, clock = made.profile.size, made.clock
     kinds = {layer.kind for layer in size.layers}
@@ -83,7 +82,7 @@ def times_of(
         if n > 1 and took * n / TOKENS[i - 1] > left:
             break
         if n == 1:
-            made.watched(1)  # products with tables are known behind a whole pass
+            made.watched(1)  # a whole pass records the products with tables
         elif not on_cpu():
             # MLX compiles a GPU's kernels when they are first needed.
             began = clock()
@@ -118,7 +117,7 @@ class Rig:
     """A model that runs on random weights. Made by ``rig``.
 
     Attributes:
-        rows: token ids must be less.
+        rows: upper bound of token ids.
     """
 
     def __init__(self, profile: ModelProfile, clock: Callable[[], float]) -> None:
@@ -126,16 +125,14 @@ class Rig:
         self.model = profile.lazy.model
         self.clock = clock
         self.rows = min((t.places[0].shape[0] for t in profile.tables if t.looked_up), default=_vocabulary(profile))
-        # By table: its product as the model calls it, width and dtype of what it gets, and the rows that the table has
-        # over those that it has here.
+        # By table: its product function, input width and dtype, and the ratio of its rows to those kept here.
         self._products: dict[int, tuple[Callable[..., Any], int, mx.Dtype, float]] = {}
         self._pass: TimedPass | None = None
         self._enough: Callable[[Seconds], bool] = lambda _: False
         self._began = 0.0
 
     def watched(self, n: int, enough: Callable[[Seconds], bool] = lambda _: False) -> TimedPass:
-        """A pass over ``n`` tokens, each layer evaluated and timed by itself, until its layers' seconds are
-        ``enough``."""
+        """Runs a pass over ``n`` tokens and times each layer by itself, until ``enough`` says so."""
         seen = self._pass = TimedPass()
         self._enough = enough
         cache, ids = make_prompt_cache(self.model), self._tokens(n)
@@ -149,15 +146,14 @@ class Rig:
         return seen
 
     def passes(self, count: int) -> list[float]:
-        """Seconds of passes over a token, nothing waited for on the way."""
+        """Returns seconds of whole passes over one token, without waiting in between."""
         cache, ids = make_prompt_cache(self.model), self._tokens(1)
         return [
             seconds_of(lambda: (self.model(ids, cache=cache), arrays_in(cache)), self.clock, 1) for _ in range(count)
         ]
 
     def head(self, n: int) -> tuple[float, float]:
-        """Seconds of all products with tables for ``n`` tokens, as if they had all their rows; and with those that they
-        have."""
+        """Returns seconds of all products with tables for ``n`` tokens: scaled to all their rows, and as measured."""
         whole = computed = 0.0
         for call, width, dtype, scale in self._products.values():
             x = mx.random.normal((1, n, width), key=mx.random.key(0)).astype(dtype)
@@ -167,12 +163,10 @@ class Rig:
         return whole, computed
 
     def _tokens(self, n: int) -> mx.array:
-        """``n`` token ids, all different where the vocabulary allows: int32 (1, n)."""
+        """Returns ``n`` token ids, distinct where the vocabulary allows: int32 (1, n)."""
         ids = (mx.arange(n, dtype=mx.int32) * 7 % self.rows)[None]
         mx.eval(ids)
         return ids
-
-    # What layers' and tables' calls go through
 
     def layer(self, kind: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -204,7 +198,7 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Rig]:
-    """Give a lazily opened model random weights, and take them away again.
+    """Gives a lazily opened model random weights for the block, then restores it.
 
     Args:
         cpu_streams: streams that linear layers are split over on the CPU device.
@@ -223,7 +217,7 @@ def rig(profile: ModelProfile, cpu_streams: int, clock: Callable[[], float] = ti
         if on_cpu():
             split_rows(model, cpu_streams)
         _furnish(made)
-        # As weights are while a model runs.
+        # Wired as in a real run.
         stack.callback(limits.hold(made, Needs(wired=mx.get_active_memory())))
         yield made
 
@@ -273,7 +267,7 @@ def _furnish(made: Rig) -> None:
 
 
 def _cut(made: Rig, number: int, table: Table, rows: int) -> None:
-    """Give a table random weights for some of its rows, and have products with it known."""
+    """Gives a table random weights for some of its rows, and records products with it."""
     module, parameters = table.layer.module, table.layer.parameters
     all_rows = table.places[0].shape[0]
     shapes = [(rows, *p.array.shape[1:]) for p in parameters]
@@ -288,7 +282,7 @@ def _cut(made: Rig, number: int, table: Table, rows: int) -> None:
 
 
 def _rows(table: Table) -> int:
-    """Rows of a table that are enough to measure it by: more than caches hold."""
+    """Returns enough rows of a table to measure it: more than caches hold."""
     rows = table.places[0].shape[0]
     fewer = PAST_CACHES // max(1, table.row_bytes) // SLICE_STEP * SLICE_STEP
     return rows if fewer >= rows // 2 else max(SLICE_STEP, fewer)
@@ -301,8 +295,7 @@ def _vocabulary(profile: ModelProfile) -> int:
 
 
 def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.array:
-    """An evaluated array in the parameter's place, of its dtype or the one that it is cast to: random weights at which
-    no layer saturates. What is larger than a block repeats it."""
+    """Returns an evaluated random array for a parameter, in its own or its cast dtype, at which no layer saturates."""
     dtype, size, key = p.array.dtype if cast is None else cast, prod(shape), mx.random.key(0)
     if p.key == "scales" and not mx.issubdtype(dtype, mx.floating):
         # Exponents of mxfp4 and mxfp8 (2**-7), and 8-bit floats of nvfp4 (1/4).

@@ -1,1 +1,1 @@
-"""What this machine does, measured."""
+"""Measurements of this machine, stored and looked up."""

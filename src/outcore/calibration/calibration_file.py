@@ -1,7 +1,6 @@
-"""Calibrations on disk: one JSON file for each machine, device, version of MLX and disk, in the user's cache folder.
+"""Stored calibrations: one JSON file per machine, device, MLX version and disk, in the cache folder.
 
-What was measured on other hardware or with another MLX lies in another file, and one of another schema is not read.
-Kinds of layers of several models gather in one file.
+One file collects the kinds of layers of several models.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from ..plan.machine_profile import Calibration
 
 FORMAT = "outcore-calibration"
 SCHEMA, READ = 2, (1, 2)
-"""The version that is written, and those that are read: of the first one what is in this one too."""
+"""The version written, and the versions read."""
 
 _WANTED = {"read_gbps", "read_latency_s", "sync_s", "weight_gbps", "io", "threads", "chunk", "kinds"}
 _LEAST, _MOST = 1e-12, 1e12
-"""Of any number in a calibration: no machine is slower or faster."""
+"""Bounds of every number in a calibration."""
 
 _CALIBRATION = TypeAdapter(Calibration)
 
@@ -38,10 +37,10 @@ Key = Mapping[str, str | int | None]
 
 
 def key_of(folder: Path, cpu_streams: int) -> Key:
-    """What tells machines and disks apart: names, sizes and versions.
+    """Returns what identifies a machine and disk: names, sizes and versions.
 
     Args:
-        folder: of a model, or one that does not exist yet: its nearest parent that does.
+        folder: of a model; if it does not exist, its nearest existing parent.
         cpu_streams: streams that linear layers are split over on the CPU device; 1 on a GPU.
     """
     while not folder.exists() and folder != folder.parent:
@@ -55,34 +54,32 @@ def key_of(folder: Path, cpu_streams: int) -> Key:
         "mlx": version("mlx"),
         "cpu": cpu_name(),
         "cores": cores(),
-        # The kernel keeps a part for itself, and not the same one after every start.
+        # Rounded, since the kernel reserves a different amount after every start.
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "gpu": gpu,
     }
 
 
 def file_of(key: Key) -> Path:
-    """Where the calibration of that key lies, or would."""
     digest = xxhash.xxh64_hexdigest(json.dumps(dict(key), sort_keys=True).encode())
     return cache_dir() / "calibration" / f"{digest}.json"
 
 
 def load_calibration(folder: Path, cpu_streams: int) -> Calibration | None:
-    """The calibration of this machine and of the disk that ``folder`` is on; None where there is none that can be used.
-    Raises nothing."""
+    """Returns the calibration of this machine and the disk of ``folder``; None if there is none that can be used."""
     try:
         key = key_of(folder, cpu_streams)
         document = parse_json(read_small(file_of(key), CONFIG_BYTES), twins=False)
         known = isinstance(document, dict) and document.get("format") == FORMAT and document.get("schema") in READ
         return _calibration(document.get("calibration")) if known and document.get("key") == dict(key) else None
-    except (OSError, StoreError, ValueError):  # it cannot be read, is no JSON, or no calibration
+    except (OSError, StoreError, ValueError):  # unreadable, or not a calibration
         return None
 
 
 def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) -> Path:
-    """Keep a calibration of this machine and of the disk that ``folder`` is on, and return its file.
+    """Stores a calibration for this machine and the disk of ``folder``, and returns its file.
 
-    Kinds of layers that an earlier calibration knows and this one does not are kept.
+    Keeps kinds of layers that only an earlier calibration has.
 
     Raises:
         CalibrationError: the cache folder cannot be written, or others could write to it.
@@ -102,14 +99,14 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
 
 
 def _calibration(found: Any) -> Calibration:
-    """A calibration from what JSON makes of one, every value of the type that its class says, none converted.
+    """Parses a calibration from JSON, every value of its declared type.
 
     Raises:
-        ValueError: it is none, or nothing could be computed with it.
+        ValueError: a value is missing, has the wrong type, or is out of range.
     """
     if not isinstance(found, dict) or _WANTED - found.keys():
         raise ValueError("not all of a calibration")
-    # As JSON again, because strict rules for Python's values know neither tuples nor numbers as keys.
+    # As JSON again: in strict mode pydantic accepts neither tuples nor integer keys from Python values.
     c = _CALIBRATION.validate_json(json.dumps(found), strict=True)
     c = replace(c, kinds={kind: times for kind, times in c.kinds.items() if times})
     numbers = [n for n in asdict(c).values() if isinstance(n, int | float) and not isinstance(n, bool)]

@@ -1,7 +1,7 @@
-"""The first model that a machine loads: two checks, of milliseconds, that a wrong one would fail.
+"""Checks a machine once, before its first model: reads at odd offsets of the model's file, and a slot that is
+rewritten.
 
-Bytes at odd offsets of the model's own file, read as its weights are, and a slot that is rewritten. A machine that
-fails would answer nonsense without an error; so nothing is loaded. That it passed is kept in the cache folder.
+A machine that fails would give wrong answers without an error, so nothing is loaded. Passing is recorded in the cache.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ADVICE = "outcore doctor says more; please report what it prints"
 
 
 def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[], object] = lambda: None) -> None:
-    """Look at the machine, unless it was found to be well with this version of MLX, this device, disk and system.
+    """Checks the machine, unless it passed with this version of MLX, device, disk and system.
 
     Args:
-        files: of the model; the first is looked at.
+        files: of the model; the first is read.
         io: how they will be read.
-        unchanged: raises what is to be said if somebody writes to the files.
+        unchanged: raises if the files were modified.
 
     Raises:
-        UnsupportedModelError: what is streamed would be wrong here.
-        ReadError, UsageError: the file cannot be read, or not so.
+        UnsupportedModelError: streamed weights would be wrong on this machine.
+        ReadError, UsageError: the file cannot be read, or not that way.
     """
     if not files:
         return
@@ -43,7 +43,7 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
         if known is not None and known.exists():
             return
     if wrong := wrong_reads(files[0], io):
-        # Two reads differ, too, if somebody writes in between: that is no fault of the machine's.
+        # Two reads also differ if another process writes in between; that is not the machine's fault.
         unchanged()
         wrong = wrong_reads(files[0], io)
         unchanged()
@@ -62,7 +62,7 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
 
 
 def mark(file: Path, io: str) -> Path | None:
-    """The file that is there once a machine was found to be well; None where none can be kept."""
+    """Returns the file whose existence records a passed check; None where none can be stored."""
     try:
         # Hub folders hold links to files elsewhere.
         key = {**key_of(file.resolve().parent, 1), "system": platform.release(), "io": io, "check": VERSION}

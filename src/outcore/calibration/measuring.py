@@ -1,4 +1,4 @@
-"""Measuring this machine: the seam to the package that does, with a module of the group ``calibration``."""
+"""Interface to the package that measures this machine (entry point group ``calibration``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ Progress = Callable[[str, int, int], None]
 
 
 class Measuring(Protocol):
-    """What that module has."""
-
     def calibrated(
         self,
         profile: ModelProfile | None,
@@ -27,15 +25,15 @@ class Measuring(Protocol):
         progress: Progress = lambda *_: None,
         note: Callable[[str], None] = lambda _: None,
     ) -> tuple[Calibration, tuple[str, ...]]:
-        """The calibration of this machine, of the disk that ``folder`` is on, and of a model's layers. What is not
-        known is measured, and kept; the second value says what was."""
+        """Returns the calibration of this machine, the disk of ``folder`` and a model's layers; measures and stores
+        what is missing. The second value names what was measured."""
 
 
 def measuring() -> Measuring:
-    """The module that measures.
+    """Returns the module that measures.
 
     Raises:
-        CalibrationError: no package has one.
+        CalibrationError: no package provides one.
     """
     for module in modules("calibration").values():
         return cast(Measuring, module)

@@ -1,8 +1,8 @@
-"""MLX's allocator as several models share it: its limits are the whole process's, so each model says what it needs of
-them, and what there was before comes back when the last one has gone.
+"""Limits of MLX's allocator, shared by all models of the process.
 
-Wired memory is what Metal keeps resident: neither compressed nor paged in again at each use (MLX's
-metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it generates, and nothing else ever.
+Each model registers its needs; the previous limits return when the last model is closed. Metal neither compresses nor
+pages out wired memory (MLX's metal/resident.cpp; macOS 15). mlx-lm wires all that the device recommends while it
+generates, and nothing otherwise.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Needs:
-    """What one model needs of MLX's allocator. Bytes; those of several models are added up.
+    """One model's needs in bytes; those of several models are added up.
 
     Attributes:
-        cache: freed memory that MLX may keep for reuse (``mx.set_cache_limit``); None: it says nothing of that.
-        memory: that it uses at most. Where any model ``waits``, MLX lets work finish before it allocates more than
-            all of them use (``mx.set_memory_limit``).
-        wired: of weights, slots and all else that it has planned (``mx.set_wired_limit``). MLX refuses more than the
-            device recommends (metal/allocator.cpp), so no more is asked for.
+        cache: freed memory that MLX may keep for reuse (``mx.set_cache_limit``); None: no preference.
+        memory: most bytes in use. Where any model ``waits``, MLX lets work finish before it allocates more than all
+            models use (``mx.set_memory_limit``).
+        wired: weights, slots and everything else planned (``mx.set_wired_limit``), capped at what the device
+            recommends, since MLX refuses more (metal/allocator.cpp).
     """
 
     cache: int | None = None
@@ -40,11 +40,11 @@ _STREAMS = 64
 
 
 def despite_old_errors(call: Callable[..., Any], *args: int) -> Any:
-    """``call`` of MLX's, whatever failed before it.
+    """Calls an MLX function again until errors of earlier work are cleared.
 
-    Without a GPU, MLX waits for its streams in these calls (0.32.4, backend/no_gpu/allocator.cpp), and raises there,
-    once for each stream, what failed on it, before it does anything. Who evaluates that work is told by its own event,
-    so that nothing is lost here.
+    Without a GPU, MLX waits for its streams in these calls (0.32.4, backend/no_gpu/allocator.cpp) and raises each
+    stream's earlier failure once, before it does anything. Nothing is lost: evaluating that work raises the same
+    failure.
     """
     for _ in range(_STREAMS):
         try:
@@ -55,42 +55,41 @@ def despite_old_errors(call: Callable[..., Any], *args: int) -> Any:
 
 
 def clear_cache() -> None:
-    """``mx.clear_cache``, whatever failed before it."""
+    """Calls ``mx.clear_cache``, even after failed work."""
     note_held()
     despite_old_errors(mx.clear_cache)
 
 
 FULL = 0.9
-"""Share of the freed memory that MLX may keep from which on it may have given some back."""
+"""Share of the cache limit from which on MLX may already have released some freed memory."""
 
 _most_held = 0
 
 
 def note_held() -> int:
-    """Bytes that MLX holds now, freed memory that it keeps for reuse included: what a budget counts.
+    """Returns bytes that MLX holds now, active and freed (what a budget counts), and records the maximum.
 
-    MLX keeps the peak of memory in use alone. With freed memory what it holds only grows until that is given back: so
-    it is noted behind passes, and before memory is given back. Where MLX keeps all that it may, it gave the rest back,
-    and may have held as much beside the peak.
+    MLX records only the peak of active memory. Held memory grows until MLX releases some, so it is recorded after
+    passes and before memory is released. At the cache limit MLX has released memory, and may have held a full cache at
+    the peak.
     """
     global _most_held
     kept = int(mx.get_cache_memory())
     held = int(mx.get_active_memory()) + kept
-    _, most = limits._limits.get("cache", (0, None))  # with every unit of a token: no call for it
+    _, most = limits._limits.get("cache", (0, None))  # runs for every unit of a token, so without a call
     full = most is not None and kept >= most * FULL
     _most_held = max(_most_held, int(mx.get_peak_memory()) + kept if full else held)
     return held
 
 
 def peak_held() -> int:
-    """The most bytes that MLX has held since ``reset_peak``, freed memory included, as far as was noted; at least the
-    peak of memory in use."""
+    """Returns the most bytes that MLX is known to have held since ``reset_peak``, freed memory included."""
     note_held()
     return max(_most_held, int(mx.get_peak_memory()))
 
 
 def reset_peak() -> None:
-    """Count the peaks anew, with no freed memory of before."""
+    """Clears the cache and starts both peaks anew."""
     global _most_held
     mx.clear_cache()
     _most_held = 0
@@ -98,26 +97,26 @@ def reset_peak() -> None:
 
 
 class AllocatorLimits:
-    """The limits, as long as somebody needs them.
+    """Sets the limits while any model needs them.
 
     Attributes:
-        counts: MLX's count of what is under way is right, as far as is known.
+        counts: False once MLX's count of running tasks may be wrong.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a model may be collected while it is held
         self._needs: dict[int, Needs] = {}
         self._releases: dict[int, weakref.finalize[Any, Any]] = {}
-        self._limits: dict[str, tuple[int, int]] = {}  # what there was before anybody needed them, and what we set
+        self._limits: dict[str, tuple[int, int]] = {}  # the limits before, and those set here
         self._applying = self._again = False
         self._process = os.getpid()
         self.counts = True
 
     def mistrust(self) -> None:
-        """MLX computed something that failed: no memory limit from now on, as MLX may wait at it for ever.
+        """Stops setting a memory limit after failed work, since MLX might wait at it forever.
 
-        Where a task fails, queueing the next one may raise before the end of the first is noted (``dispatch`` in MLX
-        0.32.4's cpu/encoder.h); near a memory limit MLX waits as long as anything is counted as under way.
+        Where a task fails, queueing the next one may raise before the end of the first is recorded (``dispatch`` in MLX
+        0.32.4's cpu/encoder.h); near a memory limit MLX waits as long as any task counts as running.
         """
         with self._lock:
             self.counts = False
@@ -125,14 +124,14 @@ class AllocatorLimits:
 
     @property
     def held(self) -> bool:
-        """Whether any model needs any."""
+        """Whether any model has registered needs."""
         return bool(self._needs)
 
     def hold(self, owner: object, needs: Needs) -> weakref.finalize[Any, Any]:
-        """Set the limits with what ``owner`` needs, in place of what it needed before.
+        """Registers what ``owner`` needs, in place of its previous needs, and sets the limits.
 
         Returns:
-            gives them back when it is called, or when ``owner`` is collected.
+            A finalizer that withdraws them when it is called or ``owner`` is collected.
         """
         with self._lock:
             self._needs[id(owner)] = needs
@@ -144,7 +143,7 @@ class AllocatorLimits:
             return self._releases[id(owner)]
 
     def renew(self) -> None:
-        """Wire what models need, whatever was set meanwhile. Does nothing where none does."""
+        """Wires what models need again, in case another library changed the limit."""
         with self._lock:
             wired = sum(n.wired for n in self._needs.values())
             if wired and mx.metal.is_available():
@@ -157,8 +156,7 @@ class AllocatorLimits:
                 self._apply()
 
     def _apply(self) -> None:
-        # A model may be collected in the middle, and give its own back: then once more. MLX hangs where a forked
-        # process sets limits.
+        # Collecting a model meanwhile calls this again: then repeat. MLX hangs if a forked process sets limits.
         self._again = True
         if self._applying or os.getpid() != self._process:
             return
@@ -177,7 +175,7 @@ class AllocatorLimits:
             self._applying = False
 
     def _set(self, name: str, limit: Callable[[int], int], nbytes: int | None) -> None:
-        """Set one; None: what it was before anybody needed it, unless somebody else has set it since."""
+        """Sets one limit; None restores the earlier value, unless another library has set it since."""
         if nbytes is not None:
             found = despite_old_errors(limit, nbytes)
             self._limits[name] = self._limits.get(name, (found, 0))[0], nbytes
@@ -196,4 +194,3 @@ def _wire(nbytes: int) -> int:
 
 
 limits = AllocatorLimits()
-"""This process's."""

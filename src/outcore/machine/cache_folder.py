@@ -1,4 +1,4 @@
-"""The folder for what is made once and kept: packed copies and calibrations. Only this user may write to it."""
+"""The cache folder for packed checkpoints and calibrations. Only its user may be able to write to it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from ..errors import StoreError
 from .settings import setting
 
 SESSIONS = "sessions"
-"""The folder of ``outcore chat --session``: NAME.json, and NAME.lock, which who has it under way holds."""
+"""Folder of ``outcore chat --session``: NAME.json, and NAME.lock, which the running chat holds."""
 
 _ADVICE = "set OUTCORE_CACHE to a folder of your own"
 
 
 def cache_dir() -> Path:
-    """``$OUTCORE_CACHE``, else what the configuration file says (``settings``), else ``outcore`` in the user's cache
-    folder. Nothing is created.
+    """Returns ``$OUTCORE_CACHE``, the configuration file's folder, or ``outcore`` in the user's cache folder.
 
     Raises:
         UsageError: the configuration file cannot be used.
-        StoreError: it is there, and others could have put something into it; or there is no home folder.
+        StoreError: another user could write to the folder; or there is no home folder.
     """
     try:
         own = setting("cache")
@@ -39,11 +38,11 @@ def cache_dir() -> Path:
 
 
 def make_cache() -> Path:
-    """The same folder, made if it is not there, for this user alone.
+    """Creates the cache folder for this user alone, and returns it.
 
     Raises:
         StoreError: as in ``cache_dir``.
-        OSError: it cannot be made; says who named it.
+        OSError: it cannot be created; names the setting that chose it.
     """
     path = cache_dir()
     try:
@@ -57,7 +56,7 @@ def make_cache() -> Path:
 
 
 def keep_mark(file: Path | None) -> None:
-    """Make an empty file of the cache folder, which says that a check need not be done again; without it, it is."""
+    """Creates an empty file in the cache folder that records a passed check, if it can."""
     if file is not None:
         with contextlib.suppress(OSError, StoreError):
             make_cache()
@@ -66,14 +65,13 @@ def keep_mark(file: Path | None) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Refuse a folder that others could have put something into; one that is not there is fine.
+    """Refuses an existing folder that other users could write to: its files decide what models answer.
 
-    Who may write here decides what models answer. The superuser may use anyone's folder: in containers it is given
-    mounted ones, and whoever owns those decides what it runs anyway. Nobody may use one that everyone, or a group, can
-    write to.
+    The superuser may use anyone's folder, since containers mount folders of other users. A folder that everyone or a
+    group may write to is always refused.
 
     Raises:
-        StoreError: it belongs to another user, everyone or its group may write to it, or it is no folder.
+        StoreError: it belongs to another user, everyone or its group may write to it, or it is not a folder.
     """
     me = os.geteuid()
     try:
@@ -98,7 +96,7 @@ def require_own(path: Path) -> None:
 
 
 def keep_document(path: Path, document: Any) -> None:
-    """Write a document as JSON into the cache folder, whole or not at all.
+    """Writes a document as JSON into the cache folder, atomically.
 
     Raises:
         OSError, StoreError: it cannot be written.
@@ -106,7 +104,7 @@ def keep_document(path: Path, document: Any) -> None:
     make_cache()
     path.parent.mkdir(mode=0o700, exist_ok=True)
     require_own(path.parent)
-    for abandoned in path.parent.glob(f"{path.name}.*.tmp"):  # of processes that were killed
+    for abandoned in path.parent.glob(f"{path.name}.*.tmp"):  # left by killed processes
         number = abandoned.name.split(".")[-2]
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             abandoned.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Who uses what in the cache folder: whoever removes something asks first, and whoever uses it finds it whole.
+"""Locks on folders of the cache, so that no folder is removed while a process uses it.
 
-A folder in use has a file that each of its users holds a shared lock on; whoever removes it takes that lock for itself,
-and the one that a writer holds. The system gives a lock back however its process ends.
+Each user of a folder holds a shared lock on a file in it. Removing the folder takes that lock exclusively, and the
+writer's too. The system releases locks when a process ends.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from ..errors import StoreError
 from .cache_folder import cache_dir, make_cache, require_own
 
 WRITER, USERS = ".lock", ".use"
-"""Files in a folder: its writer holds the first one, those who use it the second one."""
+"""Lock files in a folder: the writer's, and the users'."""
 
 _LOCKS = {WRITER: "being written", USERS: "in use"}
-"""And what it is while one of them is held."""
+"""State of the folder while each lock is held."""
 
 REMOVED = "removed-"
-"""What the name of a folder begins with that is going."""
+"""Start of the name of a folder that is being removed."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
 
 _held: dict[tuple[int, Path], int] = {}
-"""By user and folder, the descriptor that holds the lock. This process, as a user, is 0."""
+"""Lock descriptors by user (0: the process) and folder."""
 
 
 class InUseError(StoreError):
-    """Something that a running process uses is not removed."""
+    """A folder cannot be removed because a running process uses it."""
 
 
 def keep(folder: Path, user: object | None = None) -> None:
-    """Have a folder in the cache stay as long as ``user`` lives; made if it is not there, elsewhere nothing is done.
+    """Protects a folder of the cache from removal as long as ``user`` lives, and creates it if missing.
 
-    Waits for whoever removes it. Where nothing can be noted nothing can be removed either, as on a read-only disk.
+    Waits while another process removes it. Does nothing outside the cache. On a read-only disk no lock is possible, and
+    no removal either.
 
     Args:
         user: an object; None: this process.
@@ -60,7 +61,7 @@ def _give_back(key: tuple[int, Path]) -> None:
 
 @contextmanager
 def kept(folder: Path, *, make: bool = True) -> Iterator[None]:
-    """``keep`` for as long as the block runs; ``make``: also of a folder that is not there yet."""
+    """Protects a folder while the block runs; ``make``: creates it if missing."""
     held = _hold(folder, make) if folder.is_relative_to(cache_dir()) else None
     try:
         yield
@@ -70,7 +71,7 @@ def kept(folder: Path, *, make: bool = True) -> Iterator[None]:
 
 
 def _hold(folder: Path, make: bool = True) -> int | None:
-    """A descriptor that holds the users' lock, or None where there can be none."""
+    """Returns a descriptor that holds the users' lock, or None where locking is impossible."""
     while True:
         try:
             if folder.is_symlink():
@@ -79,7 +80,7 @@ def _hold(folder: Path, make: bool = True) -> int | None:
                 try:
                     make_cache()
                 except OSError:
-                    return None  # nor by trying again
+                    return None  # retrying would not help
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(folder / USERS, _FLAGS, 0o600)
         except FileNotFoundError:
@@ -100,7 +101,7 @@ def _hold(folder: Path, make: bool = True) -> int | None:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether the path still leads to what was opened."""
+    """Whether the path still names the opened file."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except OSError:
@@ -108,14 +109,14 @@ def _is(fd: int, path: Path) -> bool:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Folders in a folder that are used by themselves, as a packed copy's drafts are."""
+    """Returns subfolders with locks of their own, such as a packed checkpoint's drafts."""
     with suppress(OSError):
         return [p for p in folder.iterdir() if not p.is_symlink() and any((p / name).exists() for name in _LOCKS)]
     return []
 
 
 def state(folder: Path) -> str | None:
-    """``in use`` or ``being written``; None: by no process that tells."""
+    """Returns ``in use``, ``being written``, or None where no process holds a lock."""
     for lock, what in ((p / n, w) for p in (folder, *_inside(folder)) for n, w in _LOCKS.items()):
         with suppress(OSError):
             fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
@@ -129,10 +130,10 @@ def state(folder: Path) -> str | None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder of the cache that nobody uses. It is gone at once or not at all, and no link is followed.
+    """Removes an unused folder of the cache atomically, following no links.
 
     Raises:
-        InUseError: a process uses it, or writes to it.
+        InUseError: a process uses it or writes to it.
         OSError: it cannot be removed.
     """
     if folder.is_symlink():
@@ -149,14 +150,14 @@ def remove_folder(folder: Path) -> None:
                 raise InUseError(f"{what} by a running process; try again when that has ended") from e
             if not _is(fd, path / name):
                 raise FileNotFoundError(f"{path}: removed meanwhile")
-        # Under another name nobody finds half of it, however this process ends.
+        # Renamed first, so that no process finds a half-removed folder.
         going = cache_dir() / f"{REMOVED}{os.getpid()}-{folder.name}"
         folder.rename(going)
     shutil.rmtree(going)
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder of the cache in which nothing was written, if nobody uses it."""
+    """Removes an unused folder of the cache that contains only lock files."""
     with suppress(OSError, StoreError):
         if all(path.name in _LOCKS for path in folder.iterdir()):
             remove_folder(folder)

@@ -1,4 +1,4 @@
-"""Where a slot's memory lies: in large pages, and for a CUDA device with the host. Bytes copied there.
+"""Placement of a slot's memory: large pages, and advice to CUDA.
 
 Source: CUDA's driver API, "Memory Management" and "Unified Addressing".
 """
@@ -14,26 +14,24 @@ PREFERRED_LOCATION, ACCESSED_BY, CPU = 3, 5, -1
 
 
 def move(target: memoryview, source: memoryview) -> None:
-    """Copy all of ``source`` to ``target`` in the host's memory. Other threads run meanwhile."""
-    # memoryview assignment holds the GIL; ctypes releases it around the call.
+    """Copies ``source`` to ``target`` in host memory without holding the GIL."""
     ctypes.memmove(address_of(target), address_of(source), len(source))
 
 
 def address_of(view: memoryview) -> int:
-    """Of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def prepare_slot(address: int, nbytes: int, device: str) -> None:
-    """Ready a slot's memory for reads: large pages on Linux, placement advice on CUDA. Advice only: never fails.
+    """Prepares a slot's memory for reads: large pages on Linux, placement advice on CUDA. Never fails.
 
-    Direct reads into 4 KiB pages run at two thirds of the disk's rate (3.7 against 2.5 GB/s, 4 threads): the kernel
-    pins page by page. On CUDA, managed memory that prefers the host and is mapped by the device is read over the bus
-    once a sweep instead of faulting pages in and out (3.6 against 0.95 sweeps a second).
+    Direct reads into 4 KiB pages reach two thirds of the disk's rate (2.5 against 3.7 GB/s, 4 threads), since the
+    kernel pins page by page. On CUDA, managed memory that prefers the host and is mapped by the device is read over the
+    bus once a pass instead of faulting pages in and out (3.6 against 0.95 passes a second).
 
     Args:
         address: of the slot's payload.
-        device: ``cpu``, ``gpu``; advice for CUDA is given on ``gpu`` under Linux.
+        device: ``cpu`` or ``gpu``.
     """
     if sys.platform != "linux":
         return

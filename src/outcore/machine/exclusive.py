@@ -1,7 +1,7 @@
-"""One model serves one thread at a time.
+"""Lets one thread at a time generate with a model.
 
-Its slots, its caches' place in a sweep and MLX's streams belong to whoever computes with it. A generation holds the
-model from its first token asked for until its end; other threads wait for that, as they would for a lock.
+Slots, caches and MLX's streams belong to the generating thread. A generation holds the model from its first token to
+its end; other threads wait, as for a lock.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from .interrupts import POLL_S, check
 Item = TypeVar("Item")
 
 PATIENCE_S = 60.0
-"""Seconds that others wait for a text which nobody asks another token of."""
+"""Seconds that other threads wait for a generation whose next token nothing requests."""
 
 
 class Exclusive:
-    """Who may compute with a model.
+    """A lock for generating with a model.
 
-    Two locks, so that a model can be closed between two steps of a generation: ``hold`` for as long as a generation
-    lives, ``with`` for each step. A thread may hold a model several times over: texts that it generates in turn do not
-    disturb each other, since each has caches of its own.
+    It is two locks, so that a model can be closed between two steps of a generation: ``hold`` for a whole generation,
+    ``with`` for each step. One thread may hold it several times, since its texts have separate caches.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, patience_s: float = PATIENCE_S) -> None:
         self._clock, self._patience_s = clock, patience_s
         self._step = threading.RLock()
-        self._steps = 0  # under way, one inside of the other
+        self._steps = 0  # running steps, nested
         self._seen = 0.0  # when the last one ended
         self._changed = threading.Condition()
         self._owner: threading.Thread | None = None
@@ -41,23 +40,23 @@ class Exclusive:
 
     @property
     def computing(self) -> bool:
-        """Whether a step is under way at this moment."""
+        """Whether a step is running."""
         return self._steps > 0
 
     def hold(self) -> threading.Thread:
-        """Wait until no other thread generates, and keep the others out until ``give_back``.
+        """Waits until no other thread generates, and keeps others out until ``give_back``.
 
         Returns:
-            who holds it: for ``give_back``, since what is left over may be ended by another thread.
+            The holder, to pass to ``give_back``, which another thread may call.
 
         Raises:
-            BusyError: another thread began a text and neither goes on with it nor closes it.
+            BusyError: another thread neither continues its text nor closes it.
         """
         me, taken = threading.current_thread(), False
         try:
             with held, self._changed:
                 since = self._clock()
-                # A thread that ended cannot go on with what it left behind.
+                # A thread that has ended cannot continue its text.
                 while (owner := self._owner) is not None and owner is not me and owner.is_alive():
                     idle = self._clock() - max(since, self._seen)
                     if not self._steps and idle > self._patience_s:
@@ -73,14 +72,13 @@ class Exclusive:
                 taken = True
                 self._seen = self._clock()
         except BaseException:
-            # A signal that came meanwhile is handled when it is held already, and nobody would give it back.
+            # Handling a signal may raise after the lock was taken; the caller would not release it.
             if taken:
                 self.give_back(me)
             raise
         return me
 
     def give_back(self, holder: threading.Thread) -> None:
-        """Let the next one have it."""
         with held, self._changed:
             if self._owner is holder:
                 self._held -= 1
@@ -89,7 +87,7 @@ class Exclusive:
                     self._changed.notify()
 
     def __enter__(self) -> None:
-        """One step: nobody else computes, and signals are held."""
+        """Begins a step: no other thread computes, and signals are held."""
         held.__enter__()
         try:
             while not self._step.acquire(timeout=POLL_S):
@@ -109,10 +107,10 @@ class Exclusive:
 
 
 def only(holder: threading.Thread) -> None:
-    """Refuse to go on with a text in another thread than the one that began it.
+    """Refuses to continue a text in another thread than the one that began it.
 
     Raises:
-        BusyError: this is another.
+        BusyError: this is another thread.
     """
     if threading.current_thread() is not holder:
         raise BusyError(
@@ -123,15 +121,14 @@ def only(holder: threading.Thread) -> None:
 def served(
     exclusive: Exclusive, steps: Generator[Item, None, None], is_last: Callable[[Item], bool] = lambda _: False
 ) -> Iterator[Item]:
-    """What ``steps`` yields, for which no other thread uses the model, and which no signal interrupts half-way.
+    """Yields from ``steps`` with exclusive use of the model; no signal interrupts a step.
 
-    A signal that came meanwhile is handled between steps. What was not handed out is then taken back: ``steps`` has the
-    exception thrown in at its last ``yield``.
+    Signals are handled between steps. If one raises, the item not yet yielded is rolled back: the exception is thrown
+    into ``steps`` at its last ``yield``.
 
     Args:
-        is_last: whether ``steps`` yields nothing more behind this. Then it runs to its end before that is handed out,
-            and other threads may have the model, whether anybody asks for more or not; an error of what it does there
-            is raised behind the last item, also where this is closed there.
+        is_last: whether an item is the last one. ``steps`` then runs to its end before the item is yielded, which frees
+            the model for other threads; an error at its end is raised after that item, also on ``close``.
 
     Raises:
         BusyError: another thread holds the model, or began this.
@@ -149,7 +146,7 @@ def served(
             except StopIteration:
                 return
             except BaseException as e:
-                # What came before the step was made concerns what was handed out last, of which nothing is taken back.
+                # An error before the step completed concerns the item yielded last, which is not rolled back.
                 with exclusive:
                     pass_on(steps, NotHandedOut() if made else e)
                 raise
@@ -185,11 +182,11 @@ def served(
 
 
 class NotHandedOut(BaseException):
-    """Thrown in at a ``yield`` of which nobody got to see the value."""
+    """Thrown into a generator at a ``yield`` whose value was never passed on."""
 
 
 def pass_on(steps: Generator[Any, None, Any], error: BaseException) -> None:
-    """Let ``steps`` know, at its last ``yield``, what ended whoever reads it. What it raises itself comes out."""
+    """Throws an error into ``steps`` at its last ``yield``; only other errors come out."""
     try:
         steps.throw(error)
     except BaseException as e:

@@ -6,22 +6,22 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Numbers or identifiers, with commas (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
+"""Comma-separated numbers or identifiers (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
 
 
 def nvidia_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """As ``CUDA_VISIBLE_DEVICES`` names them: those that it has, else one for each device file."""
+    """Returns the GPUs in ``CUDA_VISIBLE_DEVICES``, or else one for each device file."""
     if VISIBLE in environment:
         return [name for given in environment[VISIBLE].split(",") if (name := given.strip())]
     return [str(n) for n in range(sum(p.name[6:].isdecimal() for p in devices.glob("nvidia[0-9]*")))]
 
 
 def leave_one(environment: MutableMapping[str, str], devices: Path = Path("/dev")) -> None:
-    """Hide all GPUs but the first, the one that MLX computes on, from a process that has not begun with CUDA.
+    """Hides all GPUs but the first from a process that has not started CUDA.
 
-    Where MLX sees several, a thread's current device may be the last of them (``CudaAllocator`` makes a stream on each,
-    in MLX 0.32.4), and a buffer of the first that it gives to an array from the host fails to be copied there:
-    "cudaMemcpy ... invalid argument" (two H100s; dev/LOG.md, 2026-11-25, fifth session).
+    Where MLX sees several, a thread's current device may be the last (MLX 0.32.4's ``CudaAllocator`` makes a stream on
+    each), and copying a host array to a buffer of the first fails: "cudaMemcpy ... invalid argument" (two H100s;
+    dev/LOG.md, 2026-11-25, fifth session).
     """
     gpus = nvidia_gpus(environment, devices)
     if len(gpus) > 1:

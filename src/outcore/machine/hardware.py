@@ -1,4 +1,4 @@
-"""What the machine is made of, by name: processor, device, disks. Names and sizes only, no paths."""
+"""Names and sizes of the processor, device and disks; no paths."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from .device import on_cpu
 from .memory import text_of
 
 version = functools.cache(importlib.metadata.version)
-"""Of a package: its metadata is read and parsed each time that one asks, which was a tenth of loading a small model."""
+"""Version of a package. Cached: parsing metadata each time took a tenth of loading a small model."""
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
     lines = text_of(Path("/proc/cpuinfo")).splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return mac.cpu_name() or "".join(models[:1]) or platform.processor() or platform.machine()
 
 
 def gpu_name() -> str | None:
-    """The name of the GPU that MLX computes on by default; None where that is the CPU."""
+    """Returns the name of MLX's default GPU; None on the CPU device."""
     return None if on_cpu() else str(mx.device_info().get("device_name", "unknown"))
 
 
 def filesystem(folder: Path) -> str:
-    """File system and disk of a folder, e.g. ``ext4 on nvme0n1p2 (Samsung SSD 990)``, ``apfs on disk3s5``; what does
-    not exist is said by who reads it."""
+    """Returns a folder's file system and disk, such as ``ext4 on nvme0n1p2 (Samsung SSD 990)``."""
     return _mounted_at(folder.resolve(), folder.stat().st_dev if folder.exists() else None)
 
 
-@functools.cache  # each model that is loaded asks, and the system's list is long
+@functools.cache  # every load needs it, and the system's list is long
 def _mounted_at(folder: Path, number: int | None) -> str:
     partitions = psutil.disk_partitions(all=True)
     mounts = [p for p in partitions if folder.is_relative_to(p.mountpoint)]
-    if sys.platform == "darwin":  # most of what lies below / is on another volume there, and no path says so
+    if sys.platform == "darwin":  # most of / is on another volume there, which no path shows
         mounts = [p for p in partitions if number == Path(p.mountpoint).stat().st_dev] or mounts
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is None:
         return "unknown"
     device = str(mount.device).rsplit("/", 1)[-1]
     block = Path("/sys/class/block") / device
-    # A partition's folder lies in its disk's.
+    # A partition's folder is inside its disk's.
     models = [text_of(disk / "device/model").strip() for disk in (block, block.resolve().parent)]
     return f"{mount.fstype} on {device}" + next((f" ({model})" for model in models if model), "")

@@ -1,9 +1,8 @@
-"""Ctrl-C and its kin, kept for a moment at which they can do no harm.
+"""Postpones signals such as Ctrl-C until it is safe to handle them.
 
-Python runs a signal's handler between any two instructions of the main thread, so an exception from it could fall
-between the two halves of anything. While signals are held they are noted, and handled where the code asks for them
-(``interrupts.check``), or at the end. A thread that no signal reaches can have something of its own asked at the same
-moments.
+Python runs a signal's handler between any two instructions of the main thread, so its exception could leave work half
+done. Held signals are handled at ``interrupts.check`` or at the end of the block. Other threads can have a callback run
+at the same points.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Those whose handlers may raise: an interrupt, a time-out, a request to end."""
+"""Signals whose handlers may raise: interrupts, timeouts, requests to end."""
 
-# Without what makes numbers into enumerations, which takes ten times as long: this is done before and after each token.
+# Skips the conversion to enumerations, which takes ten times as long; this runs before and after each token.
 _handler_of: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)
 
@@ -41,7 +40,7 @@ _asked = _Asked()
 
 
 class _Held:
-    """Reentrant; nothing happens outside of the main thread, which alone handles signals."""
+    """Holds signals; reentrant. Does nothing outside the main thread, which alone handles signals."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -52,7 +51,7 @@ class _Held:
         if not _in_main_thread():
             return
         if self._depth == 0:
-            # SIGINT first: once it is noted, nothing that is likely can come between the rest.
+            # SIGINT first, since it is the likeliest to arrive while the other handlers are set.
             try:
                 for number in SIGNALS:
                     handler = _handler_of(number)
@@ -73,7 +72,7 @@ class _Held:
             self._came.clear()
             self._give_back()
             for number in came:
-                # Raised anew, for whatever handler there is now.
+                # Raised again, for the current handler.
                 signal.raise_signal(number)
 
     def _give_back(self) -> None:
@@ -85,11 +84,10 @@ class _Held:
             self._came.append(number)
 
     def check(self) -> None:
-        """Handle the signals that came, where they are held; elsewhere Python has handled them. Call what is
-        ``asking``. An exception of either is raised from here."""
+        """Handles held signals, then calls this thread's ``asking`` callback; exceptions of either are raised here."""
         while self._came and _in_main_thread():
             number = self._came.popleft()
-            # A handler may set another in its own place.
+            # A handler may install another one.
             _set_handler(number, self._handlers[number])
             try:
                 self._handlers[number](number, None)
@@ -105,14 +103,14 @@ def _in_main_thread() -> bool:
 
 
 held = _Held()
-"""``with held:`` keeps signals until its end, or until ``interrupts.check``."""
+"""``with held:`` holds signals until the end of the block, or until ``interrupts.check``."""
 
 moments.append(held.check)
 
 
 @contextmanager
 def asking(call: Callable[[], None]) -> Iterator[None]:
-    """On this thread ``interrupts.check`` calls this too: what it raises breaks off what is under way."""
+    """Makes ``interrupts.check`` on this thread call ``call`` too; its exception breaks off the work."""
     before, _asked.call = _asked.call, call
     try:
         yield
@@ -121,21 +119,21 @@ def asking(call: Callable[[], None]) -> Iterator[None]:
 
 
 TASKS, MOST_S = Path("/proc/self/task"), 10.0
-"""Where Linux lists a process's threads, and seconds that one that has ended is waited for."""
+"""Where Linux lists a process's threads, and the most seconds to wait for an ended thread."""
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None, tasks: Path = TASKS) -> None:
-    """Wait until a thread has ended, for the system too.
+    """Waits until a thread has ended, in the operating system too.
 
-    Before Python 3.13, ``join`` waits for the thread's Python code. What C++ keeps for a thread is destroyed after it:
-    MLX's compiled functions, for which it takes Python's lock. Where Python is at its own end by then, the process
-    aborts ("terminate called without an active exception").
+    Before Python 3.13, ``join`` waits only for the thread's Python code. MLX's compiled functions are destroyed after
+    it and need the GIL. If Python has shut down by then, the process aborts ("terminate called without an active
+    exception").
     """
     thread.join(timeout_s)
     if thread.is_alive() or sys.version_info >= (3, 13):
         return
     if not tasks.is_dir():
-        time.sleep(0.1)  # macOS lists no threads of a process; this is many times what it takes
+        time.sleep(0.1)  # macOS does not list threads; this is many times what is needed
         return
     task, end = tasks / str(thread.native_id), time.monotonic() + MOST_S
     while task.exists() and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Moments in the middle of something long at which it may be broken off."""
+"""Points in long work at which it may be interrupted."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import threading
 from collections.abc import Callable
 
 POLL_S = 0.05
-"""Seconds until a wait asks again."""
+"""Seconds between two checks of a wait."""
 
 moments: list[Callable[[], None]] = []
-"""What is called at each: what it raises breaks off what is under way. Joined by ``held_signals``."""
+"""Called at each check; an exception breaks off the work. ``held_signals`` adds to it."""
 
 
 def check() -> None:
-    """Break off here, if anybody wants that."""
+    """Runs every callback; any of them may raise."""
     for call in moments:
         call()
 
 
 def wait(event: threading.Event) -> None:
-    """Wait for an event, unless what is under way is broken off meanwhile."""
+    """Waits for an event, checking for interrupts."""
     while not event.wait(POLL_S):
         check()

@@ -1,6 +1,6 @@
-"""MLX's CUDA kernels, kept where they stay.
+"""Keeps MLX's compiled CUDA kernels in the cache folder.
 
-MLX compiles one when it is first needed, for seconds to half a minute, and leaves it in the system's temporary folder.
+MLX compiles a kernel when it is first needed, in seconds to half a minute, and stores it in the temporary folder.
 Metal's kernels come compiled, and the CPU's take a second.
 """
 
@@ -21,27 +21,29 @@ from .device import on_cuda
 from .hardware import version
 
 FOLDER = "MLX_PTX_CACHE_DIR"
-"""The environment variable by which MLX is told where it keeps CUDA kernels. It looks when it compiles the first."""
+"""Environment variable for MLX's folder of CUDA kernels, read when it compiles the first."""
 
 HALF_S = 120.0
-"""Seconds without a change after which a kernel that is not whole is taken for one whose process was killed."""
+"""Seconds after which an unchanged incomplete kernel is considered abandoned."""
 
 
 def keep_kernels() -> Path | None:
-    """Have MLX keep the kernels that it compiles in the cache folder, unless it was told another; None: it keeps none,
-    or where it does by itself.
+    """Makes MLX store compiled kernels in the cache folder, unless the user chose another; returns the folder.
 
-    What was cut off while it was written there goes: MLX takes whatever is there for whole. It writes a kernel's source
-    last.
+    Removes incomplete kernels, since MLX would load them. MLX writes a kernel's source last. Returns None without CUDA,
+    or where MLX chooses the folder.
     """
     if not on_cuda():
         return None
     given = os.environ.get(FOLDER)
     try:
         own = make_cache()
-        # What is compiled for one GPU does not run on another.
+        # A kernel runs only on the architecture that it was compiled for.
         architecture = re.sub(r"[^\w.-]", "-", str(mx.device_info().get("architecture", "gpu")))
-        for name in ("kernels", f"mlx-{version('mlx')}-{architecture}"):  # for this user alone: what is in it runs
+        for name in (
+            "kernels",
+            f"mlx-{version('mlx')}-{architecture}",
+        ):  # private to this user, since its files are executed
             own /= name
             own.mkdir(mode=0o700, exist_ok=True)
             require_own(own)
@@ -50,7 +52,7 @@ def keep_kernels() -> Path | None:
     if given is not None and given != str(own):
         return Path(given) if given else None
     os.environ[FOLDER] = str(own)
-    keep(own)  # MLX reads and writes there whenever it likes
+    keep(own)  # MLX may read and write there at any time
     with contextlib.suppress(OSError):
         for kernel in own.rglob("*.ptx"):
             source = kernel.with_suffix(".cu")

@@ -1,4 +1,4 @@
-"""What macOS tells by ``sysctlbyname(3)``, beside what psutil and MLX tell. Never tried on a Mac."""
+"""Facts from macOS's ``sysctlbyname(3)``. Never tried on a Mac."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import sys
 
 WARNING, CRITICAL = 2, 4
-"""Levels of memory pressure: NOTE_MEMORYSTATUS_PRESSURE_* in xnu's bsd/sys/event_private.h; 1 is normal."""
+"""Memory pressure levels: NOTE_MEMORYSTATUS_PRESSURE_* in xnu's bsd/sys/event_private.h; 1 is normal."""
 
 _LONGEST = 256
-"""Bytes of a value; names of processors are shorter."""
+"""Most bytes of a value; processors' names are shorter."""
 
 
 def sysctl(name: str) -> bytes | None:
-    """The value of that name; None where there is none, or no sysctl, as on Linux."""
+    """Returns a sysctl's value; None where it does not exist, as on Linux."""
     read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
     if read is None:
         return None
@@ -28,18 +28,17 @@ def _number(name: str) -> int | None:
 
 
 def pressure_level() -> int | None:
-    """1, ``WARNING`` or ``CRITICAL``; None where there is no such thing (``sysctl_memorystatus_vm_pressure_level`` in
-    xnu's bsd/kern/kern_memorystatus_notify.c; any user may read it)."""
+    """Returns 1, ``WARNING`` or ``CRITICAL``; None where unknown (``sysctl_memorystatus_vm_pressure_level`` in xnu's
+    bsd/kern/kern_memorystatus_notify.c)."""
     level = _number("kern.memorystatus_vm_pressure_level")
     return level if level in (1, WARNING, CRITICAL) else None
 
 
 def wired_limit() -> int | None:
-    """Bytes that the GPU may wire where the user has said so (``iogpu.wired_limit_mb``); None: macOS decides."""
+    """Returns the user's limit on bytes that the GPU may wire (``iogpu.wired_limit_mb``); None: macOS decides."""
     megabytes = _number("iogpu.wired_limit_mb")
     return megabytes << 20 if megabytes else None
 
 
 def cpu_name() -> str:
-    """The processor's name; empty elsewhere."""
     return (sysctl("machdep.cpu.brand_string") or b"").partition(b"\0")[0].decode(errors="replace").strip()

@@ -1,7 +1,7 @@
-"""What memory there is: of the machine, the control group, this process, the GPU.
+"""Memory of the machine, the control group, this process and the GPU.
 
-Every limit is stated as what it allows in all and what it still allows now. Page cache counts as allowed: the kernel
-gives it up when asked. Files are read below a ``root``, so that tests can stand up any machine in a folder.
+A limit gives its total and what is available now. Page cache counts as available, since the kernel releases it. Files
+are read below ``root``, so that tests can imitate any machine.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ import psutil  # type: ignore[import-untyped]
 from . import mac
 from .settings import SHARED_BY
 
-# What default_budget leaves alone: room for other programs to grow, for the page cache that buffered reads go through,
-# and for what the budget does not count (MLX's kernels, threads' stacks, malloc's slack). A limit of this process's
-# own needs less than memory that every program draws on.
+# default_budget leaves the rest for other programs, for the page cache of buffered reads, and for what the budget does
+# not count (MLX's kernels, thread stacks, malloc's slack). A limit of this process alone needs less reserve.
 OWN_SHARE, COMMON_SHARE = 0.9, 0.8
 # Python, MLX, mlx-lm and a tokenizer of 150,000 words: 180 MB resident on Linux, MLX 0.32.4.
 PROCESS_BYTES = 200_000_000
-_LEAST_RESERVE = 64_000_000  # and some growth even where the process is that large already
+_LEAST_RESERVE = 64_000_000  # for growth, even where the process is already that large
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as 2**63 less a page
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One limit on this process, in bytes.
+    """One limit on this process's memory, in bytes.
 
     Attributes:
-        total: what it allows at most, for everything that counts against it.
-        available: what can still be allocated now; never negative, never more than `total`.
-        source: the limit's name, for the user: `machine`, `/sys/fs/cgroup/app/memory.max`, `RLIMIT_AS`, `Metal`.
-        common: other programs draw on it too.
+        total: the most that it allows.
+        available: what can still be allocated, from 0 to `total`.
+        source: name for the user: `machine`, `/sys/fs/cgroup/app/memory.max`, `RLIMIT_AS`, `Metal`.
+        common: shared with other programs.
     """
 
     total: int
@@ -51,14 +50,14 @@ class MemoryLimit:
 
 
 def process_memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The limit that leaves the least to allocate now; of equals, the one with the smaller total."""
+    """Returns the limit with the least available; of equals, the smaller total."""
     return min(memory_limits(root), key=lambda limit: (limit.available, limit.total))
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Every limit that applies to this process, the machine's own memory first.
+    """Returns every limit on this process, the machine's memory first.
 
-    Of a Mac's inactive memory half counts as available, for macOS has to compress it first.
+    On a Mac, half of the inactive memory counts as available, since macOS has to compress it first.
     """
     found = psutil.virtual_memory()
     available = found.available if mac.pressure_level() is None else found.free + found.inactive // 2
@@ -67,12 +66,11 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def warning_room() -> int | None:
-    """Bytes that can be wired before macOS warns of memory pressure, if nothing else changes; None on other systems.
+    """Returns bytes that can be wired before macOS warns of memory pressure; None on other systems.
 
-    xnu warns where the active, inactive and free pages are fewer than those that hold compressed ones, and until they
-    are half as many again (``VM_PRESSURE_NORMAL_TO_WARNING``, osfmk/vm/vm_pageout.c, xnu-11417). Wiring pages, as the
-    GPU does with weights, makes the first fewer, however much is free. psutil gives no number of the second: they are
-    what is left of all pages.
+    xnu warns where active, inactive and free pages are fewer than compressed ones, and until they exceed them by half
+    (``VM_PRESSURE_NORMAL_TO_WARNING``, osfmk/vm/vm_pageout.c, xnu-11417). Wiring pages, as a GPU does with weights,
+    reduces the former. psutil does not report compressed pages, so they are computed as the remainder.
     """
     if mac.pressure_level() is None:
         return None
@@ -82,14 +80,14 @@ def warning_room() -> int | None:
 
 
 def default_budget(limit: MemoryLimit | None = None) -> int:
-    """Bytes for Outcore where the user gives no `--memory`: a safe share of what is free, less what Python will take.
+    """Returns the default budget in bytes: a safe share of available memory, less what Python will still take.
 
-    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, and 0 where that is negative. On macOS at most what
-    can be wired before macOS warns of memory pressure, but half of the rest in any case, since a warning stops nothing;
-    and 0 where the pressure is critical. Of ranks on one host each has its part.
+    `share * available - max(_LEAST_RESERVE, PROCESS_BYTES - rss)`, at least 0. On macOS, at most what can be wired
+    before a memory pressure warning but at least half of the former, since a warning stops nothing; 0 at critical
+    pressure. Ranks on one host divide it.
 
     Args:
-        limit: the limit to stay within; this process's own by default.
+        limit: this process's by default.
     """
     level, room = (mac.pressure_level(), warning_room()) if limit is None else (None, None)
     limit = limit or process_memory_limit()
@@ -102,27 +100,27 @@ def default_budget(limit: MemoryLimit | None = None) -> int:
 
 
 def last_resort(limit: MemoryLimit | None = None) -> int:
-    """Bytes that may still be planned with where `default_budget` is too small for a model to run at all."""
+    """Returns bytes that may be planned with where `default_budget` is too small for a model to run at all."""
     limit = limit or process_memory_limit()
     return max(0, limit.available // shared_by() - _LEAST_RESERVE)
 
 
 def shared_by() -> int:
-    """How many processes divide the memory; 1 for one that has it for itself."""
+    """Returns how many ranks divide this host's memory."""
     found = os.environ.get(SHARED_BY, "1")
     return max(1, int(found)) if found.isdecimal() and len(found) < 6 else 1
 
 
 def rss() -> int:
-    """Bytes of this process that are resident now, shared libraries and mapped files included."""
+    """Returns resident bytes of this process, shared libraries and mapped files included."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_rss(root: Path = Path("/")) -> int:
-    """The most bytes of this process that were ever resident.
+    """Returns the most bytes of this process that were ever resident.
 
-    On Linux from VmHWM: getrusage there keeps the peak of the process that started this one (measured: a parent of
-    500 MB makes a fresh Python report 500 MB, VmHWM says 9 MB).
+    On Linux from VmHWM, since getrusage inherits the parent's peak (measured: under a parent of 500 MB a fresh Python
+    reports 500 MB, VmHWM 9 MB).
     """
     status = fields_of(root / "proc/self/status")
     if "VmHWM" in status:
@@ -132,28 +130,27 @@ def peak_rss(root: Path = Path("/")) -> int:
 
 
 def share_one_heap() -> None:
-    """All threads that are begun from now on allocate from one heap: of glibc's others ``free_heap`` cannot give back
-    the end (mallopt(3), malloc_trim(3)). Elsewhere it does nothing."""
+    """Makes new threads allocate from one glibc heap, since ``free_heap`` cannot shrink others (mallopt(3),
+    malloc_trim(3))."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX, malloc.h
 
 
 def free_heap() -> None:
-    """Give memory that was freed back to the system, after something large has gone: Python and the C library keep some
-    of it for later."""
+    """Returns freed memory to the system, which Python and the C library would keep."""
     gc.collect()
     with suppress(AttributeError, OSError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def device_limits() -> tuple[MemoryLimit, ...]:
-    """The memory of MLX's default device where it has a limit of its own: Metal's working set, a CUDA card's memory."""
+    """Returns the memory limit of MLX's default device: Metal's working set, or a CUDA card's memory."""
     info, held, cached = mx.device_info(), mx.get_active_memory(), mx.get_cache_memory()
     if mx.metal.is_available() and (total := int(info.get("max_recommended_working_set_size", 0))):
-        # MLX knows what it was when the process began; the user may have set less since.
+        # MLX reports the value at the process's start; the user may have lowered it since.
         total = min(total, mac.wired_limit() or total)
         return (_limit(total, held + cached, "Metal working set", common=True),)
-    # MLX's device.h: free_memory is given on CUDA only. What MLX itself caches there can be used again.
+    # MLX's device.h: free_memory exists only on CUDA. MLX's own cache can be used again.
     if "free_memory" in info and (total := int(info.get("total_memory", 0) or info.get("memory_size", 0))):
         used = total - int(info["free_memory"]) - cached
         return (_limit(total, used, f"CUDA memory of {info.get('device_name', 'the GPU')}", common=True),)
@@ -161,7 +158,7 @@ def device_limits() -> tuple[MemoryLimit, ...]:
 
 
 def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """The soft RLIMIT_AS and RLIMIT_DATA where they are set and the kernel keeps them: on Linux, see getrlimit(2)."""
+    """Returns the soft RLIMIT_AS and RLIMIT_DATA where they are set and enforced: on Linux, see getrlimit(2)."""
     status = fields_of(root / "proc/self/status")
     limits = text_of(root / "proc/self/limits")
     found = []
@@ -172,7 +169,7 @@ def rlimits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """The memory limits of this process's control groups (v1 and v2) and of all groups above them that can be seen.
+    """Returns memory limits of this process's control groups (v1 and v2) and their visible parents.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
     """
@@ -184,8 +181,8 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
             continue
         total_ = "" if version == 2 else "total_"
         used -= stat.get(f"{total_}inactive_file", 0) + stat.get(f"{total_}active_file", 0)
-        # Past memory.high nobody is killed, but everything crawls. Of groups above a v1 mount, which cannot be seen,
-        # the limit can.
+        # Beyond memory.high the kernel throttles processes. Limits of groups above a v1 mount are visible, the groups
+        # are not.
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
         totals = [(_number_in(folder / name), name) for name in names]
         if (above := stat.get("hierarchical_memory_limit")) is not None and above < (totals[0][0] or 0):
@@ -195,7 +192,7 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """Version and folder of this process's memory groups, each followed by those above it that can be seen."""
+    """Yields version and folder of this process's memory groups, each followed by its visible parents."""
     groups = {}
     for line in text_of(root / "proc/self/cgroup").splitlines():  # id:controllers:path
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -210,7 +207,7 @@ def cgroup_folders(root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
         if version in groups:
             # Spaces in paths are written as octal escapes.
             shown, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in fields[3:5])
-            # In a container the mount can show a part of the hierarchy only, with this process's group at its top.
+            # In a container the mount may show only the subtree at this process's group.
             prefix, group = shown.rstrip("/") + "/", groups[version]
             inside = group[len(prefix) :] if (group + "/").startswith(prefix) else ""
             parts = [] if ".." in inside.split("/") else [part for part in inside.split("/") if part]
@@ -223,7 +220,7 @@ def _limit(total: int, used: int, source: str, common: bool = False) -> MemoryLi
 
 
 def text_of(path: Path) -> str:
-    """The file's text; empty where there is none, as on macOS, or where it may not be read."""
+    """Returns the file's text; empty where it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -236,5 +233,5 @@ def _number_in(path: Path) -> int | None:
 
 
 def fields_of(path: Path) -> dict[str, int]:
-    """`key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; others are left out."""
+    """Parses `key value` and `Key:  value kB` lines, as in memory.stat and /proc/self/status; skips others."""
     return {key: int(number) for key, number in re.findall(r"(?m)^(\w[^\s:]*):?\s+(\d+)(?!\S)", text_of(path))}

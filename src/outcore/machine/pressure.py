@@ -1,7 +1,6 @@
-"""What the system reports about memory pressure: room left, paging, control group events, macOS's own level.
+"""Reads the system's signs of memory pressure: free memory, paging, control group events, macOS's level.
 
-One reading is plain numbers; counters run from some time before this process began, so only differences between two
-readings say anything. What to do about them is the governor's. Files are read below a ``root``.
+Counters started before this process, so only differences of two readings mean anything.
 
 https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events),
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html (memory.oom_control)
@@ -19,15 +18,16 @@ from .memory import MemoryLimit, cgroup_folders, fields_of, memory_limits, warni
 
 @dataclass(frozen=True)
 class Pressure:
-    """One reading. None stands for what this system does not tell.
+    """One reading. None: not reported by this system.
 
     Attributes:
         limits: every limit on this process's memory; never empty.
-        swap_ins: pages of the whole machine, of 4 KiB.
-        major_faults: of this process: page faults that had to wait for a disk. Reads into a slot are none.
-        oom, oom_kill: how often the control groups had nothing left to free, and how often a process was ended. A group
-            that page cache fills reaches its limit all the time, which is no distress and not read.
-        under_oom: tasks of the group are waiting for memory that is not there (v1).
+        swap_ins: pages of 4 KiB, of the whole machine.
+        major_faults: page faults of this process that waited for a disk; reads into slots cause none.
+        oom: how often the control groups could free no more memory.
+        oom_kill: processes that the kernel killed for memory. How often groups reached their limit is not read: page
+            cache alone fills them.
+        under_oom: tasks of the group wait for memory (v1).
         macos_level: 1 normal, 2 warning, 4 critical.
         warning_room: bytes that can be wired before macOS warns.
     """
@@ -43,7 +43,7 @@ class Pressure:
 
 
 def read_pressure(root: Path = Path("/")) -> Pressure:
-    """What the system reports now. 0.8 ms on Linux: fit for once a second and between passes."""
+    """Reads the system's state; takes 0.8 ms on Linux."""
     folders = list(cgroup_folders(root))
     oom, oom_kill, under_oom = _events(folders)
     return Pressure(
@@ -59,15 +59,15 @@ def read_pressure(root: Path = Path("/")) -> Pressure:
 
 
 def _events(folders: list[tuple[int, Path]]) -> tuple[int, int, bool]:
-    """How often the groups ran out of memory, the processes ended in this one, and whether tasks wait for memory."""
+    """Returns out-of-memory events of the groups, processes killed in this one, and whether tasks wait for memory."""
     oom = killed = 0
     under_oom = False
-    own: set[int] = set()  # versions of which the process's own group has been seen
+    own: set[int] = set()  # versions whose own group was seen
     for version, folder in folders:
         first = version not in own
         own.add(version)
         if version == 2:
-            # A limit of a group above counts there; in its memory.events neighbours' misfortunes do too.
+            # Counts events of the group's own limit; memory.events also counts those of its children.
             counts = fields_of(folder / "memory.events.local")
             if not counts and first:
                 counts = fields_of(folder / "memory.events")

@@ -1,4 +1,5 @@
-"""The caller's random numbers: a seed gives the same ones whatever was loaded, packed or measured in between."""
+"""Preserves the caller's random state: a seed gives the same numbers whatever was loaded, packed or measured in
+between."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import mlx.core as mx
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """MLX's random numbers go on after the block as if none had been drawn in it.
+    """Restores MLX's random state after the block.
 
-    Modules of mlx.nn draw their first weights when they are made, quantized ones too, though others replace them. MLX
-    keeps one key for each thread (mlx/random.h, KeySequence); that of a seed is its upper and its lower 32 bits.
+    Modules of mlx.nn draw initial weights on construction, even if they are replaced. MLX keeps one key for each thread
+    (mlx/random.h, KeySequence); a seed becomes its upper and lower 32 bits.
     """
     state = random_state()
     try:
@@ -24,12 +25,11 @@ def random_state_kept() -> Iterator[None]:
 
 
 def random_state() -> int:
-    """What MLX's random numbers go on from, in this thread."""
+    """Returns this thread's MLX random state as a seed."""
     state: Any = mx.random.state
     upper, lower = state[0].tolist()
     return int(upper << 32 | lower)
 
 
 def set_random_state(state: int) -> None:
-    """Have them go on from there."""
     mx.random.seed(state)

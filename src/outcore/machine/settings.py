@@ -1,4 +1,4 @@
-"""What a user has settled for every command: ``OUTCORE_*`` variables, and a configuration file.
+"""Settings that apply to every command: ``OUTCORE_*`` variables and a configuration file.
 
     # ~/.config/outcore/config.toml, or $OUTCORE_CONFIG
     memory = "4GB"
@@ -6,9 +6,8 @@
     cache = "/Volumes/fast/outcore"
     monitor = "off"
 
-A flag goes before a variable (``OUTCORE_MEMORY``, ``OUTCORE_MODEL``, ``OUTCORE_CACHE``, ``OUTCORE_MONITOR``), that
-before the file. In Python only the cache's folder and the monitor count: what a program loads, and in how much memory,
-it says itself.
+A flag overrides a variable (``OUTCORE_MEMORY``, ``OUTCORE_MODEL``, ``OUTCORE_CACHE``, ``OUTCORE_MONITOR``), which
+overrides the file. Python programs use only the cache folder and the monitor setting.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from ..text import one_line, shortened
 from .small_files import read_small
 
 ON, OFF = "on", "off"
-"""Whether what runs can be watched (``monitor``)."""
+"""Whether running processes can be monitored."""
 
 KEYS = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
-"""What can be settled, and an example of each."""
+"""Keys of the file, with an example of each."""
 
 SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
-"""The variable that says how many ranks of one run divide a host's memory, this process too."""
+"""Variable for the number of ranks that divide this host's memory."""
 
 LONGEST = 1 << 20
-"""Bytes of a configuration file that are read; devices have no end."""
+"""Most bytes of a configuration file; devices have no end."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and where it was settled: a variable, or a key of the file."""
+    """A value, and the variable or key that it comes from."""
 
     value: str
     source: str
 
 
 def setting(key: str) -> Setting | None:
-    """What was settled for one of ``KEYS``.
+    """Returns the setting for one of ``KEYS``; None where there is none.
 
     Raises:
-        UsageError: the file or its value cannot be used; says which and why.
+        UsageError: the file or the value cannot be used.
     """
     variable = f"OUTCORE_{key.upper()}"
     if value := os.environ.get(variable):
@@ -58,10 +57,10 @@ def setting(key: str) -> Setting | None:
 
 
 def settled() -> dict[str, Setting]:
-    """All that the configuration file says.
+    """Returns all settings of the configuration file.
 
     Raises:
-        UsageError: it cannot be used; says which and why.
+        UsageError: it cannot be used.
     """
     own, found = os.environ.get("OUTCORE_CONFIG"), {}
     if own == os.devnull:
@@ -84,7 +83,7 @@ def settled() -> dict[str, Setting]:
 
 
 def _read(path: Path, *, named: bool) -> dict[str, Any]:
-    import tomllib  # takes 10 ms, and few have such a file
+    import tomllib  # takes 10 ms, and few users have a file
 
     try:
         return tomllib.loads(read_small(path, LONGEST).decode())
@@ -102,7 +101,7 @@ def _checked(key: str, found: Setting) -> Setting:
     if key == "monitor" and found.value not in (ON, OFF):
         raise UsageError(f"{found.source}: {shortened(found.value)}: give {ON} or {OFF}")
     if key == "memory":
-        from ..options import budget_bytes  # takes 10 ms, and few have settled that
+        from ..options import budget_bytes  # takes 10 ms, and few users set it
 
         budget_bytes(found.value, lambda: 100, f"{found.source}:")
     return found

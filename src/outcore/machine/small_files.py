@@ -1,4 +1,4 @@
-"""Small files that anyone may have written, read whole: never a pipe or a device, and never more than they may hold."""
+"""Reads small untrusted files whole: regular files only, up to a limit."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 from ..sizes import format_size
 
 CONFIG_BYTES = 16 << 20
-"""Most bytes of a configuration; those with an entry for each quantized matrix take a few million."""
+"""Most bytes of a configuration; one with an entry for each quantized matrix takes a few million."""
 
 INDEX_BYTES = 100_000_000
-"""Most bytes of an index of tensors: of a safetensors header too, by the reference implementation."""
+"""Most bytes of an index of tensors, and of a safetensors header, as in the reference implementation."""
 
 TOKENIZER_BYTES = 1 << 28
-"""Most bytes of any file of a tokenizer; the largest vocabularies take 35 million."""
+"""Most bytes of a tokenizer file; the largest vocabularies take 35 million."""
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_small(path: Path, most: int) -> int:
-    """A descriptor of a regular file, or of one that the path links to, that seems to have at most ``most`` bytes.
+    """Opens a regular file, or a link to one, of at most ``most`` bytes.
 
     Raises:
-        OSError: it cannot be opened, is no regular file, or has more; ``strerror`` says which.
+        OSError: it cannot be opened, is not a regular file, or is larger; ``strerror`` says which.
     """
-    # Before it is opened, because opening a device can do something; and after, because it may be another by then.
+    # Checked before opening, since opening a device can have effects, and again after, since the path may have changed.
     _require_regular(path.stat(), path)
     fd = os.open(path, _FLAGS)
     try:
@@ -45,12 +45,12 @@ def open_small(path: Path, most: int) -> int:
 
 
 def check_small(path: Path, most: int) -> None:
-    """Whether somebody else's code can be let read the file; raises as ``open_small``."""
+    """Checks a file before another library reads it; raises as ``open_small``."""
     os.close(open_small(path, most))
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """All bytes of a file; raises as ``open_small``. One that grows meanwhile is not read beyond ``most``."""
+    """Reads a whole file, and no more than ``most`` bytes if it grows meanwhile; raises as ``open_small``."""
     with open(open_small(path, most), "rb", buffering=0) as file:
         parts, left = [], most + 1
         while left and (data := file.read(min(left, 1 << 20))):
@@ -62,13 +62,13 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def parse_json(raw: bytes, *, twins: bool = True) -> Any:
-    """What a JSON document says.
+    """Parses a JSON document.
 
     Args:
-        twins: of two equal names in one object the last counts, as everywhere; else they are refused.
+        twins: allow repeated names in one object; the last counts.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or has an integer of thousands of digits.
+        ValueError: not JSON, nested too deeply, or an integer of thousands of digits.
     """
     try:
         return json.loads(raw, object_pairs_hook=None if twins else _refuse_twins)

@@ -1,4 +1,4 @@
-"""Plans being made: what stays, what is streamed through which slots, and what memory that takes."""
+"""Candidates: what stays resident, what is streamed through which slots, and the memory that this takes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from .plan import Plan
 from .prediction import predict
 
 ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
-"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of all else, that many bytes at least, and
-``ModelSize.reuse`` at most."""
+"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of everything else, at least
+``ALLOCATOR_LEAST`` and at most ``ModelSize.reuse`` bytes."""
 
 
 class Candidates:
-    """The candidates of one model, and what they share: layers in parts, made once for all that are alike, bytes of
-    activations, and which layers stay, by their number."""
+    """Makes candidates of one model, and caches what they share: cuts of equal layers, activations, resident sets."""
 
     def __init__(self, size: ModelSize) -> None:
         self.size = size
@@ -32,7 +31,7 @@ class Candidates:
         self._activations = dict[tuple[int, int | None], int]()
 
     def streamed(self, resident: frozenset[int], kept: dict[int, tuple[int, ...]], unit: int) -> list[tuple[int, Cut]]:
-        """Each streamed layer, by its number, in parts of at most ``unit`` bytes, without the pieces that are kept."""
+        """Returns each streamed layer, by number, in parts of at most ``unit`` bytes, without its resident pieces."""
         found = []
         for i, alike in enumerate(self._alike):
             if i not in resident:
@@ -43,7 +42,6 @@ class Candidates:
         return found
 
     def activations(self, step: int, between: int | None) -> int:
-        """As of ``ModelSize``."""
         if (step, between) not in self._activations:
             self._activations[step, between] = self.size.activations(step, between)
         return self._activations[step, between]
@@ -57,14 +55,14 @@ class Candidates:
         return [sum([self.size.layers[i].resident for i in stay]) for stay in self._stay]
 
     def at(self, count: int, head: bool, step: int, ring: int, unit: int) -> Candidate:
-        """The candidate with so many layers resident; the others as in ``Candidate``."""
+        """Returns the candidate with ``count`` resident layers."""
         return Candidate(self, self._stay[count], head, step, ring, unit)
 
     def first(
         self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int, budget: int
     ) -> Candidate | None:
-        """The first of these numbers of resident layers that fits into so many bytes."""
-        room = budget - self.beside(head, step)
+        """Returns the first of these numbers of resident layers that fits the budget."""
+        room = budget - self.fixed(head, step)
         for count in counts:
             if self._weights[count] <= room:
                 found = self.at(count, head, step, ring, unit)
@@ -73,17 +71,16 @@ class Candidates:
         return None
 
     def smallest(self, counts: Iterable[int], head: bool, step: int, ring: int, unit: int) -> int:
-        """The smallest peak in bytes of these numbers of resident layers."""
-        found, beside = -1, self.beside(head, step)
+        """Returns the smallest peak in bytes over these numbers of resident layers."""
+        found, fixed = -1, self.fixed(head, step)
         for count in counts:
-            if found < 0 or self._weights[count] + beside < found:
+            if found < 0 or self._weights[count] + fixed < found:
                 peak = self.at(count, head, step, ring, unit).peak
                 found = peak if found < 0 else min(found, peak)
         return found
 
-    def beside(self, head: bool, step: int) -> int:
-        """Bytes of all but layers, slots and copies, as if tables that may be streamed were: no candidate takes less
-        than that and its resident layers."""
+    def fixed(self, head: bool, step: int) -> int:
+        """Returns a lower bound in bytes of everything but layers, slots and copies."""
         size = self.size
         streamed = size.tables + (size.head.resident if head and size.head is not None else 0)
         return size.non_layer - streamed + self.activations(step, None) + (0 if size.on_disk else size.caches(0.0))
@@ -91,14 +88,14 @@ class Candidates:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan being made: everything but what it predicts.
+    """A plan without its predictions.
 
     Attributes:
-        of: the candidates that it is one of.
         head: whether the head is streamed.
         step: tokens of a prompt that a pass takes.
-        slots: of the ring; ``unit``: bytes that parts of layers have at most, as far as they can be cut.
-        kept: pieces of streamed layers that stay.
+        slots: of the ring.
+        unit: most bytes of a part of a layer, as far as layers can be cut.
+        kept: resident pieces of streamed layers.
     """
 
     of: Candidates
@@ -111,12 +108,11 @@ class Candidate:
 
     @property
     def size(self) -> ModelSize:
-        """Of the model."""
         return self.of.size
 
     @cached_property
     def peak(self) -> int:
-        """Most bytes in use at once: as of ``bare``, which thousands of candidates are never asked for."""
+        """Most bytes in use at once; cheaper than ``bare``, since thousands of candidates need only this."""
         used, freed = self._used
         return used + freed
 
@@ -130,7 +126,6 @@ class Candidate:
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Bytes of the largest unit."""
         largest = 0
         for _, cut in self._streamed:
             largest = max(largest, cut.slot)
@@ -153,7 +148,7 @@ class Candidate:
 
     @cached_property
     def _activations(self) -> int:
-        """With the copies of what is streamed that are made on the way."""
+        """Includes copies made of streamed weights."""
         size, cast, between = self.size, 0, None
         for _, cut in self._streamed:
             cast = max(cast, cut.cast)
@@ -167,14 +162,14 @@ class Candidate:
     def _caches(self) -> int:
         size = self.size
         if size.on_disk and len(self.resident) == len(size.layers):
-            # They lie with the layers, all in memory.
+            # Caches of resident layers stay in memory.
             size = replace(size, on_disk=False)
         share = together(self.resident, len(size.layers)) if size.sequences > 1 else 0.0
         return size.caches(share) + (sum(map(size.kv, self.resident)) if size.on_disk else 0)
 
     @cached_property
     def _used(self) -> tuple[int, int]:
-        """Bytes of all but freed memory; and of that."""
+        """Bytes in use, and freed bytes kept for reuse."""
         slots = self.slots * slot_bytes(self.unit_bytes) if self._streams else 0
         used = self._weights + slots + self._caches + self._activations
         return used, int(min(max(used * ALLOCATOR_SHARE, ALLOCATOR_LEAST), self.size.reuse))
@@ -209,18 +204,18 @@ class Candidate:
         )
 
     def plan(self, budget: int, least: int, calibration: Calibration) -> Plan:
-        """The plan with what it is predicted to take."""
+        """Returns the plan with predicted seconds."""
         return predict(self.size, replace(self.bare, budget_bytes=budget, smallest_budget_bytes=least), calibration)
 
     def fill(self, budget: int) -> Candidate:
-        """Keep single pieces, the largest that fit first and of those alike one of each layer, evenly spread, with what
-        whole layers have left over."""
+        """Uses leftover memory to keep single pieces resident: the largest that fit first, evenly spread over the
+        layers."""
         room = budget
         while room > self.peak:
             filled = self._filled(room)
             if filled.peak <= budget:
                 return filled
-            # Parts are cut elsewhere now, where more is held between them.
+            # The cuts have moved, and more activations are held between the parts.
             room -= filled.peak - budget
         return self
 
@@ -248,8 +243,8 @@ class Candidate:
 
 
 def together(resident: frozenset[int], layers: int) -> float:
-    """Share of the layers that are computed without a wait between them: the longest run of resident layers, and the
-    streamed one after it."""
+    """Returns the share of layers computed without a wait: the longest run of resident layers and the streamed one
+    after it."""
     longest = run = 0
     for i in range(layers):
         run = run + 1 if i in resident else 0
@@ -258,7 +253,7 @@ def together(resident: frozenset[int], layers: int) -> float:
 
 
 def place(size: ModelSize, count: int) -> list[int]:
-    """Which ``count`` layers stay resident, evenly spread; at least those that cannot be streamed."""
+    """Returns ``count`` resident layers, evenly spread, including every layer that cannot be streamed."""
     fixed = [i for i, layer in enumerate(size.layers) if not layer.streamable]
     free = [i for i, layer in enumerate(size.layers) if layer.streamable]
     return sorted([*fixed, *[free[i] for i in spread(max(0, count - len(fixed)), len(free))]])

@@ -1,7 +1,7 @@
-"""What a draft is expected to give: tokens of a sweep, and tokens a second, by simulated sweeps.
+"""Expected speed of drafts, from simulated passes.
 
-A guess that is right with the same chance wherever it stands makes (1 - p ** (n + 1)) / (1 - p) tokens of a sweep over
-n guesses, the token included that the model says itself (Leviathan et al. 2023, arXiv 2211.17192).
+If each guess is right with chance p, a pass over n guesses yields (1 - p ** (n + 1)) / (1 - p) tokens, including the
+model's own (Leviathan et al. 2023, arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from .plan import Plan
 from .prediction import sweep_s
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of guesses that are looked at."""
+"""Draft lengths that are compared."""
 
 REPEATED, TRIED = 1.3, 2
-"""Tokens that a sweep gives where the text's own repetitions draft, and guesses that are tried for it."""
+"""Tokens per pass assumed for n-gram drafts, and guesses per pass."""
 
 MARGIN = 0.97
-"""A draft is taken that takes less than this share of the time of what is simpler."""
+"""A draft is chosen over a simpler one if it takes less than this share of its time."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan with a way to draft, and what it is expected to give.
+    """A plan with a draft, and its expected speed.
 
     Attributes:
-        name: of the draft, for people.
-        planned: None where it has no room, or cannot be; ``reason`` says why.
-        tokens: of a sweep; ``drafted``: guesses of it. ``token_s``: seconds for each token of a text.
-        first: bytes that are to be written before its first answer, once.
+        planned: None where the draft does not fit or is not possible; ``reason`` says why.
+        drafted: guesses per pass.
+        tokens: per pass.
+        token_s: seconds per token of a text.
+        first: bytes to write once, before the first answer.
     """
 
     name: str
@@ -47,27 +48,27 @@ class Choice:
 
 
 def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool, first: int = 0) -> Choice:
-    """What a plan gives with what drafts for it.
+    """Returns the expected speed of a plan with its draft.
 
     Args:
-        blocks: guesses are computed in one pass; else in one each.
+        blocks: one pass computes all guesses; otherwise each takes its own.
     """
     size, plan, draft = planned.size, planned.plan, planned.draft
 
-    def swept(guesses: int) -> float:
+    def pass_s(guesses: int) -> float:
         return sweep_s(size, plan, calibration, guesses + 1, blocks)
 
-    best = Choice(name, planned, token_s=swept(0), first=first)
+    best = Choice(name, planned, token_s=pass_s(0), first=first)
     if draft is None:
         return best
     if draft.kind == NGRAM:
         tried = min(TRIED, size.drafted)
-        token_s = _repeating(swept(0), swept(tried), REPEATED) / REPEATED
+        token_s = _repeating(pass_s(0), pass_s(tried), REPEATED) / REPEATED
         return min((Choice(name, planned, "", tried, REPEATED, token_s), best), key=lambda c: c.token_s)
     guess = guess_s(size, draft, calibration)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted):
         tokens = _tokens(draft.chance, n)
-        token_s = (swept(n) + n * guess) / tokens
+        token_s = (pass_s(n) + n * guess) / tokens
         if token_s < best.token_s:
             best = Choice(name, planned, "", n, tokens, token_s, first)
     return best
@@ -84,14 +85,15 @@ def pays_for_several(
     chance: float | None = None,
     guess_s: float = 0.0,
 ) -> bool:
-    """Whether texts that share sweeps are written faster with drafts, each in passes of its own, than with one token
-    each from a pass over all of them: by simulated sweeps.
+    """Returns whether texts that share passes are faster with drafts than with one token each, by simulation.
+
+    With drafts each text needs a pass of its own; without, one pass serves all of them.
 
     Args:
-        tokens: that a sweep was seen to give of a text whose own repetitions draft; None: none was seen.
-        chance: how likely a guess is right of what drafts instead, which takes ``guess_s`` seconds for each.
+        tokens: observed tokens per pass with n-gram drafts; None: not observed.
+        chance: that a guess of another draft is right; each of its guesses takes ``guess_s`` seconds.
     """
-    together = sweep_s(size, plan, calibration, texts, True)  # a row of one pass for each
+    together = sweep_s(size, plan, calibration, texts, True)  # one batched pass
     alone = sweep_s(size, plan, calibration, 1, blocks, texts)
     for n in (n for n in LENGTHS if 0 < n <= size.drafted // texts):
         seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * guess_s
@@ -108,17 +110,17 @@ def pays_for_several(
 
 
 def _tokens(chance: float, guesses: int) -> float:
-    """Tokens of a sweep over so many guesses."""
+    """Tokens of a pass over so many guesses."""
     return (1 - chance ** (guesses + 1)) / (1 - chance)
 
 
 def _repeating(plain: float, tried: float, tokens: float) -> float:
-    """Seconds of a sweep over a text's own repetitions: where there is nothing to repeat nothing is tried."""
+    """Seconds of a pass with n-gram drafts, which guess only where the text repeats itself."""
     return plain + min(1.0, tokens - 1) * (tried - plain)
 
 
 def fastest(choices: Sequence[Choice]) -> Choice:
-    """The fastest; of those that are about as fast, the first. One at least must have a plan."""
+    """Returns the fastest choice; among nearly equal ones, the first. At least one must have a plan."""
     possible = [c for c in choices if c.planned is not None]
     best = possible[0]
     for choice in possible[1:]:

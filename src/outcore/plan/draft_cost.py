@@ -1,4 +1,4 @@
-"""What drafting takes of a budget: weights and caches of what drafts, and the logits of what is drafted."""
+"""What drafting costs: weights and caches of the draft, and logits of drafted tokens."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from .model_size import ModelSize
 from .prediction import computing_s
 
 AUTO, NONE, NGRAM = "auto", "none", "ngram"
-"""What ``--draft`` takes beside the kinds that packages bring."""
+"""Values of ``--draft`` in addition to the kinds that packages provide."""
 
 SHARE, FEW = 32, 8
-"""Of the budget, one in so many bytes is for drafted tokens' logits; and tokens at least, if a draft is asked for."""
+"""One in ``SHARE`` bytes of the budget is for drafted tokens' logits; at least ``FEW`` tokens if the user chose a
+draft."""
 
 MOST = 32
-"""Drafted tokens at most."""
+"""Most drafted tokens per pass."""
 
 ASSUMED_CHANCE = 0.6
-"""How likely a drafting model's guess is what the model says, before any was seen."""
+"""Assumed chance that a draft model's guess is accepted, before any was observed."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What is to draft for a model, before anything of it is read. Bytes.
+    """A draft before any of it is read. Bytes.
 
     Attributes:
-        kind: ``ngram``, or that of the source that brings it; ``name`` for people.
-        weights: that it keeps in memory; ``head``: those besides, if the model's head is streamed.
+        kind: ``ngram``, or the kind of the package that provides it.
+        weights: bytes in memory.
+        head: more of them, if the model's head is streamed.
         cache, growing: as in ``ModelSize``.
-        uses_head: it drafts with the model's own head, which has to stay in memory.
-        copies_model: it is a copy of the model's layers, which goes on from the model's own caches: those have to stay
-            in memory, and a guess takes as long as a token of the model where all of it does.
-        chance: how likely a guess is what the model says, before any was seen.
-        detail: what its source knows of it beside.
+        uses_head: drafts with the model's own head, which then stays in memory.
+        copies_model: a copy of the model's layers that continues from the model's own caches. These stay in memory, and
+            a guess takes as long as a token of the resident model.
+        chance: that a guess is accepted, before any was observed.
+        detail: private data of the package.
     """
 
     kind: str
@@ -49,22 +51,23 @@ class Draft:
     detail: Any = field(default=None, compare=False, repr=False)
 
     def beside(self, size: ModelSize, head_streamed: bool) -> ModelSize:
-        """The model's size with what drafts for it."""
+        """Returns the model's size including this draft."""
         return size.beside(self.weights + (self.head if head_streamed else 0), self.cache, self.growing)
 
 
 def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:
-    """Tokens whose logits a sweep has room for beside its own: a small share of the budget, or if asked for a few."""
+    """Returns the drafted tokens per pass whose logits fit a small share of the budget; at least ``FEW`` if
+    ``explicit``."""
     room = budget // SHARE // max(1, size.logits_row)
     return min(MOST, max(room, FEW if explicit else 0))
 
 
 def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
-    """Seconds in which a draft that is in memory computes a token."""
+    """Returns seconds in which a resident draft computes one token."""
     outside = size.non_layer - size.tables
     if draft.copies_model:
         layers = sum(computing_s(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
         return layers + computing_s(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s
-    # Another model's weights are all there are; what uses the model's head computes that, too.
+    # A draft model computes its own weights, and the model's head if it uses that.
     own = computing_s(size.rest_kind, outside - draft.weights, calibration, [(1, 1)]) if draft.uses_head else 0.0
     return draft.weights / calibration.weight_gbps / 1e9 + own + calibration.sync_s

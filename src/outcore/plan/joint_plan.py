@@ -1,7 +1,7 @@
-"""The plan for a model together with what drafts for it: one definition of the smallest budget that works.
+"""The plan for a model together with its draft, and the smallest budget that works for both.
 
-What drafts is paid for out of the budget: weights and caches of a copy or of another model, and the logits of what is
-drafted. There is more than one way to make room for it; of those that fit, the first is taken.
+The budget pays for the draft's weights and caches and for drafted tokens' logits. Of several ways to make room, the
+first that fits is taken.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .planner import ASSUMED, make_plan, refusal, resident_budget, smallest_budg
 from .replan import replan
 
 AHEAD = 8
-"""Slots at most where a model drafts and memory is left: with 28M parameters behind 20 MB/s, nothing resident, tokens
-took .88 of the time with 8 that they took with 3."""
+"""Most slots where a draft model runs and memory is left: with 28M parameters, 20 MB/s and nothing resident, a token
+took .88 of the time with 8 slots that it took with 3."""
 
 POINTS = 16
 NEAR = 0.95
-"""A budget is enough when it gives this share of the speed that all the memory there is would give."""
+"""A budget is enough if it gives this share of the fastest speed."""
 
 COMPUTING = 0.9
-"""Where streaming gives this share of the speed that everything in memory does, the disk is not what is waited for:
-handing units over takes some time too."""
+"""Computing is the limit where streaming reaches this share of the resident speed; handing units over takes some time
+too."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the model's size with what drafts for it, and what does."""
+    """A plan, its draft, and the model's size including the draft."""
 
     plan: Plan
     size: ModelSize
@@ -44,15 +44,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Planning:
-    """What plans for a model are made of; a budget makes one of it.
+    """Makes plans for any budget.
 
     Attributes:
         size: of the model without a draft.
-        kind: of the draft, as from ``parse_draft``; ``auto`` drafts where there is room for it, others have to.
-        draft: what drafts, if anything may.
-        blocks: drafted tokens are computed in one pass; else, where experts are read one by one, nothing is drafted:
-            each token would read as much as without.
-        options: of ``make_plan``: slots, resident, prefill_step, head_resident, placement.
+        kind: of the draft, as from ``parse_draft``; ``auto`` drafts only where there is room.
+        blocks: drafted tokens are computed in one pass. Otherwise plans with an expert cache draft nothing, since each
+            token would read as much as without.
+        options: of ``make_plan``.
     """
 
     size: ModelSize
@@ -63,10 +62,10 @@ class Planning:
     _made: dict[Hashable, tuple[Calibration, Plan]] = field(default_factory=dict, compare=False)
 
     def at(self, budget: int, calibration: Calibration = ASSUMED) -> Planned:
-        """The plan within ``budget`` bytes.
+        """Returns the plan within ``budget`` bytes.
 
         Raises:
-            BudgetError: the budget is too small; says the smallest that works, and for which context and draft.
+            BudgetError: the budget is too small; names the smallest that works, the context and the draft.
             UsageError: as ``make_plan``.
         """
         if budget < self.smallest:
@@ -80,7 +79,7 @@ class Planning:
                 return Planned(self._make(self.size, budget, head, calibration), self.size, None)
             if self.kind != AUTO:
                 return Planned(plan, size, self.draft)
-            return self._drafting_beside(plan, budget, calibration)
+            return self._with_drafted_tokens(plan, budget, calibration)
         raise AssertionError(f"a budget of {budget} bytes that is not too small fits nothing")
 
     @cached_property
@@ -90,15 +89,18 @@ class Planning:
 
     @property
     def largest(self) -> ModelSize:
-        """The model's size with its draft where there is memory for everything."""
+        """The model's size with its draft where memory suffices for everything."""
         if self.kind in (AUTO, NONE) or self.draft is None:
             return self.size
         drafted = drafted_tokens(self.size, resident_budget(self.draft.beside(self.size, False)), explicit=True)
         return self.draft.beside(replace(self.size, drafted=drafted), False)
 
     def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
-        """Sizes of the model with its draft, and whether the head stays: as many drafted tokens as the budget is worth,
-        else a few; the head in memory, else streamed, for which a copy of the model needs one of its own."""
+        """Yields the model's size with its draft, and whether the head stays, in order of preference.
+
+        As many drafted tokens as the budget allows, else a few; the head in memory, else streamed, for which a copy of
+        the model needs its own.
+        """
         head, draft = self.options.get("head_resident"), self.draft
         if self.kind in (AUTO, NONE) or draft is None:
             yield self.size, head
@@ -111,26 +113,26 @@ class Planning:
                 streamed = stays is False and bool(draft.head) and self.size.head is not None
                 yield draft.beside(replace(self.size, drafted=drafted), streamed), stays
 
-    def _drafting_beside(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
-        """The plan with room for what is drafted, where something is streamed anyway and there is such room; not in
-        place of experts, which every drafted token has its own of."""
+    def _with_drafted_tokens(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
+        """Adds room for drafted tokens where something is streamed and it fits; not in place of experts, since each
+        drafted token uses experts of its own."""
         size = replace(self.size, drafted=drafted_tokens(self.size, budget, explicit=False))
         if plan.streams and not plan.pools and size.drafted and self.draft is not None:
             try:
                 with_draft = self._make(size, budget, self.options.get("head_resident"), calibration)
             except BudgetError:
                 return Planned(plan, self.size, None)
-            if not with_draft.kv_slot > plan.kv_slot == 0:  # else it is not worth reading keys and values
+            if not with_draft.kv_slot > plan.kv_slot == 0:  # drafting is not worth a KV offload
                 return Planned(with_draft, size, self.draft)
         return Planned(plan, self.size, None)
 
     def _make(self, size: ModelSize, budget: int, head: bool | None, calibration: Calibration) -> Plan:
         key = size, budget, head, id(calibration)
-        if key not in self._made:  # also by what this one was replaced from, with another draft
+        if key not in self._made:  # shared with Plannings made by dataclasses.replace
             plan = make_plan(size, budget, calibration=calibration, **self._options(head))
-            self._made[key] = calibration, plan  # which is held, so that no other one has its id
+            self._made[key] = calibration, plan  # holding it keeps its id from being reused
         plan = self._made[key][1]
-        # Of several ranks one drafts; the others know its name, and their disks wait as well.
+        # With several ranks one drafts; the others' disks wait for it too.
         if self.draft is not None and self.draft.name != NGRAM and self.options.get("slots") is None:
             plan = _read_ahead(size, plan, calibration)
         return replace(plan, smallest_budget_bytes=self.smallest)
@@ -139,7 +141,7 @@ class Planning:
         return {**self.options, "head_resident": head}
 
     def refusal(self, budget: int) -> str:
-        """That a budget is too small, for what, and which is not."""
+        """Returns the message for a budget that is too small."""
         beside = ""
         if self.draft is not None and self.kind != AUTO:
             weights = f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
@@ -148,7 +150,7 @@ class Planning:
 
 
 def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
-    """The plan with more slots, of what nothing else has room for: while a model drafts, the disk reads into them."""
+    """Adds slots while memory is left: the disk fills them while a draft model computes."""
     if not plan.streams or plan.pools:
         return plan
     for slots in range(plan.slots + 1, min(AHEAD, len(plan.parts)) + 1):
@@ -162,11 +164,10 @@ def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
 def speed_curve(
     planning: Planning, calibration: Calibration, *, points: int = POINTS, also: Sequence[int] = ()
 ) -> list[Plan]:
-    """Plans from the smallest budget that works to everything resident, evenly spaced.
+    """Returns plans from the smallest budget that works to everything resident, evenly spaced.
 
     Args:
-        planning: what plans are made of; with a number of resident layers asked for there is but one plan.
-        also: budgets that shall be among them.
+        also: budgets to include.
     """
     least = planning.smallest
     most = max(least, resident_budget(planning.largest))
@@ -176,15 +177,17 @@ def speed_curve(
 
 
 def knee(plans: Sequence[Plan], available: int) -> Plan | None:
-    """Of the plans that fit into ``available`` bytes, the smallest that is about as fast as the fastest; None: none."""
+    """Returns the smallest plan within ``available`` bytes that is about as fast as the fastest; None if none fits."""
     fitting = [p for p in plans if p.budget_bytes <= available]
     fastest = min((p.token_s for p in fitting), default=0.0)
     return next((p for p in fitting if p.token_s <= fastest / NEAR), None)
 
 
 def computing_from(plans: Sequence[Plan]) -> Plan | None:
-    """The smallest plan from which on computing is the limit: about as fast as with nothing streamed. None: the disk is
-    the limit until nothing is, or what nothing streams is not among them."""
+    """Returns the smallest streaming plan about as fast as the resident one: from there on computing is the limit.
+
+    None if the disk is the limit up to everything resident, or no plan is fully resident.
+    """
     if plans[-1].streams:
         return None
     slowest = plans[-1].token_s / COMPUTING

@@ -1,6 +1,6 @@
-"""What a machine does, as numbers: how fast its disk reads and how long a model's layers take. Data only, no measuring.
+"""A machine's speed as numbers: disk rates and seconds of layers. ``calibrate`` measures them.
 
-``calibrate`` fills this in; ``simulate`` and ``plan`` read it. Times are seconds, sizes bytes, rates GB/s of 1e9 bytes.
+Times are seconds, sizes bytes, rates GB/s of 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TOKENS = (1, 4, 16, 128, 512)
-"""Numbers of tokens that computing is measured for: a token, a draft, several sequences, and chunks of a prompt."""
+"""Tokens per pass that are measured: a token, a draft, several sequences, and chunks of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Calibration:
     """A machine and one of its disks.
 
     Attributes:
-        read_gbps: what the reader gets from the disk with the ``io``, ``threads`` and ``chunk`` that read best.
-        read_latency_s: from asking for a small read to its end, with nothing else in flight.
-        sync_s: cost of handing a graph to the device and waiting for it, beyond its computing.
-        weight_gbps: GB/s of weights that are computed with, for one token; for kinds that were not measured.
-        decode_gbps: GB/s of bfloat16 weights that are put together from three quarters of their bytes; None: not known.
+        read_gbps: disk rate of the reader with the fastest ``io``, ``threads`` and ``chunk``.
+        read_latency_s: of a small read with nothing else in flight.
+        sync_s: of handing a graph to the device and waiting for it, beyond its computing.
+        weight_gbps: GB/s at which weights are computed with for one token, for kinds that were not measured.
+        decode_gbps: GB/s of bfloat16 weights decoded from three quarters of their bytes; None: unknown.
         kinds: for each kind of layer (``LayerSize.kind``) or rest of a model (``ModelSize.rest_kind``): seconds of one
-            pass over it by number of tokens, everything in memory.
-        measured: False for the assumptions of a machine that was never calibrated.
+            pass by number of tokens, everything in memory.
+        measured: False for assumed numbers.
     """
 
     read_gbps: float = 3.0
@@ -40,17 +40,16 @@ class Calibration:
     measured: bool = False
 
     def seconds(self, kind: str, tokens: int) -> float | None:
-        """Seconds of one pass of ``tokens`` tokens over a layer of that kind; None for a kind that is not known."""
+        """Returns seconds of one pass of ``tokens`` tokens over a layer; None for an unknown kind."""
         times = self.kinds.get(kind)
         return interpolate(times, tokens) if times else None
 
     def decode_s(self, nbytes: int) -> float:
-        """Seconds in which weights of so many bytes are decoded."""
         return nbytes / (self.decode_gbps or self.weight_gbps) / 1e9
 
 
 def interpolate(times: Mapping[int, float], tokens: int) -> float:
-    """Seconds for a number of tokens: linear between measurements and on beyond the last two, flat below the first."""
+    """Interpolates linearly between measurements; extrapolates beyond the last two, and is flat below the first."""
     points = sorted(times.items())
     if tokens <= points[0][0] or len(points) == 1:
         return points[0][1] if tokens <= points[0][0] else points[0][1] * tokens / points[0][0]

@@ -1,5 +1,4 @@
-"""What a plan knows of a model: bytes of its layers, caches and activations, for a context and a number of sequences.
-Numbers, no I/O."""
+"""Bytes of a model's layers, caches and activations, for a context and a number of sequences."""
 
 from __future__ import annotations
 
@@ -16,55 +15,55 @@ if TYPE_CHECKING:
     from .prediction import ExpertPlans
 
 LOGITS_COPIES = 6
-"""Times that a token's logits are there while one is chosen by them."""
+"""Float32 copies of a token's logits while it is sampled."""
 
 REST_BYTES, UNKNOWN_BYTES = 500_000, 2_000_000
-"""Bytes. Tokens, sampling, masks and what else is allocated on the way; and where caches are of a class that is not
-known, as a model's own code may have them. Of mlx-lm's tiny models none took more than is counted beside these (512
-tokens, CPU device), but for the one with such caches, which took 0.7 MB more."""
+"""Bytes for token ids, sampling, masks and other small arrays; more where caches are of an unknown class. On the CPU
+device with 512 tokens, no tiny model of mlx-lm took more, except one with unknown caches, which took 0.7 MB more."""
 
 UNDER_WAY_OPERATIONS = 10
-"""Operations that MLX queues on the CPU device before it waits for the first, each with its memory (MAX_ACTIVE_TASKS,
-transforms.cpp)."""
+"""Operations that MLX queues on the CPU device before it waits for the first, each holding its memory
+(MAX_ACTIVE_TASKS, transforms.cpp)."""
 
 LOGITS_SHARE = 2
-"""``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Of several sequences there are three at
-once: logits, the parts that they are put together from, log-probabilities (or the copy that logsumexp makes); the rest
-is for one after the other."""
+"""``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Several sequences hold three at once:
+logits, the parts they are joined from, and log-probabilities (or logsumexp's copy); the others exist for one sequence
+at a time."""
 
 UNDER_WAY = 2
-"""Layers whose codes are put together at once: the one that is computed and the one that is queued behind it. Where
-many that stay in memory follow each other MLX would have more under way, and waits at its memory limit instead."""
+"""Layers decoded at once: the one that computes and the one queued behind it. A long run of resident layers would queue
+more, but MLX then waits at its memory limit."""
 
 REUSE_BYTES = 64_000_000
-"""Of freed memory that is kept for reuse at most: enough for what a token needs. A miss costs a CPU or CUDA little."""
+"""Most freed bytes kept for reuse: enough for one token. A miss costs a CPU or CUDA little."""
 
 METAL_REUSE_BYTES = 256_000_000
-"""The same on Metal, where a miss makes a buffer (``newBuffer``, metal/allocator.cpp) and, while memory is wired, has a
-residency set committed. Never measured."""
+"""The same on Metal, where a miss creates a buffer (``newBuffer``, metal/allocator.cpp) and, while memory is wired,
+commits a residency set. Never measured."""
 
 GRAPH_BYTES = {"cpu": 64_000_000, "gpu": 256_000_000}
-"""Bytes of MLX's graph that the passes of one sweep may take: memory of the process's own, which no budget counts. A
-GPU computes small chunks so fast that another sweep would be felt."""
+"""Most bytes of MLX's graph for the passes of one shared reading of the weights. It is memory of the process, outside
+the budget. A GPU computes small chunks so fast that reading the weights twice would be noticeable."""
 
 
 def held_for_later(versions: int, masked: int, tokens: int, context: int) -> int:
-    """Bytes that a pass over so many tokens holds for later layers, behind which caches hold ``context``."""
+    """Returns bytes that a pass over ``tokens`` holds for later layers, with ``context`` tokens in the caches."""
     return (context + KV_STEP) * versions + context * tokens * masked
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What building a forward pass takes of the process's memory, in bytes, before any of it is computed.
+    """Process memory for building forward passes, before any of them is computed. Bytes.
 
-    Measured with MLX 0.32.4 on Linux: about 1 kB for an operation, 100 to 150 kB for a layer; and where a recurrence is
-    built token by token, 14 kB for each token and layer.
+    Measured with MLX 0.32.4 on Linux: about 1 kB for an operation, 100 to 150 kB for a layer; for recurrences built
+    token by token 14 kB more for each token and layer.
 
     Attributes:
-        layers: of the model. ``recurrent``: of those, whose recurrences are built token by token.
-        most: what all passes of a sweep may take together.
-        versions, masked: what a pass holds for later layers, as ``ModelSize`` says; ``held``: bytes of it that all
-            passes of a sweep may take together, of several.
+        layers: of the model.
+        recurrent: layers whose recurrences are built token by token.
+        most: bytes of graph that passes sharing one reading of the weights may take.
+        versions, masked: what a pass holds for later layers, as in ``ModelSize``.
+        held: most bytes of these for several passes together.
     """
 
     layers: int
@@ -75,10 +74,10 @@ class Graph:
     held: int = 0
 
     def sweeps(self, passes: Sequence[int], context: int = 0) -> list[int]:
-        """Of passes of so many tokens each, how many share each sweep; at least one does.
+        """Returns how many passes share each reading of the weights, at least one, given each pass's tokens.
 
         Args:
-            context: tokens that caches hold after the last.
+            context: tokens in the caches after the last pass.
         """
         counts: list[int] = []
         left = held = 0
@@ -87,7 +86,7 @@ class Graph:
             context += tokens
             nbytes = 128_000 * self.layers + 14_000 * self.recurrent * tokens
             kept = held_for_later(self.versions, self.masked, tokens, context)
-            # A rank of several may have no layer of its own, and a pass takes nothing then.
+            # A rank may have no layers, and a pass then takes nothing.
             if not counts or nbytes > left or kept > held:
                 counts.append(0)
                 left, held = self.most, max(self.held, kept)
@@ -99,25 +98,25 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSize(CacheSize):
-    """What passes allocate on the way. Bytes, per token where said.
+    """Bytes that passes allocate while they compute, per token where said.
 
     Attributes:
         token: activations per token of a chunk.
-        hidden: a layer's input and output per token: those of a whole prompt are held while it is computed in chunks.
-        between: hidden states, per token, that are there between two parts of a layer beside what its pieces put out:
-            where layers are streamed in parts, those of a whole prompt.
+        hidden: a layer's input and output per token; a whole prompt's are held while it is computed in chunks.
+        between: hidden states per token held between two parts of a layer, in addition to outputs of its pieces; a
+            whole prompt's where layers are streamed in parts.
         score: attention scores per token of a chunk and token of context.
-        window: KV per token of a chunk that sliding windows keep beyond their size until the next token comes.
+        window: KV per token of a chunk that sliding windows keep beyond their size until the next token.
         state: a recurrent state, where a recurrence is computed token by token and keeps one for each.
-        logits: one token's logits and what sampling makes of them.
-        workspace: what the device's libraries keep for themselves.
-        batches: activations of whole batches that are evaluated in one call, beyond those of a prompt.
-        versions: keys and values that several layers use, per token of context: of each pass of a sweep they are there
-            as they were then. ``masked``: masks, per token of a pass and token of context, of each pass too. Passes
-            that hold more than the largest layer weighs do not share a sweep: else, in small chunks, they would take
-            memory by the square of a prompt (gemma3n, 1,600 tokens: 45 MB beside 1.8 MB of caches).
-        rest: what is allocated on the way and counted nowhere else.
-        expanded: a layer's keys and values per token of context that a chunk makes anew from latents.
+        logits: one token's logits and sampling's copies of them.
+        workspace: reserved by the device's libraries.
+        batches: activations of whole batches evaluated in one call, beyond those of a prompt.
+        versions: bytes per context token of KV read by several layers; each pass keeps its own version.
+        masked: bytes of masks per token of a pass and token of context; each pass keeps its own. Passes that hold more
+            than the largest layer weighs do not share a reading of the weights: in small chunks, memory would grow with
+            the square of the prompt (gemma3n, 1,600 tokens: 45 MB next to 1.8 MB of caches).
+        rest: all other allocations.
+        expanded: a layer's keys and values per token of context that a chunk expands from latents.
     """
 
     token: int
@@ -140,14 +139,14 @@ class ModelSize(ActivationSize):
     """What a plan needs to know of a model. Bytes.
 
     Attributes:
-        non_layer: embeddings, norms, head, and every 1-D parameter; ``tables`` and ``head`` included.
-        tables: embeddings that are only looked up in, so that rows of them can be read for the tokens at hand.
-        head: what is multiplied with outside of layers (the head, tied embeddings), if it can be streamed in slices;
-            ``slot`` is the smallest slice's; slices are as large as the slots. ``cast`` is that of all of it.
-        rest_kind: the kind of all that is computed outside of layers.
+        non_layer: embeddings, norms, head, and every 1-D parameter; includes ``tables`` and ``head``.
+        tables: embeddings that are only looked up in, so that single rows can be read.
+        head: the output head (or tied embeddings) if it can be streamed in slices as large as the slots. ``slot`` is
+            the smallest slice's, ``cast`` that of the whole head.
+        rest_kind: the kind of everything computed outside of layers.
         recurrences: layers whose recurrences are built token by token.
-        reuse: freed memory that MLX may keep for reuse at most.
-        most_unit: the largest unit that the device has slots for. Layers that cannot be cut down to it are not
+        reuse: most freed memory that MLX may keep for reuse.
+        most_unit: the largest unit that a slot of this device holds. Larger layers that cannot be cut are not
             ``streamable``.
     """
 
@@ -162,39 +161,36 @@ class ModelSize(ActivationSize):
 
     @cached_property
     def on_demand(self) -> ExpertPlans | None:
-        """What makes plans that read experts one by one (``prediction.ExpertPlans``); None: there are none."""
+        """Makes plans with expert caches (``prediction.ExpertPlans``); None without routed experts."""
         return next((layer.experts.on_demand for layer in self.layers if layer.experts is not None), None)
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of its layers, and of what lies outside of them; none without layers."""
         return {layer.kind for layer in self.layers} | ({self.rest_kind} if self.layers else set())
 
     def graph(self, on_cpu: bool) -> Graph:
-        """What building forward passes takes."""
         most = GRAPH_BYTES["cpu" if on_cpu else "gpu"]
         return Graph(len(self.layers), self.recurrences, most, self.versions, self.masked, self.held_for_later)
 
     def at_context(self, context: int) -> ModelSize:
-        """The same model with room for another number of tokens: full attention's caches grow with them, sliding
-        windows' to their size, recurrent states not at all."""
+        """Returns the same model for another number of context tokens; only caches that grow change."""
         cache = self.states + held_bytes(self.growing, context)
         shared = max(self.shared, context) if self.shared else 0
         return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
 
     def beside(self, weights: int, cache: int, growing: tuple[Growing, ...]) -> ModelSize:
-        """The same model with another one in memory beside it, of so many bytes of weights, with such caches."""
+        """Returns this model's size including a second model in memory, with its weights' bytes and its caches."""
         return replace(
             self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
         )
 
     @cached_property
     def held_for_later(self) -> int:
-        """Bytes that several passes of a sweep may hold for later layers."""
+        """Most bytes that several passes together may hold for later layers."""
         return max((layer.resident for layer in self.layers), default=0)
 
     def _held_for_later(self, chunk: int, waiting: int) -> int:
-        """Bytes of it for a prompt of so many tokens; a single pass's are counted elsewhere."""
+        """Bytes of that for a prompt; a single pass's are counted elsewhere."""
         passes = -(-waiting // max(1, chunk))
         mean = max(0, self.context - (waiting - chunk) // 2)
         every = passes * held_for_later(self.versions, self.masked, chunk, mean)
@@ -202,25 +198,24 @@ class ModelSize(ActivationSize):
 
     @property
     def logits_row(self) -> int:
-        """Bytes of one token's logits themselves."""
         return self.logits // LOGITS_COPIES
 
     @cached_property
     def _joined(self) -> int:
-        """Bytes of weights that are put together for a pass of the layer that has the most of them."""
+        """Most bytes of weights that one layer decodes for a pass."""
         return max((layer.joined for layer in self.layers), default=0)
 
     def activations(self, chunk: int, between: int | None = None) -> int:
-        """Bytes that one pass over ``chunk`` tokens needs besides weights and caches.
+        """Returns bytes that one pass over ``chunk`` tokens needs in addition to weights and caches.
 
         Args:
-            between: what pieces put out that is there between two parts of a layer, as ``held_between`` says; None:
-                layers are streamed whole.
+            between: outputs of pieces held between two parts of a layer (``held_between``); None: layers are streamed
+                whole.
         """
         return sum(self.activation_parts(chunk, between).values())
 
     def activation_parts(self, chunk: int, between: int | None = None) -> dict[str, int]:
-        """What ``activations`` are the sum of, in bytes, by name."""
+        """Returns the terms of ``activations``, in bytes, by name."""
         several = self.sequences if self.sequences > 1 else 0
         waiting = max(self.prompt, self.joining) + several
         tokens = max(chunk, several)

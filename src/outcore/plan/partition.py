@@ -1,4 +1,4 @@
-"""Layers and their pieces in bytes, and how a streamed layer is cut into parts that a slot holds."""
+"""Sizes of layers and their pieces, and how a streamed layer is cut into parts that fit a slot."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class PieceSize:
     """Bytes of one piece of a layer, as in ``LayerSize``.
 
     Attributes:
-        ranges: that are read of it: the number of a file, where they begin there (from where the layer does, so that
-            layers that lie alike are equal), and bytes; none where that is not known.
-        out: what it puts out for one token. ``block``: the layer's part that it belongs to (its attention, its MLP),
-            beyond which no other piece uses that: a block gives on no more than a hidden state.
+        ranges: read from disk: file number, offset from the layer's start there (so that equal layers compare equal),
+            and bytes; empty where unknown.
+        out: output per token.
+        block: the part of the layer that the piece belongs to (its attention, its MLP). Only pieces of the same block
+            use ``out``; a block passes on one hidden state.
     """
 
     resident: int
@@ -34,11 +35,13 @@ class PieceSize:
 
 
 class ExpertNumbers(Protocol):
-    """Routed experts of a layer, which can be read one by one: the seam to ``expert_plan``.
+    """A layer's routed experts that can be read one by one; ``expert_plan`` implements it.
 
     Attributes:
-        count: how many there are; ``used``: by a token. ``resident``: bytes of one in memory.
-        on_demand: makes plans with caches of them (``prediction.ExpertPlans``).
+        count: number of experts.
+        used: by a token.
+        resident: bytes of one in memory.
+        on_demand: makes plans with expert caches (``prediction.ExpertPlans``).
     """
 
     @property
@@ -56,15 +59,17 @@ class ExpertNumbers(Protocol):
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Bytes of one layer: resident (in the dtype that it is computed in), in a slot, and read from disk a sweep.
+    """Bytes of one layer: resident (in the dtype that it computes in), in a slot, and read from disk per pass.
 
-    ``cast`` are bytes of copies made on the way, when it is computed in another dtype than it is stored in. Layers of
-    one ``kind`` take equally long: same class, same shapes, same dtypes. ``pieces`` are its parts that can stay in
-    memory by themselves; where the layer is ``splittable`` they are in the order of their calls, and can be streamed by
-    themselves too. ``experts``: those that can be read one by one. ``joined``: bytes of weights that are put together
-    for each pass, of what is streamed and of what stays in memory anyway. ``decoded``: bytes of those that are read in
-    another form, as they are used. ``to_cast``: bytes of those that are read in another dtype, in the one that they are
-    computed in.
+    Attributes:
+        cast: copies made while it computes, where its stored dtype differs.
+        kind: layers of one kind take equally long: same class, shapes and dtypes.
+        pieces: parts that can stay resident on their own; in call order where ``splittable``, and then streamable on
+            their own too.
+        experts: those that can be read one by one.
+        joined: weights decoded for each pass, streamed or resident.
+        decoded: weights that are stored in another form and decoded as they are used.
+        to_cast: weights that are stored in another dtype, in bytes of the computing dtype.
     """
 
     resident: int
@@ -83,7 +88,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """What is streamed as one piece: pieces of a layer, by their numbers; none stands for the whole layer. Bytes."""
+    """One streamed unit: numbers of a layer's pieces; none stands for the whole layer. Bytes."""
 
     layer: int
     pieces: tuple[int, ...]
@@ -97,9 +102,9 @@ class Cut:
     """A streamed layer in parts. ``layer`` of its parts is 0.
 
     Attributes:
-        slot, cast: of the largest part. ``read``: of all.
-        between: bytes for each token of what pieces put out that is there between two parts, for those that come after
-            both; None where it is one part.
+        slot, cast: of the largest part.
+        read: of all parts.
+        between: bytes per token of outputs held between two parts; None where there is one part.
     """
 
     parts: tuple[StreamedPart, ...]
@@ -111,10 +116,10 @@ class Cut:
 
 @lru_cache(maxsize=4096)
 def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
-    """A streamed layer without the pieces that stay in memory, in parts of at most ``unit`` bytes if it can be split.
+    """Cuts a streamed layer, without its resident pieces, into parts of at most ``unit`` bytes if it can be split.
 
-    The fewest parts that do, and those as equal as their order allows: a ring of unequal units waits for the large
-    ones. A piece larger than ``unit`` is a part of its own.
+    Makes the fewest parts, and as equal as call order allows, since a ring of unequal units waits for the large ones. A
+    piece larger than ``unit`` is a part of its own.
     """
     if not kept and (layer.slot <= unit or not layer.splittable):
         whole = StreamedPart(0, (), layer.slot, layer.read, layer.cast)
@@ -147,8 +152,8 @@ def cut_layer(layer: LayerSize, kept: tuple[int, ...], unit: int) -> Cut:
 
 @lru_cache(maxsize=4096)
 def _spans(layer: LayerSize, left: tuple[int, ...]) -> list[list[int]]:
-    """Bytes in a slot of these pieces from each on: of one, of two, and so on, at most. What lies between them in a
-    file may be read too, which is more than a gap for each where their tensors are mixed."""
+    """Returns for each piece the slot bytes of one, two and more pieces from it on. Gaps between them in a file may be
+    read too, which is more than ``GAP`` where their tensors are mixed."""
     spans = []
     for begin in range(len(left)):
         row, slots = [], 0
@@ -163,7 +168,7 @@ def _spans(layer: LayerSize, left: tuple[int, ...]) -> list[list[int]]:
 
 
 def _ends(spans: list[list[int]], limit: int) -> list[int]:
-    """Where parts end that follow each other, each as long as its bytes are no more than the limit, or of one piece."""
+    """Returns where consecutive parts end, each as long as the limit allows, and of at least one piece."""
     ends, begin = [], 0
     while begin < len(spans):
         row, count = spans[begin], 1
@@ -175,8 +180,7 @@ def _ends(spans: list[list[int]], limit: int) -> list[int]:
 
 
 def _between(layer: LayerSize, pieces: Sequence[int]) -> list[int]:
-    """Bytes that lie between some pieces and are read with them, gap by gap; less than none where two have the same
-    bytes. None where they are not known."""
+    """Returns bytes between pieces that are read with them, gap by gap; negative where two share bytes."""
     if len(pieces) < 2:
         return []
     ranges = list[tuple[int, int, int]]()
@@ -195,39 +199,37 @@ def _between(layer: LayerSize, pieces: Sequence[int]) -> list[int]:
 
 
 def held_between(layers: Sequence[LayerSize], parts: Sequence[StreamedPart]) -> int | None:
-    """Bytes for each token of what pieces put out that is there between two parts of a layer, for those that come after
-    both; None where no layer is streamed in several parts."""
-    # What stays in memory between the two is computed in its turn, with the later one.
+    """Returns bytes per token of outputs held between two parts of a layer; None if no layer is in parts."""
+    # Resident pieces between two parts are computed with the later one.
     found = [_held_before(layers[a.layer], a.pieces[-1] + 1) for a, b in pairwise(parts) if a.layer == b.layer]
     return max(found, default=None)
 
 
 def _held_before(layer: LayerSize, piece: int) -> int:
-    """Bytes for each token of what pieces before this one put out that it, or a later one of its block, may use."""
+    """Returns bytes per token of earlier pieces' outputs that this piece, or a later one of its block, may use."""
     blocks = [p.block for p in layer.pieces]
     begins = blocks.index(blocks[piece])
     if blocks[piece] in blocks[begins:piece] and len(set(blocks[begins : piece + 1])) > 1:
-        begins = 0  # blocks take turns, so nothing is known of what goes from one to another
+        begins = 0  # blocks alternate, so which outputs cross them is unknown
     return sum(map(attrgetter("out"), layer.pieces[begins:piece]))
 
 
 def smallest_slot(layer: LayerSize) -> int:
-    """Bytes of the smallest slot that a layer can be streamed through: its largest piece's, or its own if it cannot be
-    split."""
+    """Returns bytes of the smallest slot that a layer can be streamed through."""
     if not layer.splittable or len(layer.pieces) < 2:
         return layer.slot
     return min(layer.slot, max(map(attrgetter("slot"), layer.pieces)))
 
 
 def unit_sizes(layers: Iterable[LayerSize], most: int) -> list[int]:
-    """Sizes of units that are worth looking at, in bytes: whole layers, then their halves, thirds and so on.
+    """Returns unit sizes worth comparing, in bytes: whole layers, then halves, thirds and so on.
 
     Args:
         most: bytes of the largest unit that the device has slots for. No streamable layer needs a larger one.
     """
     alike = {layer for layer in layers if layer.streamable}
     whole = max(map(attrgetter("slot"), alike), default=0)
-    # What cannot be split needs slots of its size, if it is streamed.
+    # Layers that cannot be split need slots of their size.
     least = max(map(smallest_slot, alike), default=0)
 
     def largest(limit: int) -> int:
@@ -241,5 +243,5 @@ def unit_sizes(layers: Iterable[LayerSize], most: int) -> list[int]:
 
 
 def spread(count: int, of: int) -> list[int]:
-    """``count`` indices out of ``range(of)``, as evenly spaced as whole numbers allow, none at the very start."""
+    """Returns ``count`` evenly spaced indices out of ``range(of)``, none at the very start."""
     return [((2 * i + 1) * of) // (2 * count) for i in range(count)]

@@ -1,4 +1,4 @@
-"""What a plan is: which layers stay, which are streamed through how many slots, where the bytes go. Numbers, no I/O."""
+"""A plan: which layers are resident, which are streamed through how many slots, and where the bytes go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..sizes import format_size, slot_bytes
 from .partition import StreamedPart
 
 ANSWER = 256
-"""Tokens of an answer, as long as they usually are."""
+"""Tokens of a typical answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,12 @@ class MemoryUse:
     """Where a plan's bytes go.
 
     Attributes:
-        weight_bytes: that stay. ``pool_bytes``: slots for single experts.
-        slots: of the ring; ``unit_bytes``: the largest unit that one holds.
-        kv_slot: of a slot for a layer's keys and values; 0: all of them stay in memory.
-        allocator_bytes: freed memory that is kept for reuse.
+        weight_bytes: of resident weights.
+        pool_bytes: of expert caches.
+        slots: of the ring.
+        unit_bytes: of the largest unit in a slot.
+        kv_slot: of a slot for a layer's keys and values; 0 without KV offload.
+        allocator_bytes: freed memory kept for reuse.
     """
 
     weight_bytes: int
@@ -34,12 +36,12 @@ class MemoryUse:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of memory that a slot takes."""
+        """Bytes of memory of one slot."""
         return slot_bytes(self.unit_bytes) if self.slots else 0
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most bytes in use at once, if all goes as planned."""
+        """Most bytes in use at once, as planned."""
         return (
             self.weight_bytes
             + self.slots * self.slot_bytes
@@ -55,17 +57,22 @@ class Plan(MemoryUse):
     """What is resident, and what is streamed. All sizes in bytes.
 
     Attributes:
-        resident: indices of layers that stay in memory as a whole; streamed: those of which something is streamed.
-        kept: pieces of streamed layers that stay in memory.
-        parts: what is streamed, in the order of layers and of calls inside them; the head is not one of them.
-        pools: slots for single experts, by layer; ``experts``: that these layers have.
-            Of such layers the rest stays in memory, and parts are streamed for long passes alone.
+        budget_bytes: the budget that the plan was made for.
+        resident: indices of layers that stay in memory as a whole.
+        streamed: indices of layers of which something is streamed.
+        kept: resident pieces of streamed layers.
+        parts: streamed units in order of computing, without the head.
         head_streamed: the head is streamed in slices of at most ``unit_bytes``.
-        prefill_step: tokens of a prompt computed at a time.
-        smallest_budget_bytes: the smallest budget with which this model, context and number of slots would work.
-        token_s, ttft_s: predicted seconds for a token (of every sequence), and from a prompt of ``prompt`` tokens to
-            the first one.
-        calibrated: the prediction rests on measurements of this machine, not on assumptions.
+        prefill_step: tokens of a prompt computed at once.
+        context: tokens that memory is planned for.
+        bytes_per_token: read from disk for each token.
+        smallest_budget_bytes: the smallest budget that works for this model, context and number of slots.
+        pools: cached experts, by layer. The rest of such layers is resident; ``parts`` are streamed only for long
+            passes.
+        experts: of these layers together.
+        token_s: predicted seconds for a token (of every sequence).
+        ttft_s: predicted seconds from a prompt to the first token.
+        calibrated: predictions rest on measurements of this machine, not on assumptions.
     """
 
     budget_bytes: int
@@ -95,28 +102,28 @@ class Plan(MemoryUse):
 
     @property
     def foretold(self) -> bool:
-        """Whether ``token_s`` says anything: where nothing is read, it is how fast this device computes, of which
-        nothing is known before it was measured. Disks are more alike."""
+        """Whether ``token_s`` is informative. Without a calibration, the speed of a device that reads nothing is
+        unknown; disks differ less."""
         return self.calibrated or self.streams
 
     @property
     def held(self) -> str:
-        """What stays in memory, in words."""
+        """Describes what stays in memory."""
         if self.pools:
             return f"{sum(n for _, n in self.pools)} of {self.experts} experts and all else"
         return f"{len(self.resident)} of {len(self.resident) + len(self.streamed)} layers"
 
     @property
     def streams(self) -> bool:
-        """Whether anything at all is streamed."""
+        """Whether anything is streamed."""
         return bool(self.streamed) or self.head_streamed
 
     @property
     def run_s(self) -> float:
-        """Seconds for a prompt and an answer, by which plans are compared."""
+        """Predicted seconds for a prompt and an answer, by which plans are compared."""
         return self.ttft_s + ANSWER * self.token_s
 
     @property
     def split(self) -> bool:
-        """Whether parts of layers are streamed one after the other."""
+        """Whether layers are streamed in several parts."""
         return len(self.parts) > len(self.streamed)

@@ -1,9 +1,9 @@
-"""What to keep resident under a budget: of all plans that fit, the one to take.
+"""Chooses what stays resident under a budget: the fastest plan that fits.
 
-The rule: what is not a layer, the caches for the context that was asked for, and one prompt chunk's activations come
-first; then two or three slots for whole layers or parts of them; then as many whole layers as fit stay resident, spread
-evenly, so that the disk works while they are computed, and single projections of others with what is left. The rest is
-streamed. Among the sizes and numbers of slots that fit, the one whose simulated sweep is shortest is taken.
+Memory goes first to non-layer weights, caches for the requested context and one prompt chunk's activations; then to two
+or three slots for layers or parts of them; then to as many whole resident layers as fit, evenly spread so that the disk
+works while they compute; then to single projections. The rest is streamed. Of the unit sizes and numbers of slots that
+fit, the one with the shortest simulated run is taken.
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ from .partition import held_between, smallest_slot, unit_sizes
 from .plan import Plan
 
 PREFILL_STEP = 2048
-"""Tokens. mlx-lm's default chunk of a prompt; the same chunks give the same bits."""
+"""Tokens. mlx-lm's default prompt chunk; equal chunks give equal bits."""
 
 ENOUGH_STEP = 256
-"""Tokens. A larger chunk is hardly faster, since all chunks share a sweep, so layers stay resident first."""
+"""Tokens. Larger chunks are hardly faster, since all chunks share one reading of the weights; resident layers come
+first."""
 
 SMALLEST_STEP = 16
-"""Tokens of the smallest chunk that a prompt is cut into to save memory."""
+"""Tokens of the smallest prompt chunk that is tried to save memory."""
 
 SLOTS = (3, 2)
-"""Numbers of slots that are looked at: one to compute from, two to read into, or one where memory is short."""
+"""Numbers of slots to compare: one computes while two are read, or one where memory is short."""
 
 DEEPER = (4, 6)
-"""And of what those make best, with more slots: where reading and computing take about equally long, a ring that is not
-deep enough loses what single units take longer."""
+"""More slots to try with the best chunk: where reading and computing take about equally long, a short ring waits for
+every slow unit."""
 
 FEW_BYTES = 1_000_000
-"""A budget in bytes below which some other unit was meant."""
+"""A budget below this many bytes probably lacks its unit."""
 
 WORTH = 0.99
-"""A plan with more units, fewer slots or smaller chunks is taken if it takes less than this share of the time."""
+"""A plan with more units, fewer slots or smaller chunks must take less than this share of the time."""
 
 ASSUMED = Calibration()
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What somebody else has chosen of a plan; None: the planner chooses.
+    """Choices that the planner has to keep; None: it chooses.
 
     Attributes:
-        slots: number of slots, at least 2.
-        resident: how many whole layers stay, and nothing of the others; else as many as fit.
-        prefill_step: tokens of a prompt that a pass takes; else mlx-lm's 2048 where that fits, or fewer.
-        head_resident: whether the head stays in memory; else it does, unless layers would fit in parts alone beside it
-            and it is faster to stream it too.
-        experts: slots of each layer for single experts; 0: layers are streamed whole.
+        slots: of the ring, at least 2.
+        resident: whole layers that stay, and no pieces of others.
+        prefill_step: tokens of a prompt per pass; None: mlx-lm's 2048 or what fits.
+        head_resident: whether the head stays; None: it does, unless layers would fit only in parts and streaming it is
+            faster.
+        experts: cached experts per layer; 0: layers are streamed whole.
     """
 
     slots: int | None = None
@@ -68,46 +69,44 @@ class Fixed:
     experts: int | None = None
 
     def checked(self, size: ModelSize) -> Fixed:
-        """The same for a model; ``experts`` only where it has some.
+        """Returns the choices for a model, without ``experts`` where it has none.
 
         Raises:
-            UsageError: a number of layers that the model does not have.
+            UsageError: more resident layers than the model has.
         """
         if self.resident is not None and not 0 <= self.resident <= len(size.layers):
             raise UsageError(f"{called('resident')} {self.resident}: this model has {len(size.layers)} layers")
-        # Other machines may hold the layers that have experts.
+        # Another rank may hold the layers with experts.
         return replace(self, experts=None) if all(layer.experts is None for layer in size.layers) else self
 
     @property
     def rings(self) -> Sequence[int]:
-        """Numbers of slots to look at."""
+        """Numbers of slots to compare."""
         return [self.slots] if self.slots else SLOTS
 
     def heads(self, size: ModelSize) -> list[bool]:
-        """Whether the head is streamed: what is looked at first, first."""
+        """Whether to stream the head: values to compare, in order."""
         if size.head is None or self.head_resident:
             return [False]
         return [True] if self.head_resident is False else [False, True]
 
     def steps(self, size: ModelSize) -> list[int]:
-        """Chunks of a prompt to look at, largest first."""
+        """Prompt chunks to compare, largest first."""
         return [self.prefill_step] if self.prefill_step else prefill_steps(size.prompt)
 
     def counts(self, size: ModelSize) -> Sequence[int]:
-        """Numbers of resident layers to look at, largest first."""
+        """Numbers of resident layers to compare, largest first."""
         return range(len(size.layers), -1, -1) if self.resident is None else [self.resident]
 
 
 def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUMED, **fixed: Any) -> Plan:
-    """Decide what stays resident within ``budget`` bytes; with keys and values on disk where they are to lie there, or
-    where the context does not fit otherwise and they may.
+    """Returns the fastest plan within ``budget`` bytes, with KV offload where it is requested or the context needs it.
 
     Args:
-        calibration: what the machine does.
-        fixed: as in ``Fixed``.
+        fixed: fields of ``Fixed``.
 
     Raises:
-        BudgetError: the budget is too small; says the smallest that works.
+        BudgetError: the budget is too small; names the smallest that works.
         UsageError: as ``Fixed.checked``.
     """
     asked, refused = Fixed(**fixed).checked(size), list[BudgetError]()
@@ -120,13 +119,13 @@ def make_plan(size: ModelSize, budget: int, *, calibration: Calibration = ASSUME
 
 
 def smallest_budget(size: ModelSize, **fixed: Any) -> int:
-    """The smallest budget in bytes that ``make_plan`` takes; arguments and errors as there."""
+    """Returns the smallest budget in bytes that ``make_plan`` accepts; arguments and errors as there."""
     asked = Fixed(**fixed).checked(size)
     return min([_smallest_budget(each, asked) for each in _with_disk(size, asked)])
 
 
 def _with_disk(size: ModelSize, asked: Fixed) -> list[ModelSize]:
-    """The model with its keys and values where they may lie: what is better first."""
+    """Returns the model's size without and with KV offload, as far as allowed, the better first."""
     if size.on_disk or not size.kept_apart or size.sequences > 1 or asked.experts:
         return [size]
     there = replace(size, on_disk=True)
@@ -134,7 +133,6 @@ def _with_disk(size: ModelSize, asked: Fixed) -> list[ModelSize]:
 
 
 def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibration) -> Plan:
-    """As ``make_plan``, with keys and values where ``size`` says."""
     candidates, least = Candidates(size), _smallest_budget(size, asked)
     steps, heads = asked.steps(size), asked.heads(size)
     if asked.resident is None and False in heads and not asked.experts:
@@ -142,7 +140,7 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
         for step in steps:
             if (whole := candidates.at(len(size.layers), False, step, 0, 0)).peak <= budget:
                 return whole.plan(budget, least, calibration)
-    # The least memory may be taken by a larger step, where each pass holds something for later layers.
+    # A larger step may take less memory where each pass holds arrays for later layers.
     enough = [s for s in steps if s <= ENOUGH_STEP or s == _thriftiest_step(size)] or steps
     pooled: Plan | None = None
     if size.on_demand and asked.resident is None and asked.experts != 0 and False in heads and not size.on_disk:
@@ -159,7 +157,7 @@ def _make_plan(size: ModelSize, budget: int, asked: Fixed, calibration: Calibrat
                 found = plan
         if found is not None and not found.split and found.slots > SLOTS[-1]:
             break
-        # Layers in parts, or in few slots, wait for each other: memory that the head takes may be worth more to them.
+        # Layers in parts or in few slots wait for each other; they may gain more from the head's memory.
     if found is not None:
         return _with_larger_step(size, found, steps)
     raise BudgetError(refusal(size, budget, least, asked.resident), least)
@@ -174,7 +172,7 @@ def _fastest(
     steps: Sequence[int],
     calibration: Calibration,
 ) -> Plan | None:
-    """The fastest plan that fits, of the numbers of slots, sizes of units and chunks that are worth looking at."""
+    """Returns the fastest plan that fits, over numbers of slots, unit sizes and prompt chunks."""
     size = candidates.size
     counts, best = asked.counts(size), None
     # Whole layers first: of plans that are equally fast the one with the fewest units is taken.
@@ -204,15 +202,15 @@ def _with_experts(plan: Plan | None, size: ModelSize, budget: int, least: int, e
     if plan is not None:
         return plan
     raise BudgetError(
-        f"a budget of {format_size(budget)} is too small for {counted(experts, 'expert')} of each layer beside all "
-        f"else of this model, and a context of {size.context} tokens: the smallest that works is "
+        f"a budget of {format_size(budget)} is too small for {counted(experts, 'expert')} of each layer and all "
+        f"other weights of this model, and a context of {size.context} tokens: the smallest that works is "
         f"{format_size(least, round_up=True)}; or give fewer ({called('experts')})",
         least,
     )
 
 
 def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan:
-    """The plan with a larger chunk of a prompt, if what could not be used otherwise has room for one."""
+    """Uses leftover memory for a larger prompt chunk."""
     between = held_between(size.layers, plan.parts)
     for step in (s for s in steps if s > plan.prefill_step):
         more = size.activations(step, between) - size.activations(plan.prefill_step, between)
@@ -223,7 +221,7 @@ def _with_larger_step(size: ModelSize, plan: Plan, steps: Sequence[int]) -> Plan
 
 @lru_cache(maxsize=32)
 def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
-    """As ``smallest_budget``, with keys and values where ``size`` says. Every budget of a curve asks for it."""
+    """As ``smallest_budget``, with KV offload as ``size`` says. Cached, since every budget of a curve needs it."""
     step = asked.prefill_step or _thriftiest_step(size)
     if size.on_demand and asked.experts and asked.resident is None:
         pooled = size.on_demand.smallest(size, rings=asked.rings, step=step, slots=asked.experts)
@@ -235,11 +233,10 @@ def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
 
 
 def refusal(size: ModelSize, budget: int, least: int, resident: int | None = None, beside: str = "") -> str:
-    """That a budget is too small, for what, and which is not; and that layers have to stay in memory for want of slots
-    that are large enough, if some have to.
+    """Returns the message for a budget that is too small, also naming layers that no slot is large enough for.
 
     Args:
-        beside: what else it is for.
+        beside: appended to what the budget has to cover.
     """
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     what += f" and a context of {size.context} tokens"
@@ -262,18 +259,17 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
 
 
 def resident_budget(size: ModelSize) -> int:
-    """The smallest budget in bytes with which everything stays resident."""
+    """Returns the smallest budget in bytes with which everything stays resident."""
     return Candidates(size).at(len(size.layers), False, _thriftiest_step(size), 0, 0).peak
 
 
 def _thriftiest_step(size: ModelSize) -> int:
-    """The chunk of a prompt that takes the least memory: the smallest, but where each pass holds something for later
-    layers."""
+    """The prompt chunk with the least memory: usually the smallest, unless each pass holds arrays for later layers."""
     return min(reversed(prefill_steps(size.prompt)), key=size.activations)
 
 
 def prefill_steps(prompt: int) -> list[int]:
-    """Chunks that a prompt may be cut into, in tokens, largest first."""
+    """Returns the prompt chunks to try, in tokens, largest first."""
     step, smallest = min(PREFILL_STEP, prompt), min(SMALLEST_STEP, prompt)
     steps = []
     while step > smallest:

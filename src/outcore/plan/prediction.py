@@ -1,8 +1,7 @@
-"""The seconds that a plan takes: a simulated ring on a calibrated machine.
+"""Predicts a plan's seconds by simulating the ring on a calibrated machine.
 
-The ring is not a maximum of reading and computing: a unit can be read only when a slot is free, and a slot is free only
-when what was read into it has been computed. Where units differ in size, or residents lie between them, one waits for
-the other.
+The result is not the larger of reading and computing: a read needs a free slot, and a slot is free only once its unit
+has been computed. Units of different sizes, and resident layers between them, make one wait for the other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .plan import Plan
 
 
 class ExpertPlans(Protocol):
-    """Plans that keep all but routed experts in memory, and read those one by one (``expert_plan.OnDemand``)."""
+    """Makes plans that keep all other weights in memory and cache routed experts (``expert_plan.OnDemand``)."""
 
     def best(
         self,
@@ -34,25 +33,25 @@ class ExpertPlans(Protocol):
         slots: int | None,
         calibration: Calibration,
     ) -> Plan | None:
-        """The fastest one; None where the budget has no room."""
+        """Returns the fastest plan; None if none fits."""
 
     def smallest(self, size: ModelSize, *, rings: Sequence[int], step: int, slots: int) -> int | None:
-        """The smallest budget in bytes with so many slots for each layer's experts; None: there is none."""
+        """Returns the smallest budget in bytes for ``slots`` cached experts per layer; None if there is none."""
 
     def with_pools(
         self, size: ModelSize, plan: Plan, counts: Sequence[tuple[int, int]], calibration: Calibration
     ) -> Plan:
-        """The plan with so many slots for experts of these layers."""
+        """Returns the plan with these expert cache sizes, by layer."""
 
     def reads(self, plan: Plan, size: ModelSize, tokens: int) -> bool:
-        """Whether a forward pass over so many tokens reads the experts that it uses; else all of them."""
+        """Whether a pass over so many tokens reads only the experts that it uses; else it reads all."""
 
     def turns(self, size: ModelSize, plan: Plan, calibration: Calibration) -> list[Turn]:
-        """What a token of every sequence is made of then."""
+        """Returns the turns of one token of every sequence."""
 
 
 def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
-    """The plan with the seconds that it will take on a calibrated machine."""
+    """Returns the plan with its predicted seconds."""
     if size.on_demand is not None and size.on_demand.reads(plan, size, size.sequences):
         token_s = sum(turn.compute_s for turn in size.on_demand.turns(size, plan, calibration))
     else:
@@ -63,30 +62,33 @@ def predict(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:
 
 
 def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, blocks: bool, texts: int = 1) -> float:
-    """Seconds of a sweep over so many tokens of each text, in one pass for each text or in one for each token; of one
-    token of one text what ``predict`` says."""
+    """Returns seconds of one shared pass over the layers for so many tokens of each text.
+
+    Args:
+        blocks: one pass for each text; otherwise one for each token.
+    """
     passes = [(tokens, texts)] if blocks else [(1, tokens * texts)]
     return _timing(size, plan, calibration, passes, size.context).sweep_s
 
 
 UNEVEN = 0.8
-"""Where reading and computing take equally long, so much of a sweep, over the square of the slots, is lost by single
-reads and layers that take longer than others of their size (``llama-4gb``: 1.20 with two slots, 1.09 with three,
-1.05 with four). Nothing is lost where one takes half as long as the other (simulated, times varying by up to .8)."""
+"""Share of a pass, over the square of the slots, lost to slow single reads and layers where reading and computing take
+equally long (``llama-4gb``: 1.20 with two slots, 1.09 with three, 1.05 with four). Nothing is lost where one takes half
+as long as the other (simulated, times varying by up to .8)."""
 
 Passes = Sequence[tuple[int, int]]
-"""Tokens of a pass over the model, and how many such passes there are: long prompts have thousands."""
+"""Tokens per pass, and the number of such passes: long prompts have thousands."""
 
 
 def _passes(prompt: int, step: int) -> Passes:
-    """The passes of a prompt: chunks, and the last token by itself."""
+    """A prompt's passes: chunks, then the last token alone."""
     whole, rest = divmod(max(0, prompt - 1), step)
     return [(step, whole), (rest, 1 if rest else 0), (1, 1)]
 
 
 class Turn(NamedTuple):
-    """What is computed of one layer at one go, or of what lies behind all of them (None). Seconds of computing, and of
-    reading before that (0: it is in memory)."""
+    """One step of a pass: a layer, a part of it, or everything behind the layers (None). Seconds of computing, and of
+    reading before it (0: resident)."""
 
     compute_s: float
     read_s: float = 0.0
@@ -94,7 +96,7 @@ class Turn(NamedTuple):
 
 
 def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> Timing:
-    """``kept``: tokens whose keys and values are read or written, where they lie on disk."""
+    """``kept``: tokens whose offloaded keys and values are read or written."""
     turns, slots = turns_of(size, plan, calibration, passes, kept), max(plan.slots, 2)
     timing = simulate(turns, slots)
     less, more = sorted([sum([t.read_s for t in turns]), sum([t.compute_s for t in turns])])
@@ -103,7 +105,7 @@ def _timing(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passe
 
 
 def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Passes, kept: int) -> list[Turn]:
-    """What a sweep is made of, in order. Arguments as of ``_timing``."""
+    """Returns the turns of one shared pass, in order. Arguments as of ``_timing``."""
     parts: dict[int, list[StreamedPart]] = {}
     for part in plan.parts:
         parts.setdefault(part.layer, []).append(part)
@@ -119,12 +121,12 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             continue
         total = sum(map(attrgetter("read"), mine))
         if layer.joined or layer.decoded or layer.to_cast:
-            # Once for all passes; of pieces that stay in memory it was done before. Codes are put together, and weights
-            # brought to another dtype, about as fast as weights are computed with.
+            # Decoding happens once for all passes, and was done before for resident pieces. Weights are decoded and
+            # cast about as fast as they are computed with.
             share = total / layer.read if layer.read else 1.0
             compute += calibration.decode_s(round(layer.decoded * share))
             compute += share * (layer.joined + layer.to_cast) / calibration.weight_gbps / 1e9
-        # What lies on disk of the text comes with the layer's first part; of a prompt it is written, as fast.
+        # Offloaded KV is read with the layer's first part; a prompt's is written as fast.
         text = size.kv_read(i, kept) if size.on_disk else 0
         for part in mine:
             share = part.read / total if total else 1 / len(mine)
@@ -132,7 +134,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             text = 0
     head = size.head if plan.head_streamed else None
     outside = size.non_layer - size.tables - (head.resident if head is not None else 0)
-    # Of a prompt only the last token gets logits.
+    # Only a prompt's last token gets logits.
     rest = computing_s(size.rest_kind, outside + (head.resident if head is not None else 0), calibration, passes[-1:])
     if plan.streams and size.tables:
         rest += calibration.read_latency_s
@@ -144,7 +146,7 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
 
 
 def computing_s(kind: str, nbytes: int, calibration: Calibration, passes: Passes) -> float:
-    """Seconds of some passes over a layer, or what is not a layer; a guess by its bytes where it was not measured."""
+    """Returns seconds of passes over a layer; estimated from its bytes where its kind was not measured."""
     seconds = 0.0
     for tokens, times in passes:
         known = calibration.seconds(kind, tokens) if times else 0.0
@@ -154,27 +156,27 @@ def computing_s(kind: str, nbytes: int, calibration: Calibration, passes: Passes
 
 
 BEFORE = 3
-"""Sweeps that are simulated after those that full slots hold already, until the ring is in step."""
+"""Passes simulated until the ring is steady, after those that the initially full slots cover."""
 
 
 class Timing(NamedTuple):
-    """Seconds of one sweep in the steady state, and of the first one, which starts with its slots full."""
+    """Seconds of a pass in the steady state, and of the first one, which starts with full slots."""
 
     sweep_s: float
     first_s: float
 
 
 def simulate(turns: Sequence[Turn], slots: int) -> Timing:
-    """Run the turns of one sweep, in order, again and again through a ring of ``slots`` slots.
+    """Simulates passes through a ring of ``slots`` slots until it is steady.
 
-    Reads follow each other at the disk's rate, computing follows in order. A slot is free again when its unit has been
+    Reads follow each other at the disk's rate, and computing follows in order. A slot is free once its unit is
     computed.
     """
     reads = [s.read_s for s in turns if s.read_s > 0]
     if not reads:
         total = sum([s.compute_s for s in turns])
         return Timing(total, total)
-    # The ring is full in the beginning: the first read is of what comes so many units later.
+    # The ring starts full, so the first read is for the unit ``slots`` later.
     coming = islice(cycle(reads), slots, None)
     ready = deque([0.0] * slots)  # when each slot has been read into, in the order of units
     device = disk = 0.0  # when they are free
@@ -188,5 +190,5 @@ def simulate(turns: Sequence[Turn], slots: int) -> Timing:
             else:
                 device += turn.compute_s
         marks.append(device)
-    # Slots that were full at first may take many sweeps to run dry where reading takes hardly longer than computing.
+    # Initially full slots last for many passes where reading takes hardly longer than computing.
     return Timing(max(marks[-1] - marks[-2], sum(reads)), marks[0])

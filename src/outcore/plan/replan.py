@@ -1,4 +1,4 @@
-"""Plans with other layers resident: of a model that runs, and which layers those are."""
+"""Plans for a running model with other layers resident, and the choice of those layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .prediction import predict
 
 
 def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Calibration) -> Plan:
-    """The plan with other layers resident, the ring as it is; for a model that may have grown."""
+    """Returns the plan with other resident layers and the same ring, for a model that may have grown."""
     made = _replanned(size, plan, resident)
     if plan.pools and size.on_demand is not None:
         return size.on_demand.with_pools(size, made, plan.pools, calibration)
@@ -22,7 +22,7 @@ def replan(size: ModelSize, plan: Plan, resident: Iterable[int], calibration: Ca
 
 
 def replanned_bytes(size: ModelSize, plan: Plan, resident: Iterable[int]) -> int:
-    """The peak of ``replan``'s plan, without simulating what it takes."""
+    """Returns the peak of ``replan``'s plan without predicting its seconds."""
     return _replanned(size, plan, resident).peak_bytes
 
 
@@ -44,14 +44,14 @@ def _replanned(size: ModelSize, plan: Plan, resident: Iterable[int]) -> Plan:
 
 
 def thin(layers: Sequence[int], count: int) -> list[int]:
-    """``count`` of these layers, as evenly spread among them as whole numbers allow."""
+    """Returns ``count`` of these layers, evenly spread."""
     return [layers[i] for i in spread(min(count, len(layers)), len(layers))]
 
 
 def farthest(layers: Sequence[int], others: Sequence[int], count: int, of: int) -> list[int]:
-    """``count`` of these layers, one after the other the one that is farthest from ``others`` and those before it.
+    """Picks ``count`` layers one by one, each the farthest from ``others`` and those picked before.
 
-    Sweeps follow each other: the first of ``of`` layers comes after the last.
+    Distance wraps around: after the last of ``of`` layers comes the first.
     """
     there, left, found = list(others), list(layers), []
     for _ in range(min(count, len(left))):

@@ -1,8 +1,7 @@
-"""How many tokens of context memory is planned for, and how many sequences share a sweep: more of them make a sweep
-worth more, and leave less memory for layers that stay.
+"""How many tokens of context to plan for, and how many sequences share a pass.
 
-Numbers in, numbers out: of the numbers of sequences that fit into the budget, the one with which all requests are
-answered soonest, by the simulated ring.
+More sequences get more out of each pass, and leave less memory for resident layers. Of the numbers that fit the budget,
+the one that answers all requests soonest in simulation is taken.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from .plan import ANSWER, Plan
 from .planner import WORTH
 
 MOST = 32
-"""Sequences at most where nothing else is asked for; mlx-lm's number, and the most that compute is calibrated for."""
+"""Default limit of sequences: mlx-lm's number, and the most that compute is calibrated for."""
 
 JOINING = 4096
-"""Tokens of prompts that join in one sweep at most, but for a single longer prompt: all of them are held at once."""
+"""Most tokens of prompts that join in one pass, except a single longer prompt: all of them are held at once."""
 
 SHARES = (1.0, 0.9, 0.5)
-"""Room for all sequences together is looked at for as many of the longest requests as fit, and for such as are longer
-than these shares of all requests."""
+"""Room for all sequences is tried for the longest requests, and for requests longer than these shares of all requests.
+"""
 
 
 def for_sequences(size: ModelSize, sequences: int, prompts: int | None = None) -> ModelSize:
-    """The model's size with several sequences, each with its context.
+    """Returns the model's size with several sequences, each with its context.
 
     Args:
-        prompts: tokens of all their prompts together; None: as if each had the longest.
+        prompts: tokens of all their prompts; None: as if each had the longest.
     """
     if sequences == 1:
         return replace(size, sequences=1)
@@ -41,11 +40,11 @@ def for_sequences(size: ModelSize, sequences: int, prompts: int | None = None) -
 
 @dataclass(frozen=True)
 class Workload:
-    """What a batch will ask for.
+    """The requests of a batch.
 
     Attributes:
-        requests: of each, tokens of its prompt and of its answer at most.
-        most: sequences that may share a sweep.
+        requests: tokens of each prompt, and most tokens of its answer.
+        most: sequences that may share a pass.
         least: sequences that must.
     """
 
@@ -68,8 +67,7 @@ class Workload:
         return sorted(map(sum, self.requests), reverse=True)
 
     def sizes(self, size: ModelSize) -> Iterator[ModelSize]:
-        """The model's size with numbers of sequences, and room for them, that are worth looking at: fewest first, and
-        with as many the most room first."""
+        """Yields sizes with numbers of sequences worth comparing: fewest first, then most room first."""
         most = min(self.most, len(self.requests))
         least = min(self.least, most)
         prompts = sum(prompt for prompt, _ in self.requests) / len(self.requests)
@@ -80,15 +78,14 @@ class Workload:
                 yield replace(several, shared=room)
 
     def sweeps(self, size: ModelSize) -> float:
-        """Sweeps that all requests take, the longest first."""
+        """Returns the passes that all requests take, the longest first."""
         answers = sorted(((prompt + answer, answer) for prompt, answer in self.requests), reverse=True)
         decoding = sum(answer / max(1, min(size.sequences, size.room // need)) for need, answer in answers)
         prompts = sum(prompt for prompt, _ in self.requests) / max(size.joining, size.prompt)
         return max(decoding, prompts, *(answer for _, answer in answers))
 
     def choose(self, size: ModelSize, plan_for: Callable[[ModelSize], Plan]) -> tuple[ModelSize, Plan]:
-        """The size and the plan with which all requests are answered soonest; of about equal ones, with the fewest
-        sequences.
+        """Returns the size and plan that answer all requests soonest; among nearly equal ones, the fewest sequences.
 
         Raises:
             BudgetError: not even the fewest sequences fit.
@@ -113,19 +110,19 @@ class Workload:
 
 
 CONTEXT = 2048
-"""Tokens of context that memory is reserved for when nothing is asked for."""
+"""Tokens of context that memory is reserved for by default."""
 
 
 def planned_context(longest: int | None, positions: int | None, asked: int | None, prompt: int | None) -> int:
-    """Tokens to plan for: as asked; else what is usual, and at least the prompt and an answer.
+    """Returns the tokens to plan for: ``asked``, or else a default that holds the prompt and an answer.
 
     Args:
-        longest: tokens that the model was made for, if it says so. It answers beyond them too, as in mlx-lm.
-        positions: tokens that it can be given at all; None: any number.
+        longest: tokens that the model was trained for; it answers beyond them too, as in mlx-lm.
+        positions: most tokens that it accepts; None: any number.
         prompt: tokens of the longest prompt, if known.
 
     Raises:
-        PromptError: the model has no positions for the prompt.
+        PromptError: the prompt has more tokens than the model has positions.
     """
     if positions is not None and prompt is not None and prompt > positions:
         raise PromptError(f"the prompt has {prompt} tokens; this model has {positions} positions: shorten the prompt")
