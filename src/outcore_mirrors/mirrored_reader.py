@@ -150,7 +150,7 @@ class FolderPace:
             self._nbytes, self._seconds = self._nbytes / 2, self._seconds / 2
 
     def done_in(self, nbytes: int) -> float:
-        """Return the seconds to finish ``nbytes`` more; a folder of unknown rate gets ``LEARN`` parts."""
+        """Return the seconds until ``nbytes`` more are read; 0 for ``LEARN`` parts if the rate is unknown."""
         if not self.rate:
             return 0.0 if self.parts < LEARN else math.inf
         return (self.waiting + nbytes) / self.rate

@@ -39,7 +39,7 @@ class LiteralFolder(type(Path())):  # type: ignore[misc]  # a Path is made as a 
 
 
 def read_config(folder: Path, tensors: int) -> dict[str, Any]:
-    """Read a model's config.json, after checking the other files that mlx-lm will open.
+    """Read a model's config.json, and refuse one with far more layers than tensors, each of which would be built.
 
     Args:
         tensors: number of tensors in the model's files.

@@ -24,7 +24,7 @@ Place = tuple[int, int]  # a tensor's offset and its bytes
 
 
 def identity_of(checkpoint: Checkpoint) -> str:
-    """Return 32 hex digits that identify a model, as it was opened.
+    """Return 32 hex digits that identify the files of a model at the time it was opened.
 
     They cover config.json, the model's own code, and each weight file's name, size, time, header and a block of each
     tensor, but not the folder's name. A packed copy carries its original's identity and is valid while the two are

@@ -71,7 +71,7 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is streamed as one piece: its layout in a slot and the reads that fill it. Sizes in bytes."""
+    """A unit of streaming: its layout in a slot and the reads that fill it. Sizes in bytes."""
 
     name: str
     fields: tuple[SlotField, ...]
