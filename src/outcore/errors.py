@@ -122,6 +122,7 @@ _known: Collection[str] = ()
 
 
 def flag_of(argument: str) -> str:
+    """Returns an argument's flag on the command line."""
     return FLAGS.get(argument, "--" + argument.replace("_", "-"))
 
 

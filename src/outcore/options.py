@@ -31,7 +31,8 @@ class SequenceCount(Protocol):
     """Chooses how many sequences answer a set of requests soonest (``plan.workload.Workload``)."""
 
     @property
-    def most(self) -> int: ...
+    def most(self) -> int:
+        """Largest number of sequences that it may choose."""
 
 
 def _option(

@@ -102,8 +102,10 @@ class Plan(MemoryUse):
 
     @property
     def foretold(self) -> bool:
-        """Whether ``token_s`` is informative. Without a calibration, the speed of a device that reads nothing is
-        unknown; disks differ less."""
+        """Whether ``token_s`` is informative.
+
+        Not without a calibration where nothing is read: devices differ more in speed than disks.
+        """
         return self.calibrated or self.streams
 
     @property
