@@ -278,7 +278,7 @@ def test_without_a_resident_row_the_ceiling_is_the_disk_and_says_so() -> None:
     for _ in range(2):
         runner.compare(document(plain))
     assert (plain.ceiling.ceiling_s, plain.same_tokens) == (0.8, None)
-    assert plain.notes == ["ceiling is disk time alone: nothing was measured with everything resident"]
+    assert plain.notes == ["the ceiling counts disk time only, as nothing was measured with everything resident"]
 
 
 def theirs(tiny: Path) -> Document:
@@ -299,7 +299,7 @@ def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monke
 
 def test_a_model_that_does_not_fit_is_not_given_to_mlx_lm(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "last_resort", lambda: 1000)
-    assert (theirs(tiny).rows[0].error or "").startswith("not run: everything resident takes ")
+    assert (theirs(tiny).rows[0].error or "").startswith("not run: everything resident needs ")
 
 
 def test_commands_are_shown_without_paths() -> None:

@@ -71,7 +71,7 @@ def test_only_what_was_named_goes_by_a_beginning_that_only_it_has(tmp_path: Path
     for name in ("one", "other"):
         pack_model(original(tmp_path / name, num_hidden_layers=2), None)
     before = sorted(p.name for p in cache_dir().iterdir())
-    for name, says in (("full-o", "2 names begin so"), ("no", "nothing of that name"), ("", "nothing of that name")):
+    for name, says in (("full-o", "2 names begin so"), ("no", "no such item"), ("", "no such item")):
         assert main(["cache", "rm", name]) == 2
         assert says in capsys.readouterr().err
     assert sorted(p.name for p in cache_dir().iterdir()) == before
@@ -189,7 +189,7 @@ def test_clear_asks_and_where_nobody_can_be_asked_it_wants_a_yes(
         assert copy.exists()
         monkeypatch.setattr(sys, "stdin", Typed(answer))
         assert main(["cache", "clear"]) == status
-        assert "1 thing," in capsys.readouterr().err
+        assert "1 item," in capsys.readouterr().err
     assert not copy.exists()
 
 
@@ -237,6 +237,6 @@ def test_conversations_are_shown_and_only_removed_by_name(tmp_path: Path, capsys
     with (folder / "work.lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["cache", "rm", "sessions-work"]) == 1
-    assert "is under way" in capsys.readouterr().err and (folder / "work.json").exists()
+    assert "in use by a process" in capsys.readouterr().err and (folder / "work.json").exists()
     assert main(["cache", "rm", "sessions-work"]) == 0
     assert sorted(p.name for p in folder.iterdir()) == ["play.json", "play.lock", "work.lock"]

@@ -180,4 +180,4 @@ def test_a_file_that_names_no_model_needs_one(quick: Path, tmp_path: Path, capsy
     assert main(["cache-prompt", "--model", str(quick), "-p", PROMPT, "--prompt-cache-file", file]) == 0
     save_prompt_cache(file, load_prompt_cache(file), {"tokenizer_config": "{}"})
     assert main(["generate", "--prompt-cache-file", file, "-p", "x"]) == 2
-    assert "does not say of which model; give --model NAME" in capsys.readouterr().err
+    assert "names no model; give --model NAME" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_demo_fails_when_the_tokens_differ(capsys: pytest.CaptureFixture[str], m
 
     monkeypatch.setattr(demo, "_run", _differing(demo._run))
     status, out, err = run(capsys, "demo", "-m", "4")
-    assert status == 1 and "NO" in out and "other tokens" in err
+    assert status == 1 and "NO" in out and "tokens differ" in err
 
 
 def _differing(original):  # type: ignore[no-untyped-def]
@@ -147,7 +147,7 @@ def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str], comman
         (["--resident", "99", "--memory", "16MB"], 2, "16 layers"),
         (["--io", "fast"], 2, "auto, direct, cached"),
         (["--dtype", "int8"], 2, "float32"),
-        (["-m", "0"], 2, "at least one token"),
+        (["-m", "0"], 2, "give at least 1, or -1"),
         (["--prefill-step-size", "0", "--memory", "16MB"], 2, "at least 1"),
         (["--adapter-path", "nowhere"], 1, "nowhere"),
         (["--prompt-cache-file", "nowhere.safetensors"], 2, "nowhere"),

@@ -119,8 +119,8 @@ class Broken:
     [
         ("slots", "slots", "100 of 100 rewrites were not seen"),
         ("offsets", "offsets", "wrong bytes from offset 1"),
-        ("overlap", "overlap", "to ask for"),
-        ("answers", "answers", "streamed logits are not the resident ones"),
+        ("overlap", "overlap", "to submit"),
+        ("answers", "answers", "streamed logits differ from the resident ones"),
     ],
 )
 def test_a_check_fails_when_what_it_checks_is_broken(

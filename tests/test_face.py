@@ -157,7 +157,7 @@ def test_every_command_takes_the_model_with_and_without_its_flag(command: str) -
     for given in (["m"], ["--model", "m"], ["--model=m", "m"]):
         assert parser.parse_args([*given, *needed]).model == "m"
         assert parser.parse_args([*needed, *given]).model == "m"
-    with pytest.raises(UsageError, match="m and --model n: give one model"):
+    with pytest.raises(UsageError, match="m and --model n: give only one model"):
         parser.parse_args(["m", *needed, "--model", "n"])
 
 
@@ -276,14 +276,14 @@ def test_a_budget_that_is_refused_is_told_with_where_it_comes_from(
         return capsys.readouterr().err
 
     config.write_text('memory = "2MB"')
-    assert f"that budget, 2MB, is from {config}: memory; give --memory" in told("info", str(demo_model))
+    assert f"the budget of 2MB is from {config}: memory; override it with --memory" in told("info", str(demo_model))
     monkeypatch.setenv("OUTCORE_MEMORY", "900TB")
     assert "900TB, is from OUTCORE_MEMORY; give --memory" in told("list")
     assert "is from" not in told("info", str(demo_model), "--memory", "2MB")
 
 
 def test_without_a_model_a_line_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give a model: --model NAME, or OUTCORE_MODEL" in refused(capsys, "info")
+    assert "no model: give --model NAME, or set OUTCORE_MODEL" in refused(capsys, "info")
 
 
 def test_the_caches_folder_is_settled_for_python_too(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

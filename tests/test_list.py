@@ -98,7 +98,7 @@ def test_what_cannot_be_opened_is_told_with_a_reason_and_the_others_are_told(
     reasons = {name.removeprefix("own/"): m["reason"] for name, m in found.items()}
     assert reasons.keys() == {*changed, "bare", "empty"}
     assert all(changed[name][1] in reasons[name] for name in changed)
-    assert "half-downloaded" in reasons["bare"] and "not whole" in reasons["empty"]
+    assert "half-downloaded" in reasons["bare"] and "incomplete" in reasons["empty"]
     assert all(len(why) <= 90 and str(tmp_path) not in why for why in reasons.values())
 
 

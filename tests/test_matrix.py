@@ -117,26 +117,28 @@ def test_of_points_equally_fast_the_one_that_takes_least_is_named() -> None:
     assert start(rows) is rows[2]
     assert [r.setting.memory for r in by_budget(rows)] == ["100B", "200B", "300B"]
     assert sentences(rows) == [
-        "Best: 200 B, direct, 3 slots, 4 threads: 9.85 tok/s, 0.102 s a token, 200 B at most; as fast, within 2 % or "
-        "by its repeats: 4 more",
+        "Best: 200 B, direct, 3 slots, 4 threads: 9.85 tokens/s, 0.102 s per token, peak 200 B; 4 more are as "
+        "fast (within 2 %, or their repeats overlap)",
     ]
 
 
 def test_points_whose_repeats_overlap_are_as_fast_however_far_apart_their_medians() -> None:
     fast, slow = cell(10.0, 300, "direct", 2, 4, spread=0.01), cell(8.5, 200, "direct", 2, 4, spread=0.01)
     far = cell(8.0, 100, "direct", 2, 4)
-    assert start([fast, slow, far]) is fast and sentences([fast, slow, far])[0].endswith("repeats: 1 more")
-    assert sentences([cell(10.0, 300, "direct", 2, 4), slow, far])[0].endswith("300 B at most")
+    assert start([fast, slow, far]) is fast and sentences([fast, slow, far])[0].endswith(
+        "; 1 more are as fast (within 2 %, or their repeats overlap)"
+    )
+    assert sentences([cell(10.0, 300, "direct", 2, 4), slow, far])[0].endswith("peak 300 B")
 
 
 def test_a_best_that_met_a_busy_machine_says_so() -> None:
     busy = replace(cell(10.0, 300), notes=[f"{BUSY} 40 %"])
-    assert sentences([busy, cell(5.0, 200, "direct", 2, 4)])[0].endswith("; it met a busy machine: measure again")
+    assert sentences([busy, cell(5.0, 200, "direct", 2, 4)])[0].endswith("; the machine was busy: measure again")
 
 
 def test_nothing_measured_has_no_verdict() -> None:
     rows = [cell(None, 2, "direct", 2, 4)]
-    assert sentences(rows) == ["No numbers: 1 of 1 points; 2 B, direct, 2 slots, 4 threads: too small"]
+    assert sentences(rows) == ["No numbers: 1 of 1 rows; 2 B, direct, 2 slots, 4 threads: too small"]
     assert not by_budget(rows)
 
 
@@ -193,9 +195,9 @@ def test_the_command_measures_and_ends_with_the_summary(
     assert (resident["io"], resident["streamed_units"]) == ("none", 0)
     assert streamed["streamed_units"] == 4 and streamed["efficiency"] > 0 and streamed["disk_gbps"] > 0
     assert (streamed["slots"], streamed["threads"], streamed["cache"]) == (2, 2, "cold")
-    assert said[0].startswith("Best: ") and said[1].startswith("No numbers: 1 of 3 points") and set(said) <= set(text)
+    assert said[0].startswith("Best: ") and said[1].startswith("No numbers: 1 of 3 rows") and set(said) <= set(text)
     assert main(command) == 2
-    assert "tiny-llama-matrix.json is there already: give another file" in capsys.readouterr().err
+    assert "tiny-llama-matrix.json: already exists; give another file" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
 
 

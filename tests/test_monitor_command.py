@@ -55,7 +55,7 @@ def test_a_snapshot_is_drawn_with_what_it_says(width: int) -> None:
     words = " ".join(text.split())
     for said in ("working", "tiny [b]model[/b]", "3 in memory", "1 computing", "1 shed", "126 of 200", "pass 12"):
         assert said in words or width == 40, said
-    for number in ("3.21 of 3.70 GB/s", "1.25", "2.50 a sweep", "3.20 GB of 4.00 GB", "25%"):
+    for number in ("3.21 of 3.70 GB/s", "1.25", "2.50 per pass", "3.20 GB of 4.00 GB", "25%"):
         assert number in words or width == 40, number
     strip = next(line for line in text.splitlines() if STATES["c"][0] in line)
     order = [code for code in "mcrld" if STATES[code][0] in strip]
@@ -93,7 +93,7 @@ def test_snapshots_are_printed_a_line_each_until_the_process_ends(
 def test_once_shows_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--once"]) == 0
     out = capsys.readouterr().out
-    assert "126 of 200 right" in out and f"process {os.getpid()}" in out
+    assert "126 of 200 accepted" in out and f"process {os.getpid()}" in out
     assert main(["monitor", "--once", "--json"]) == 0
     (process,) = json.loads(capsys.readouterr().out)["processes"]
     assert process["command"] == "chat" and process["models"][0]["name"] == "tiny [b]model[/b]"
@@ -102,10 +102,10 @@ def test_once_shows_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_cannot_be_shown_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with own_folder() as folder:
         assert main(["monitor", "--once"]) == 1
-        assert "no Outcore process of yours runs" in capsys.readouterr().err
+        assert "no Outcore process of yours is running" in capsys.readouterr().err
         assert main(["monitor"]) == 2
-        assert "outcore monitor: standard output is no terminal" in capsys.readouterr().err
-        assert "no Outcore process of yours runs" in drawn(look())
+        assert "outcore monitor: standard output is not a terminal" in capsys.readouterr().err
+        assert "no Outcore process of yours is running" in drawn(look())
         folder.mkdir(mode=0o755)
         assert main(["monitor", "--once"]) == 1
         assert "chmod 700" in capsys.readouterr().err

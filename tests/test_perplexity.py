@@ -235,7 +235,7 @@ def test_a_data_set_that_fails_to_load_is_one_line(
         (["--data-path", "nowhere/at/all.txt"], "No such file"),
         (["--data-path", "missing.txt"], "No such file"),
         (["--batch-size", "0"], "--batch-size 0: at least 1"),
-        (["--sequence-length", "1"], "--sequence-length 1: at least 2"),
+        (["--sequence-length", "1"], "--sequence-length 1: give at least 2"),
         (["--num-samples", "0"], "--num-samples 0: at least 1"),
         (["--num-samples", "-2"], "--num-samples -2"),
         (["--seed", "-1"], "--seed -1"),

@@ -95,7 +95,7 @@ def test_a_plan_says_where_computing_is_the_limit(demo_model: Path, capsys: pyte
     asked = [str(demo_model), "--memory", "20MB", "--context", "64", "--draft", "none"]
     known(demo_model, layer_s=0.1)
     _, record, out, _ = plan(capsys, *asked)
-    assert "At every budget computing is the limit, not the disk: with everything in memory" in out
+    assert "At every budget computing is the limit, not the disk: everything in memory gives" in out
     assert record["computing_limits_from_bytes"] == record["smallest_budget_bytes"]
     assert len(record["curve"]) > 5 and out.count(" of 16 ") <= 4, "rows that are all as fast say nothing"
     known(demo_model, layer_s=0.00001)
@@ -114,7 +114,7 @@ def test_what_is_printed_and_what_the_json_says(demo_model: Path, capsys: pytest
     assert sum(record["items"].values()) == record["predicted_peak_bytes"] <= 20_000_000
     assert {"budget_bytes", "tps"} <= record["curve"][0].keys()
     assert record["curve"][0]["budget_bytes"] == record["smallest_budget_bytes"]
-    assert "← this plan" in out and "← recommended" in out and "tokens a second" in out
+    assert "← this plan" in out and "← recommended" in out and "tokens/s" in out
     assert not record["calibrated"] and any("assumptions" in note for note in record["notes"])
     prepared = prepare(demo_model, memory="20MB", context=64, draft="auto")
     assert prepared.plan.peak_bytes == record["predicted_peak_bytes"]
@@ -167,7 +167,7 @@ def test_a_plan_gives_a_range_beside_the_speed(served: Path, capsys: pytest.Capt
             known(served)
         _, record, out, _ = plan(capsys, *args)
         low, high = record["predicted_tps_low"], record["predicted_tps_high"]
-        assert low < record["predicted_tps"] < high and f"tokens a second ({low:.2f} to {high:.2f})" in out
+        assert low < record["predicted_tps"] < high and f"tokens/s ({low:.2f} to {high:.2f})" in out
         widths.append(high / low)
     assert widths == [pytest.approx(4.0), pytest.approx(1.25**2)]
 
@@ -177,15 +177,15 @@ def test_how_fast_a_device_computes_is_not_assumed(demo_model: Path, capsys: pyt
     status, record, out, _ = plan(capsys, str(demo_model), "--no-calibrate", "--memory", "1GB")
     assert status == 0 and not record["calibrated"] and record["streamed_units"] == 0
     first, *_, last = (line for line in out.splitlines() if "everything resident" in line or "Recommended" in line)
-    assert "is not known" in first and "tokens a second" not in first + last
+    assert "Speed unknown" in first and "tokens/s" not in first + last
     speeds = [record[f"predicted_{name}"] for name in ("tps", "ttft_s", "tps_low", "tps_high")]
     assert not any(speeds) and record["curve"][-1]["tps"] is None and record["curve"][-1]["ttft_s"] is None
     status, record, out, _ = plan(capsys, str(demo_model), "--no-calibrate", "--memory", "1GB", "--resident", "0")
-    assert status == 0 and record["streamed_units"] > 0 and "tokens a second" in out
+    assert status == 0 and record["streamed_units"] > 0 and "tokens/s" in out
     assert record["predicted_tps"] > 0 < record["predicted_ttft_s"]
     model, _ = outcore.load(str(demo_model), memory="1GB")
     with model.outcore as session:
-        assert "tokens a second" not in repr(session.plan)
+        assert "tokens/s" not in repr(session.plan)
 
 
 def test_published_devices_are_predictions(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_published_devices_are_predictions(demo_model: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("args", "status", "says"),
     [
-        ([], 2, "give a model: --model NAME"),
+        ([], 2, "no model: give --model NAME"),
         (["--device", "ipad-7"], 2, "mac-studio-m2-ultra, ipad-air-m3, iphone-15-pro-max"),
         (["MODEL", "--memory", "1MB", "--no-calibrate"], 1, "the smallest that works is"),
     ],

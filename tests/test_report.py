@@ -142,7 +142,7 @@ def test_the_summary_tells_the_smallest_memory_of_each_machines_fullest_document
 
 def test_other_tokens_than_mlx_lms_are_said_first_hand() -> None:
     d = document(rows=[full(), streamed(0, 0.5, same_tokens=False)])
-    assert "1 of 2 rows made OTHER TOKENS than mlx-lm" in text_of(d) and "DIFFERENT" in text_of(d)
+    assert "1 of 2 rows gave OTHER TOKENS than mlx-lm" in text_of(d) and "DIFFERENT" in text_of(d)
 
 
 def test_all_sections_of_a_full_document() -> None:
@@ -213,7 +213,7 @@ def test_a_matrix_is_a_table_of_all_points_and_its_best_row_of_each_budget_is_dr
     inputs = read(tmp_path, matrix())
     found = sections(inputs)
     text = markdown(summary(inputs), found)
-    assert "- Best: 9.00 GB, all resident: 1.5 tok/s" in text and "- No numbers: 1 of 5 points" in text
+    assert "- Best: 9.00 GB, all resident: 1.5 tokens/s" in text and "- No numbers: 1 of 5 rows" in text
     rows = re.findall(r"^\| ([\d.]+ GB, [^|]*) \|", text, re.M)
     assert rows == [
         "2.00 GB, cached, 3 slots, 4 threads", "2.00 GB, direct, 3 slots, 4 threads",
@@ -276,9 +276,9 @@ def test_no_headline_has_a_figure_of_a_busy_machine() -> None:
     d.rows[4] = noisy(d.rows[4])
     told = summary(Inputs([d]))
     assert "makes 0.597 tokens per second" in told and "0.489" not in told  # the next larger memory
-    assert "1 of 8 rows met a busy machine" in told
-    assert "| outcore, 0 % resident \\* |" in text_of(d) and "quote no such number" in text_of(d)
-    assert "quote no such number" not in text_of(document())
+    assert "1 of 8 rows ran while the machine was busy" in told
+    assert "| outcore, 0 % resident \\* |" in text_of(d) and "do not quote this number" in text_of(d)
+    assert "do not quote this number" not in text_of(document())
     d.rows[:5] = map(noisy, d.rows[:5])
     told = summary(Inputs([d]))
     assert "tokens per second" not in told
@@ -378,7 +378,7 @@ def test_perplexities_are_a_table(capsys: pytest.CaptureFixture[str], tmp_path: 
     text = (tmp_path / "report.md").read_text()
     assert (status, err) == (0, "")
     assert "| Qwen3.5-9B-8bit | 8 bit | 4.455 ± 0.012 | 4.455 | 8.97 GB |" in text
-    assert "## What was measured" not in text
+    assert "## Results" not in text
 
 
 def test_notes_are_told_once_with_the_rows_that_they_are_about() -> None:

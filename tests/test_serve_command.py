@@ -90,7 +90,7 @@ def test_ctrl_c_interrupts_and_a_second_one_does_so_at_once() -> None:
             assert "shutting down" in "".join(texts)
             _, told = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert "Ending, in 3600 s at most: 1 request under way; Ctrl-C again ends them" in told
+        assert "Stopping within 3600 s; 1 request still running (Ctrl-C again stops at once)" in told
         assert "outcore serve: interrupted" in told and "closed, 0 under way" in told and "Traceback" not in told
 
 
@@ -118,10 +118,10 @@ def test_it_is_gone_within_drain_whatever_does_not_end(answering: bool, monkeypa
 
 
 WRONG = {
-    "no model": ([], "give a model: --model NAME"),
+    "no model": ([], "no model: give --model NAME"),
     "no share": (["--model", "m", "--top-p", "2"], "--top-p 2.0: from 0 to 1"),
     "no temperature": (["--model", "m", "--temp", "-1"], "--temp -1.0: at least 0"),
-    "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: ask for at least one token"),
+    "no tokens": (["--model", "m", "--max-tokens", "0"], "--max-tokens 0: give at least 1"),
     "no JSON": (["--model", "m", "--chat-template-config", "{"], "--chat-template-config: not JSON"),
     "no object": (["--model", "m", "--chat-template-config", "[]"], "--chat-template-config: give a JSON object"),
     "ours": (
@@ -129,7 +129,7 @@ WRONG = {
         "--chat-template-config.tools: cannot be given",
     ),
     "no port": (["--model", "m", "--port", "70000"], "--port 70000: at most 65535"),
-    "everybody": (["--model", "m", "--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: whoever reaches this machine"),
+    "everybody": (["--model", "m", "--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: other machines could use"),
     "no time": (["--model", "m", "--drain", "nan"], "--drain nan: a number is needed"),
 }
 

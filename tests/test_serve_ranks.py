@@ -196,7 +196,7 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
     assert told.rstrip().endswith("data: [DONE]")
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
     assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "length"
-    assert launcher.returncode == status and "Ending, in " in errors and "1 request under way" in errors
+    assert launcher.returncode == status and "Stopping within " in errors and "1 request still running" in errors
     assert errors.startswith("2 machines share the layers")
     assert not any(p.is_running() for p in ranks.values())
 
@@ -204,7 +204,7 @@ def test_an_answer_under_way_ends_well_before_all_do(sign: signal.Signals, statu
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--model", "another"], "one model over several machines"),
+        (["--model", "another"], "several machines can serve only one model"),
         (["--prefix-cache", "1GB"], "prefix_cache: not over several machines"),
         (["--draft", "mtp"], "draft mtp: not over several machines"),
     ],

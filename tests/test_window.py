@@ -60,5 +60,5 @@ def test_generate_tells_what_was_not_quantized(served: Path, capsys: pytest.Capt
 
     usual = notes()
     (note,) = set(notes("--kv-bits", "8")) - set(usual)
-    assert note == "--kv-bits 8 begins at token 5000 (--quantized-kv-start): nothing of these ALL was quantized"
+    assert note == "--kv-bits 8 begins at token 5000 (--quantized-kv-start): none of the ALL tokens was quantized"
     assert notes("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "20") == usual

@@ -1,4 +1,7 @@
-"""``outcore bench``: speed and memory of a model, ours at each budget beside mlx-lm's and the plain way's."""
+"""``outcore bench``: measures a model in Outcore at each budget, in mlx-lm, and by naive streaming.
+
+Each row runs in a process of its own, between two measurements of the disk.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +41,11 @@ from .words import AUTO, OUTCORE
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        OutcoreError: nothing could be measured.
-    """
     chosen, name = settings(args), model_name(args.model)
     output = writable(args.output) if args.output is not None else None
     command = names_only(shlex.join(["outcore", "bench", *args.argv]))
 
     def keep(document: Document) -> None:
-        """After each row, so that a run that is cut off has not been for nothing."""
         if output is not None:
             write_record(output, document.record())
 
@@ -58,16 +55,12 @@ def run(args: argparse.Namespace) -> None:
     finish(document, document)
 
 
-def finish(document: Document, shown: Document, said: Sequence[str] = ()) -> None:
-    """Print some of the rows, and what is said of them.
-
-    Raises:
-        OutcoreError: nothing could be measured.
-    """
+def finish(document: Document, shown: Document, verdict: Sequence[str] = ()) -> None:
+    """Prints the rows of ``shown`` and the verdict; raises OutcoreError if no row of ``document`` has numbers."""
     console = PlainConsole(width=None if sys.stdout.isatty() else WIDTH)
     if shown.rows:
         show(shown, console)
-    for line in said:
+    for line in verdict:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     first = document.rows[0]
     if all(row.error is not None for row in document.rows):
@@ -75,11 +68,7 @@ def finish(document: Document, shown: Document, said: Sequence[str] = ()) -> Non
 
 
 def settings(args: argparse.Namespace) -> BenchSettings:
-    """The flags, checked.
-
-    Raises:
-        UsageError: one of them cannot be used.
-    """
+    """Checks the flags."""
     return BenchSettings(
         modes=listed(args.modes),
         memory=listed(args.memory),
@@ -91,11 +80,11 @@ def settings(args: argparse.Namespace) -> BenchSettings:
 
 
 WIDTH = 100
-"""Characters of a line where standard output is no terminal."""
+"""Most characters of a table's line."""
 
 
 def show(document: Document, console: Console) -> None:
-    """Print the machine, a row a measurement, and what there is to note."""
+    """Prints the model, the machine, the table and the notes."""
     m, model = document.machine, document.model
     computes_on = f"{m.gpu}, {m.cpu}" if m.gpu else m.cpu
     rates = [f"{r['best_gbps']:.2f}" for r in document.disk.get("measurements", [])]
@@ -114,7 +103,7 @@ def show(document: Document, console: Console) -> None:
 
 
 def rich_table(table: ReportTable, width: int) -> Table:
-    """A table of the report, in so many characters; what stands in brackets goes below the rest."""
+    """Makes a terminal table of a report's table; text in brackets goes on a second line of its cell."""
     shown = Table(box=box.SIMPLE_HEAD, padding=0, width=min(width, WIDTH), show_edge=False)
     for i, column in enumerate(table.columns):
         head = column.replace("Efficiency", "Eff.").replace(" ", "\n")
@@ -126,9 +115,9 @@ def rich_table(table: ReportTable, width: int) -> Table:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, rows done, and rows in all."""
+"""Called with the current row's label, the number of rows done, and of all rows."""
 
-DISK_ALONE = "ceiling is disk time alone: nothing was measured with everything resident"
+DISK_ALONE = "the ceiling counts disk time only, as nothing was measured with everything resident"
 
 
 def bench(
@@ -139,15 +128,7 @@ def bench(
     progress: Progress = lambda *_: None,
     on_row: Callable[[Document], None] = lambda _: None,
 ) -> Document:
-    """One run of ``outcore bench``.
-
-    Args:
-        folder: of the model; ``name``: what the document calls it.
-        on_row: called with the document after each row, so that what is there can be kept.
-
-    Raises:
-        CheckpointError, UsageError, BudgetError: the model or the settings cannot be used.
-    """
+    """Measures all rows; ``on_row`` is called after each, so that an interrupted run leaves its results."""
     run, names = settings.run, ("context", "dtype", "prefill_step_size", "model_config", "trust_remote_code")
     prepared = prepare(folder, least=True, **{n: getattr(run, n) for n in names})
     jobs = make_jobs(
@@ -162,14 +143,14 @@ def bench(
 
 
 class Runner:
-    """Measures rows of one model, and writes them into ``document``."""
+    """Measures rows of one model and adds them to ``document``."""
 
     def __init__(
         self, folder: Path, name: str, prepared: Preparation, settings: Mapping[str, Any], command: str
     ) -> None:
         self.files = weight_files(folder)
         self._resident_bytes = resident_budget(prepared.profile.size)
-        self._rate: float | None = None  # GB/s: measured with nothing run since
+        self._rate: float | None = None  # the disk's GB/s, if nothing ran since it was measured
         self.document = Document(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
@@ -180,10 +161,9 @@ class Runner:
         )
 
     def run(self, jobs: Iterable[BenchJob], progress: Progress, on_row: Callable[[Document], None]) -> Document:
-        """Measure all rows, one after the other."""
-        left, document = list(jobs), self.document
-        for i, job in enumerate(left):
-            progress(job.label, i, len(left))
+        rows, document = list(jobs), self.document
+        for i, job in enumerate(rows):
+            progress(job.label, i, len(rows))
             document.rows.append(self._measure(job))
             compare(document)
             on_row(document)
@@ -191,8 +171,8 @@ class Runner:
 
     def _measure(self, job: BenchJob) -> BenchRow:
         if job.mode == "mlx-lm" and self._resident_bytes > last_resort():
-            wanted, free = format_size(self._resident_bytes), format_size(last_resort())
-            return failed(job, f"not run: everything resident takes {wanted}, {free} are free")
+            needed, free = format_size(self._resident_bytes), format_size(last_resort())
+            return failed(job, f"not run: everything resident needs {needed}, {free} are free")
         streams = job.mode != "mlx-lm" and job.resident != self.document.model.layers
         before = self._disk() if streams else None
         self._rate = None
@@ -203,7 +183,7 @@ class Runner:
         return row
 
     def _disk(self) -> float | None:
-        """GB/s of a reader that does nothing else; what was measured last counts if nothing has run since."""
+        """Returns the disk's GB/s, measured again if anything ran since the last time."""
         if self._rate is None and (rate := measure_disk(self.files)) is not None:
             disk = self.document.disk
             disk["measurements"].append(asdict(rate) | {"before_row": len(self.document.rows)})
@@ -213,7 +193,7 @@ class Runner:
 
 
 def compare(document: Document) -> None:
-    """Fill in what takes several rows: ceilings, shares of them, and whether tokens are mlx-lm's."""
+    """Fills in what several rows are needed for: the ceilings, and whether tokens equal mlx-lm's."""
     good = [row for row in document.rows if row.error is None]
     resident = {
         row.setting.batch: row.speed.s_per_token for row in good if row.mode == OUTCORE and row.setting.io == "none"
@@ -227,13 +207,13 @@ def compare(document: Document) -> None:
             continue
         measured = row.speed.s_per_token.median
         if reading.disk_gbps is not None:
-            # What had to be read: the engine knows; else all layers, once for every sequence's next token. What the
-            # system counted is no measure of that: it includes what the kernel read ahead in vain.
+            # The bytes that had to be read: the engine's count, or all layers once for each sequence's next token. The
+            # system's count would include the kernel's useless readahead.
             nbytes = reading.engine_bytes_per_token
             nbytes = document.model.layer_bytes / batch if nbytes is None else nbytes
             ceiling.disk_s = nbytes / reading.disk_gbps / 1e9
             reading.disk_share = reading.read_gbps / reading.disk_gbps if reading.read_gbps is not None else None
-        # Other work on the machine can only slow it down, and must not lift the ceiling.
+        # The fastest repeat: other load on the machine can only slow it down and must not change the ceiling.
         base = resident.get(batch)
         ceiling.compute_s = base.least if base is not None else None
         known = [s for s in (ceiling.disk_s, ceiling.compute_s) if s is not None]
@@ -243,6 +223,6 @@ def compare(document: Document) -> None:
 
 
 def vocabulary(prepared: Preparation) -> int:
-    """Number of tokens that the model knows; what is sure to be there if it does not say."""
+    """Returns the size of the model's vocabulary, or 128 if its configuration does not say."""
     config = prepared.profile.lazy.config
     return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 128)

@@ -1,4 +1,4 @@
-"""What the disk gives a reader that does nothing else: the ceiling that streaming is measured against."""
+"""Measures the disk's read rate, the ceiling for streaming."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from .page_cache import drop_page_cache
 
 THREADS = (4, 8)
 PIECE = 128 << 20
-"""Bytes read into a slot at once: about one layer of a 4 GB model."""
+"""Bytes per read, about one layer of a 4 GB model."""
 LEAST_S = 0.2
-"""Seconds that one repeat lasts at least, over as many passes as it takes: a small file is read in a millisecond."""
+"""Shortest repeat in seconds; small files are read several times."""
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """GB/s by number of threads: median of the repeats, and every repeat.
-
-    Attributes:
-        best_gbps: of the better number of threads.
-        direct: read around the page cache.
-    """
+    """The median and all repeats by number of threads, in GB/s, and whether reads bypassed the page cache."""
 
     gbps: dict[str, float]
     best_gbps: float
@@ -45,11 +40,10 @@ def disk_rate(
     piece: int = PIECE,
     most: int | None = None,
 ) -> DiskRate:
-    """Parallel reads of these files into two slots, around the page cache where the file system allows it; else the
-    files are dropped from it before each pass.
+    """Times parallel reads into two slots that bypass the page cache or, if they cannot, empty it first.
 
     Args:
-        most: bytes of one pass; None: all. Fewer than all are taken evenly from all files.
+        most: read only so many bytes, taken evenly from all files.
     """
     pieces = [
         Extent(file, at, min(piece, file.stat().st_size - at), 0, in_place=True)
@@ -64,7 +58,7 @@ def disk_rate(
     slots = [Slot(round_up(max(e.nbytes for e in pieces), BLOCK), device) for _ in range(2)]
     rates: dict[str, list[float]] = {}
     direct = True
-    # The kinds take turns, so that drift meets all of them.
+    # The numbers of threads take turns, so that drift affects all of them alike.
     for _ in range(repeats):
         for n in threads:
             reader = FileReader(files, threads=n)
@@ -81,13 +75,13 @@ def disk_rate(
 
 
 def _pass(reader: FileReader, pieces: Sequence[Extent], slots: Sequence[Slot]) -> float:
-    """Seconds to read all pieces, two at a time."""
+    """Reads all pieces, two at a time, and returns the seconds."""
     began = time.perf_counter()
-    under_way: list[Read] = []
+    in_flight: list[Read] = []
     for i, extent in enumerate(pieces):
-        if len(under_way) == len(slots):
-            under_way.pop(0).wait()
-        under_way.append(reader.submit("disk", [extent], slots[i % len(slots)].payload))
-    for read in under_way:
+        if len(in_flight) == len(slots):
+            in_flight.pop(0).wait()
+        in_flight.append(reader.submit("disk", [extent], slots[i % len(slots)].payload))
+    for read in in_flight:
         read.wait()
     return time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""What a measurement leaves behind: one JSON document a run, with the machine it ran on. Schema: docs/bench.md.
+"""Results as JSON documents, one per run (schema: docs/bench.md).
 
-Plain dataclasses of numbers and strings. Sizes are bytes, times seconds, rates GB/s of 1e9 bytes or tokens per second,
-shares fractions of 1. What was not measured is None, never 0.
+Sizes are bytes, times seconds, rates GB/s of 1e9 bytes or tokens per second, shares fractions of 1. A number that was
+not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from outcore.text import one_line
 SCHEMA = "outcore-bench/1"
 
 BUSY = "other programs used"
-"""How a row's note begins where it was measured on a busy machine: such numbers are not worth quoting."""
-
+"""The beginning of a note that the machine was busy, so that the row's numbers are not reliable."""
 
 T = TypeVar("T")
 
 
 class DocumentError(OutcoreError):
-    """A file that is no whole result."""
+    """A file is not a complete result."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,6 @@ class Stat:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run was measured."""
-
     cpu: str
     cores: int
     gpu: str | None
@@ -67,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """What was measured. ``nbytes`` are all weights on disk, ``layer_bytes`` those of its layers together."""
+    """``nbytes`` counts all weights on disk, ``layer_bytes`` those of all layers."""
 
     name: str
     model_type: str
@@ -81,13 +78,12 @@ class Model:
 
 @dataclass
 class RowSetting:
-    """Under which conditions a row was measured.
+    """The conditions of a row.
 
     Attributes:
-        memory: the budget as it was asked for.
-        threads: reads in flight, as they were asked for.
-        cache: ``bypassed`` (direct reads) or ``cold`` (cached reads, files dropped from the page cache before); in
-            older results ``warm``, too.
+        memory, threads: as the user gave them.
+        cache: ``bypassed`` (direct reads) or ``cold`` (cached reads after emptying the page cache); older results may
+            say ``warm``.
     """
 
     memory: str | None = None
@@ -104,7 +100,7 @@ class RowSetting:
 
 @dataclass
 class Speed:
-    """``tokens_per_sweep``: generated tokens per pass over the streamed weights; None where nothing streams."""
+    """``tokens_per_sweep``: generated tokens per forward pass; None if nothing is streamed."""
 
     s_per_token: Stat | None = None
     decode_tps: Stat | None = None
@@ -117,13 +113,14 @@ class Speed:
 
 @dataclass
 class Reading:
-    """What was read while decoding.
+    """Reads during decoding.
 
     Attributes:
-        engine_bytes_per_token: bytes that the engine read into slots, a token.
-        read_gbps: bytes a second while a read was under way. ``disk_gbps``: a plain parallel reader on the same files,
-            mean of before and after.
-        stall_share: of the time per token, waiting for a read. ``io_share``: with a read under way.
+        engine_bytes_per_token: bytes read into slots per token.
+        read_gbps: rate while a read was in flight.
+        disk_gbps: rate of plain parallel reads of the same files, mean of before and after.
+        stall_share: share of the time spent waiting for reads.
+        io_share: share of the time with a read in flight.
     """
 
     engine_bytes_per_token: float | None = None
@@ -136,7 +133,7 @@ class Reading:
 
 @dataclass
 class Ceiling:
-    """``ceiling_s`` is max(disk time, compute time) a token, and ``efficiency`` that over the measured time."""
+    """``ceiling_s`` is max(disk time, compute time) per token; ``efficiency`` divides it by the measured time."""
 
     disk_s: float | None = None
     compute_s: float | None = None
@@ -146,7 +143,7 @@ class Ceiling:
 
 @dataclass
 class Use:
-    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and used."""
+    """Memory, planned (``parts``: weights, slots, cache, activations, allocator) and measured."""
 
     parts: dict[str, int] | None = None
     planned_peak_bytes: int | None = None
@@ -156,14 +153,14 @@ class Use:
 
 @dataclass
 class BenchRow:
-    """One mode at one budget, measured in a process of its own. In JSON the fields of its parts are its own.
+    """One mode at one budget. In JSON, the fields of ``setting`` to ``use`` are the row's own.
 
     Attributes:
-        mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (the plain way), ``outcore``; loops that come
-            later add their own.
-        label: what a table calls it, e.g. ``outcore, 50 % resident``. ``command``: of older results.
-        same_tokens: whether the tokens are those of mlx-lm in this document, None where it did not run.
-        error: why there are no numbers, e.g. ``killed for memory``.
+        mode: ``mlx-lm`` (its own loop, everything resident), ``plain`` (naive streaming) or ``outcore``.
+        label: its name in tables, such as ``outcore, 50 % resident``.
+        command: in older results only.
+        same_tokens: whether the tokens equal mlx-lm's in this document; None if mlx-lm did not run.
+        error: why there are no numbers, such as ``killed for memory``.
     """
 
     mode: str
@@ -181,20 +178,14 @@ class BenchRow:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs used the machine right before."""
         return any(note.startswith(BUSY) for note in self.notes)
 
     @staticmethod
     def of(raw: Mapping[str, Any]) -> BenchRow:
-        """A row from its JSON object, whose further fields (older results have some) are left out.
-
-        Raises:
-            ValueError: it is not whole.
-        """
+        """Parses a row, ignoring fields of older versions; raises ValueError if it is incomplete."""
         return validated(BenchRow, {**raw, **dict.fromkeys(_PARTS, raw)})
 
     def record(self) -> dict[str, Any]:
-        """As a JSON object."""
         raw = asdict(self)
         for name in _PARTS:
             raw |= raw.pop(name)
@@ -206,7 +197,7 @@ _PARTS = ("setting", "speed", "reading", "ceiling", "use")
 
 @dataclass
 class Document:
-    """One run of ``outcore bench``."""
+    """One run of ``outcore bench`` or ``outcore matrix``."""
 
     created: str
     command: str
@@ -218,37 +209,24 @@ class Document:
     schema: str = SCHEMA
 
     def record(self) -> dict[str, Any]:
-        """As a JSON object."""
         return asdict(replace(self, rows=[])) | {"rows": [row.record() for row in self.rows]}
 
     @staticmethod
     def of(raw: Mapping[str, Any]) -> Document:
-        """A document from its JSON object.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not whole.
-        """
+        """Parses a document; raises KeyError, TypeError or ValueError if it is incomplete."""
         rows = [BenchRow.of(row) for row in raw["rows"]]
         return replace(validated(Document, {**raw, "rows": []}), rows=rows)
 
 
 def writable(path: Path) -> Path:
-    """The path, if a file can be there.
-
-    Raises:
-        UsageError: there is a folder, or none to put it into.
-    """
+    """Returns the path if a file can be written there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"--output {path}: {'a folder; name a file' if path.is_dir() else 'no such folder'}")
     return path
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON object to a file, whole or not at all.
-
-    Raises:
-        OutcoreError: it cannot be written.
-    """
+    """Writes a JSON object to a file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
@@ -257,43 +235,39 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as e:
-        raise OutcoreError(f"--output {path}: cannot be written: {e.strerror or e}") from e
+        raise OutcoreError(f"--output {path}: cannot write: {e.strerror or e}") from e
 
 
 def read_record(path: Path, of: Mapping[str, Callable[[dict[str, Any]], T]]) -> T:
-    """A result from its file.
+    """Reads a result file.
 
     Args:
-        of: known schemas, and what makes a result of a JSON object of each.
+        of: by schema, the function that parses the JSON object.
 
     Raises:
-        DocumentError: it is not there, no JSON object, of another schema, or not whole.
+        DocumentError: no such file, not JSON, an unknown schema, or incomplete.
     """
     try:
         raw = parse_json(read_small(path, INDEX_BYTES))
     except (OSError, ValueError) as e:
-        raise DocumentError(f"{path}: cannot be read as a result: {one_line(e)}") from e
+        raise DocumentError(f"{path}: cannot read the result: {one_line(e)}") from e
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str) or schema not in of:
-        named = "names no schema" if schema is None else f"is of schema {schema!r:.60}"
-        raise DocumentError(f"{path}: no result that is known here: it {named}, and known are {', '.join(of)}")
+        found = "no schema" if schema is None else f"schema {schema!r:.60}"
+        raise DocumentError(f"{path}: not a result of outcore: it has {found}; supported are {', '.join(of)}")
     try:
         return of[schema](raw)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OutcoreError) as e:
-        raise DocumentError(f"{path}: not a whole result of schema {schema}: {one_line(e)}") from e
+        raise DocumentError(f"{path}: incomplete result of schema {schema}: {one_line(e)}") from e
 
 
 def validated(kind: type[T], raw: Any) -> T:
-    """What a JSON object says, by a dataclass's annotations.
-
-    Raises:
-        ValueError: a value of another type, a field that is not there, a number that is not finite.
-    """
+    """Parses a JSON object as a dataclass; raises ValueError for missing fields, wrong types and infinite numbers."""
     found: T = _adapter(kind).validate_json(json.dumps([raw], default=asdict))[0]  # type: ignore[arg-type]
     return found
 
 
 @cache
 def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    # In a list, for the configuration goes to dataclasses within others alone.
+    # In a list, as pydantic applies the configuration to nested dataclasses only.
     return TypeAdapter(list[kind], config=ConfigDict(strict=True, allow_inf_nan=False))  # type: ignore[valid-type]

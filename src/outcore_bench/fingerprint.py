@@ -1,4 +1,4 @@
-"""The machine that a measurement was taken on, and the model: names, sizes and versions, no paths."""
+"""Describes the machine and the model of a measurement by names, sizes and versions, without paths."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from .document import Machine, Model
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of safetensors → names of MLX."""
 
 
 def machine(folder: Path) -> Machine:
-    """This machine, and the disk that ``folder`` is on."""
+    """Describes this machine and the file system of ``folder``."""
     commit, changed = _git()
     return Machine(
         cpu=cpu_name(),
@@ -44,11 +43,6 @@ def machine(folder: Path) -> Machine:
 
 
 def describe(name: str, prepared: Preparation) -> Model:
-    """The model as it lies on disk.
-
-    Args:
-        name: what to call it: a folder's own name, or that of a model on the Hub.
-    """
     profile = prepared.profile
     checkpoint, config = profile.lazy.checkpoint, profile.lazy.config
     dtypes: Counter[str] = Counter()
@@ -84,16 +78,16 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> tuple[str, int]:
-    """Commit that this package was run from and how many files differ from it; empty and 0 where it is installed."""
-    # A package installed somewhere below another project's checkout is not of that project.
-    if not _ask_git("ls-files", Path(__file__).name):
+    """Returns this checkout's commit and number of changed files; an empty commit and 0 for an installed package."""
+    # A package that is installed below another project's checkout is not tracked there.
+    if not _run_git("ls-files", Path(__file__).name):
         return "", 0
-    return _ask_git("rev-parse", "HEAD"), len(_ask_git("status", "--porcelain").splitlines())
+    return _run_git("rev-parse", "HEAD"), len(_run_git("status", "--porcelain").splitlines())
 
 
-def _ask_git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
     try:
-        asked = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
         return ""
-    return asked.stdout.rstrip()
+    return done.stdout.rstrip()

@@ -1,4 +1,4 @@
-"""What ``outcore bench`` was asked for, and the rows that come of it: settings in, jobs out."""
+"""Turns the settings of ``outcore bench`` into jobs, one per row."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from outcore.options import DTYPES, IO_MODES
 from .words import AUTO, OUTCORE, WAYS
 
 RESIDENT = ("0%", "50%", "100%")
-"""Residencies measured where neither budgets nor residencies were asked for."""
+"""Residencies to measure by default."""
 _LEAST = {"tokens": 1, "prompt_tokens": 1, "repeats": 1, "warmup": 0, "prefill_step_size": 1, "cpu_streams": 1}
 _LEAST |= {"slots": 2, "threads": 1}
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How each row is measured.
+    """How each row is measured; checks its values.
 
     Attributes:
-        tokens: decoded and timed in each repeat, for each sequence of a batch; the first token is not one of them.
-        prefill_step_size, quantize_activations, trust_remote_code: as in mlx-lm. Others as in ``load_model``.
-
-    Raises:
-        UsageError: a value that cannot be used.
+        tokens: tokens to time in each repeat and sequence, after the first one.
     """
 
     tokens: int = 16
@@ -51,25 +47,21 @@ class RunSettings:
 
     @property
     def context(self) -> int:
-        """Tokens of one sequence."""
+        """Tokens of one sequence, prompt included."""
         return self.prompt_tokens + self.tokens + 1
 
     @property
     def model_config(self) -> dict[str, Any] | None:
-        """As mlx-lm's ``load`` takes it."""
         return {"quantize_activations": True} if self.quantize_activations else None
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The flags of ``outcore bench``.
+    """The flags of ``outcore bench``; checks their values.
 
     Attributes:
-        memory: budgets, each a size or ``auto``.
+        memory: sizes or ``auto``.
         resident: numbers of layers, or shares such as ``25%``.
-
-    Raises:
-        UsageError: a value that cannot be used.
     """
 
     modes: tuple[str, ...] = ()
@@ -91,18 +83,17 @@ class BenchSettings:
                 given_budget(size)
 
     def record(self) -> dict[str, Any]:
-        """By the names of flags."""
         raw = asdict(self)
         return raw | raw.pop("run")
 
 
 @dataclass(frozen=True)
 class BenchJob:
-    """One row to be measured, as it goes to a process of its own.
+    """One row to measure, sent to a child process as JSON.
 
     Attributes:
-        folder: of the model. ``vocabulary``: its tokens; prompts are made of them.
-        context: tokens that are planned for. ``memory``, ``resident``, ``io``: as in ``load_model``.
+        vocabulary: the number of tokens to make prompts of.
+        context: tokens to plan for.
     """
 
     mode: str
@@ -118,21 +109,15 @@ class BenchJob:
 
     @staticmethod
     def of(raw: dict[str, Any]) -> BenchJob:
-        """From its JSON object."""
         return BenchJob(**(raw | {"run": RunSettings(**raw["run"])}))
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """What stands between commas, each once."""
+    """Splits a list at commas, without duplicates."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Whole numbers between commas, each once.
-
-    Raises:
-        UsageError: what is there is none.
-    """
     try:
         return tuple(int(n) for n in listed(text))
     except ValueError:
@@ -142,27 +127,25 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
 def make_jobs(
     settings: BenchSettings, folder: str, layers: int, *, fits: bool, vocabulary: int = 128, longest: int | None = None
 ) -> list[BenchJob]:
-    """One job a row, in the order of the run: what is resident first, then the budgets as they were given.
+    """Returns one job per row, those with everything resident first.
 
     Args:
-        layers: of the model. ``longest``: tokens that it was made for, if it says so.
-        fits: everything fits into memory. Then a row with everything resident is added where none was asked for: its
-            time per token is what the others' compute share and ceiling are made of.
-
-    Raises:
-        UsageError: more resident layers than the model has, or no number.
+        layers: number of the model's layers.
+        fits: everything fits in memory. A row with everything resident is then always measured, as the ceilings of the
+            others need its compute time.
+        longest: the model's maximum context, if known.
     """
     jobs = []
     for batch in settings.batch:
         context = _context(settings.run.context, batch, longest)
         for name in settings.modes or WAYS:
-            # Only what runs within budgets keeps layers.
+            # Slots and threads mean nothing to the other modes.
             run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None)
             job = BenchJob(name, folder, name, run, context, vocabulary, batch)
             jobs += _budgets(job, settings, layers, fits) if name == OUTCORE else [job]
     if settings.batch != (1,):
         jobs = [replace(j, label=f"{j.label}, batch {j.batch}") for j in jobs]
-    # What everything else is compared with first; the sort keeps the order within each kind.
+    # mlx-lm comes first, as all others are compared with it.
     return sorted(jobs, key=lambda j: (j.mode in (OUTCORE, "plain"), j.resident != layers))
 
 
@@ -179,13 +162,13 @@ def _budgets(job: BenchJob, settings: BenchSettings, layers: int, fits: bool) ->
             count, shown = _layers(text, layers)
             if count < layers:
                 jobs.append(replace(job, io=io, resident=count, label=f"{job.mode}, {shown} resident{how}"))
-            elif whole not in jobs:  # nothing is read, so it is the same however it would be read
+            elif whole not in jobs:  # nothing is read, so --io makes no difference
                 jobs.append(whole)
     return jobs
 
 
 def _layers(text: str, layers: int) -> tuple[int, str]:
-    """Number of layers, and how to show it."""
+    """Parses an entry of ``--resident``; returns the number of layers and its label."""
     number = text.removesuffix("%").strip()
     try:
         value = float(number) if text.endswith("%") else int(number)
@@ -201,5 +184,5 @@ def _layers(text: str, layers: int) -> tuple[int, str]:
 
 
 def _context(needed: int, batch: int, longest: int | None) -> int:
-    """Tokens that a plan makes room for. Each sequence of a batch has a cache, which grows by 256 tokens at a time."""
+    """Returns the tokens to plan for. In a batch each sequence's cache grows by 256 tokens at a time."""
     return needed if batch == 1 else min(batch * -(-needed // 256) * 256, longest or 2**31)

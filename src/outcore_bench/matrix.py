@@ -1,6 +1,6 @@
-"""``outcore matrix``: the rows of a bench at every budget, way of reading, number of slots and of reads in flight.
+"""``outcore matrix``: measures a model at every combination of budget, --io, slots and threads.
 
-What is measured is a bench's document, with the axes as ``settings["grid"]``.
+The result is a document of ``outcore bench`` with the axes in ``settings["grid"]``.
 """
 
 from __future__ import annotations
@@ -34,32 +34,22 @@ from .words import BUDGETS, IO, OUTCORE
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        OutcoreError: nothing could be measured, or the file is there already.
-    """
     grid, settings = axes(args), each_run(args)
     name = model_name(args.model)
     output = writable(args.output or Path(f"{name.rsplit('/', 1)[-1]}-matrix.json"))
     if output.exists() and not args.force:
-        raise UsageError(f"{output} is there already: give another file with --output, or --overwrite to replace it")
+        raise UsageError(f"{output}: already exists; give another file with --output, or replace it with --overwrite")
     command = names_only(shlex.join(["outcore", "matrix", *args.argv]))
     with ProgressBar() as bar:
         folder = resolve_model(args.model, args.revision)
         document = run_matrix(folder, name, grid, settings, output, command, bar.count)
-    said = sentences(document.rows)
-    args.result.record = document.record() | {"verdict": said}
+    verdict = sentences(document.rows)
+    args.result.record = document.record() | {"verdict": verdict}
     print(f"{printable(str(output))}: {sum(row.error is None for row in document.rows)} runs")
-    finish(document, replace(document, rows=by_budget(document.rows)), said)
+    finish(document, replace(document, rows=by_budget(document.rows)), verdict)
 
 
 def axes(args: argparse.Namespace) -> Grid:
-    """The axes, checked.
-
-    Raises:
-        UsageError: one of them cannot be used.
-    """
     return Grid(
         memory=tuple(sorted({given_budget(s) for s in listed(args.memory)})) if args.memory else None,
         io=listed(args.io),
@@ -69,26 +59,18 @@ def axes(args: argparse.Namespace) -> Grid:
 
 
 def each_run(args: argparse.Namespace) -> RunSettings:
-    """What all runs have in common, checked.
-
-    Raises:
-        UsageError: one of the flags cannot be used.
-    """
+    """Returns the settings that all runs share."""
     names = ("tokens", "prompt_tokens", "repeats", "warmup", "dtype", "cpu_streams")
     return RunSettings(**{name: getattr(args, name) for name in names})
 
 
 SEED = 20
-"""Of the order of the runs, which is shuffled so that drift of the disk is not taken for an axis; always the same."""
+"""Seed for the order of the runs, which is shuffled so that the disk's drift does not look like an axis's effect."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes. ``memory`` None: budgets are to be chosen from the model.
-
-    Raises:
-        UsageError: a value that cannot be used.
-    """
+    """The axes; checks their values. ``memory`` None: choose budgets for the model."""
 
     memory: tuple[int, ...] | None = None
     io: tuple[str, ...] = IO
@@ -116,15 +98,7 @@ def run_matrix(
     command: str,
     progress: Progress = lambda *_: None,
 ) -> Document:
-    """Measure every point of a grid; ``output`` is written anew after each. A point that does not fit has an ``error``.
-
-    Args:
-        folder: of the model; ``name``: what the document calls it.
-        settings: what every run has in common.
-
-    Raises:
-        CheckpointError, UsageError: the model or the settings cannot be used.
-    """
+    """Measures every point of a grid and writes ``output`` after each; a point that does not fit has an ``error``."""
     names = ("context", "dtype", "cpu_streams")
     prepared = prepare(folder, least=True, prompt=settings.prompt_tokens, **{n: getattr(settings, n) for n in names})
     size = prepared.profile.size
@@ -138,45 +112,39 @@ def run_matrix(
 
 
 def jobs_of(grid: Grid, resident: int, job: BenchJob) -> list[BenchJob]:
-    """A job for every point of a grid whose budgets are known.
+    """Returns a job for every point of a grid.
 
     Args:
-        resident: a budget from which on everything is resident: one job then, for nothing is read, whatever the rest
-            says.
-        job: what they have in common.
+        resident: the budget from which everything is resident. Budgets from there on get one job, as nothing is read.
+        job: the settings that all jobs share.
     """
-    found = []
+    jobs = []
     for memory in grid.memory or ():
         shown = format_size(memory)
         whole = replace(job, memory=size_text(memory), label=f"{shown}, all resident")
         if memory >= resident:
-            found.append(whole)
+            jobs.append(whole)
             continue
         for io, slots, threads in product(grid.io, grid.slots, grid.threads):
             label = f"{shown}, {io}, {slots} slots, {threads} thread{'s' * (threads > 1)}"
-            found.append(replace(whole, io=io, label=label, run=replace(job.run, slots=slots, threads=threads)))
-    return found
+            jobs.append(replace(whole, io=io, label=label, run=replace(job.run, slots=slots, threads=threads)))
+    return jobs
 
 
 def size_text(nbytes: int) -> str:
-    """A size without spaces that reads back as exactly these bytes: ``1.66GB``, else ``1663214592B``."""
+    """Formats a size so that it parses to exactly these bytes: ``1.66GB``, or ``1663214592B``."""
     short = format_size(nbytes).replace(" ", "")
     return short if parse_size(short) == nbytes else f"{nbytes}B"
 
 
 def choose_budgets(size: ModelSize, slots: int, available: int) -> tuple[int, ...]:
-    """Budgets evenly spread from the smallest plan to everything resident, or to what there is; three digits each.
-
-    Args:
-        slots: fewest that are tried.
-        available: bytes of memory that may be planned with.
-    """
+    """Returns budgets from the smallest plan to everything resident, or to ``available`` bytes, rounded to 3 digits."""
     least = smallest_budget(size, slots=slots)
     most = max(least, min(resident_budget(size), available))
     return tuple(sorted({_rounded(least + (most - least) * i // (BUDGETS - 1)) for i in range(BUDGETS)}))
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to three digits, as people read sizes."""
+    """Rounds up to three digits."""
     digit = 10 ** max(0, len(str(nbytes)) - 3)
     return -(-nbytes // digit) * digit

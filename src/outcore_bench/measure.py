@@ -1,4 +1,4 @@
-"""One row's numbers: a model loaded, warmed up and run a few times, in this process."""
+"""Measures one row in this process: loads the model, warms up, and times the repeats."""
 
 from __future__ import annotations
 
@@ -21,20 +21,16 @@ from .modes import LOOPS, Loop
 from .page_cache import drop_page_cache, weight_files
 
 CACHES = {"direct": "bypassed", "cached": "cold", "none": None}
-"""What a way of reading means for the page cache: cached files are dropped from it before each token."""
+"""``RowSetting.cache`` by how weights are read; for ``cold``, the page cache is emptied before each token."""
 
 
 def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
-    """Token ids for a prompt of ``n`` tokens, the same each time; another for each sequence of a batch."""
+    """Returns ``n`` token ids, the same each time, and different ones for each sequence of a batch."""
     return [(5 + (7 * i + 11 * sequence) % 113) % vocabulary for i in range(n)]
 
 
 def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> BenchRow:
-    """Load the model, warm up, repeat; everything that can be said of this row without the others.
-
-    Raises:
-        OutcoreError: the model cannot be loaded that way.
-    """
+    """Measures a row; raises OutcoreError if the model cannot be loaded that way."""
     files = weight_files(Path(job.folder))
     loop = LOOPS[job.mode](job)
     try:
@@ -43,11 +39,11 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
         for _ in range(job.run.warmup):
             _repeat(job, loop, 1, cold, clock)
         row = _row(job, loop, [_repeat(job, loop, job.run.tokens, cold, clock) for _ in range(job.run.repeats)])
-        # The freed memory that MLX keeps for reuse counts, as in `outcore generate`.
+        # MLX's cache of freed memory counts, as in `outcore generate`.
         row.use.peak_memory_bytes = int(mx.get_peak_memory()) + int(mx.get_cache_memory())
         row.use.peak_rss_bytes = peak_rss()
         if cold and loop.session is not None:
-            row.notes.append("what was read ahead while files were dropped from the page cache is not in the time")
+            row.notes.append("the time leaves out reads that went on while the page cache was emptied")
         return row
     finally:
         loop.close()
@@ -55,11 +51,7 @@ def measure(job: BenchJob, clock: Callable[[], float] = time.perf_counter) -> Be
 
 @dataclass(frozen=True)
 class _Repeat:
-    """One repeat: seconds, and what was counted while decoding.
-
-    Attributes:
-        steps: the tokens of each step; the first are those of the prompt's end.
-    """
+    """The times and counters of one repeat; ``steps`` are the tokens of each step, the first one after prefill."""
 
     ttft_s: float
     decode_s: float
@@ -71,12 +63,12 @@ class _Repeat:
 
     @property
     def decoded(self) -> int:
-        """Tokens after the first ones, of all sequences together."""
+        """Tokens after the first step, of all sequences together."""
         return sum(len(tokens) for tokens in self.steps[1:])
 
 
 def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock: Callable[[], float]) -> _Repeat:
-    """Run the loop once; files that are to be cold are dropped from the page cache before each step, untimed."""
+    """Runs the loop once. Before each step, untimed, it drops the ``cold`` files from the page cache."""
     prompts = [prompt_ids(job.run.prompt_tokens, i, job.vocabulary) for i in range(job.batch)]
     metrics = loop.session.metrics if loop.session is not None else Metrics()
     stepping = loop.steps(prompts, tokens + 1)
@@ -97,7 +89,7 @@ def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock:
 
 
 def _streamed_files(loop: Loop) -> list[Path]:
-    """The files that a streamed model reads, which may be packed copies; empty where nothing is streamed."""
+    """Returns the files that a streamed model reads, which may be packed copies."""
     if loop.session is None or loop.session.streaming is None:
         return []
     units = loop.session.streaming.ring.units
@@ -127,7 +119,7 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
 
 
 def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
-    """What Outcore planned."""
+    """Adds the plan."""
     plan, setting, speed = session.plan, row.setting, row.speed
     setting.budget_bytes, setting.slots = plan.budget_bytes, plan.slots
     setting.resident_units, setting.streamed_units = len(plan.resident), len(plan.streamed)
@@ -145,7 +137,7 @@ def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
 
 
 def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Repeat]) -> None:
-    """What the engine read."""
+    """Adds what the engine read."""
     seconds, read_s = sum(r.decode_s for r in runs), sum(r.read_s for r in runs)
     nbytes, sweeps = sum(r.bytes_read for r in runs), sum(r.sweeps for r in runs)
     speed.tokens_per_sweep = tokens / sweeps if sweeps else None

@@ -1,4 +1,4 @@
-"""The ways of running a model that are measured side by side: mlx-lm's own, the plain way, Outcore."""
+"""The modes of ``outcore bench``: mlx-lm's own loop, naive streaming, and Outcore."""
 
 from __future__ import annotations
 
@@ -25,18 +25,13 @@ from .naive_streaming import NaiveStreaming
 from .words import AUTO, OUTCORE
 
 Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None]]
-"""Called with a prompt for each sequence and a number of tokens for each. Yields the tokens that are handed out
-together: one of each sequence in a batch; of a single sequence, as many as one step of the loop gives."""
+"""Called with one prompt per sequence and the number of tokens to generate for each. Yields the tokens of each step:
+in a batch one per sequence, for a single sequence all that the step gives."""
 
 
 @dataclass
 class Loop:
-    """A loaded model and its token loop.
-
-    Attributes:
-        io: how weights are read while it runs: ``direct``, ``cached`` or ``none``.
-        session: the engine's, where it is Outcore's.
-    """
+    """A loaded model and its token loop; ``io`` says how weights are read: ``direct``, ``cached`` or ``none``."""
 
     model: Any
     steps: Steps
@@ -46,8 +41,7 @@ class Loop:
 
 
 def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP, one: Callable[..., Any] = resident_step) -> Steps:
-    """mlx-lm's own loops: ``generate_step``, or ``one`` in its place, for one sequence, ``BatchGenerator`` for several.
-    Greedy, no end token."""
+    """Returns greedy loops without an end token: ``one`` for one sequence, mlx-lm's ``BatchGenerator`` for several."""
 
     def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
         if len(prompts) == 1:
@@ -115,4 +109,4 @@ def _open_outcore(job: BenchJob) -> Loop:
 
 
 LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain": _open_plain, OUTCORE: _open_outcore}
-"""What loads a job's model in each way; raises ``OutcoreError`` where it cannot be loaded so."""
+"""By mode, the function that loads a job's model; it raises OutcoreError if the mode cannot."""

@@ -1,8 +1,8 @@
-"""Streaming the plain way, to quote speeds beside: per layer `mx.load`, evaluate, compute, evaluate, release.
+"""Naive streaming, for comparison: per layer `mx.load`, evaluate, compute, evaluate, release.
 
-This is what one writes first on MLX, and what others ship. It is right and it bounds memory; it reads nothing ahead,
-reads each tensor on one thread, into fresh memory, and waits for the device twice a layer. It gives mlx-lm's logits bit
-for bit and runs in mlx-lm's own loop, which sweeps twice before the first token of a prompt and once after the last.
+It bounds memory and gives mlx-lm's logits bit for bit, but prefetches nothing, reads each tensor on one thread into
+fresh memory, and waits for the device twice per layer. mlx-lm's loop makes two forward passes before the first token
+and one after the last.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from outcore.modules.layers import Layer, find_layers
 
 
 class NaiveStreaming:
-    """A model whose layers' weights are loaded anew each time a layer is called.
+    """Loads a layer's weights each time the layer is called.
 
     Args:
-        folder: a local model folder whose layers mlx-lm uses as they lie on disk.
-        dtype: what to compute in; None: as the checkpoint says.
+        dtype: compute in this dtype; None: the checkpoint's.
         options: ``model_config`` and ``trust_remote_code``, as in ``mlx_lm.load``.
 
     Attributes:
-        model: works in mlx-lm's functions; 1-D parameters and what is not a layer stay in memory.
+        model: a model for mlx-lm's functions. 1-D parameters and everything outside the layers stay in memory.
 
     Raises:
         UnsupportedModelError: mlx-lm changes layers' parameters on loading, so they cannot be loaded one by one.
-        CheckpointError: the folder is not a whole model.
     """
 
     def __init__(self, folder: Path, dtype: mx.Dtype | None = None, **options: Any) -> None:
@@ -48,7 +46,7 @@ class NaiveStreaming:
             changed = [path for path in paths if path not in lazy.origins]
             if changed:
                 raise UnsupportedModelError(
-                    f"{folder}: {changed[0]} is not on disk as mlx-lm uses it; save the model with mlx_lm.convert first"
+                    f"{folder}: mlx-lm changes {changed[0]} when it loads it; save the model with mlx_lm.convert first"
                 )
             places = [lazy.origins[path] for path in paths]
             put(layer.parameters, absent([p.array for p in layer.parameters]))
@@ -56,13 +54,13 @@ class NaiveStreaming:
         mx.eval(self.model.parameters())
 
     def close(self) -> None:
-        """Give the layers their own classes back; their weights stay absent."""
+        """Restores the layers' classes; their weights stay absent."""
         for layer in self._layers:
             unswap(layer.module)
 
 
 def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:
-    """A layer's call that loads its weights first and lets go of them afterwards."""
+    """Returns a layer's call that loads its weights before and releases them afterwards."""
     nothing = absent([p.array for p in layer.parameters])
     dtypes = [p.array.dtype for p in layer.parameters]
     files = sorted({place.file for place in places})
@@ -75,7 +73,7 @@ def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:
         put(layer.parameters, weights)
         try:
             out = original(*args, **kwargs)
-            # The caches too: a recurrent state is not on the output's path.
+            # Evaluates the caches as well: the output does not depend on a recurrent state.
             mx.eval(arrays_in(out, args, kwargs))
         finally:
             put(layer.parameters, nothing)

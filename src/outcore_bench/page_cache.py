@@ -1,4 +1,4 @@
-"""The system's page cache, made cold for a measurement."""
+"""Empties the system's page cache before a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outcore.disk import disk_calls
 
 
 def drop_page_cache(files: Iterable[Path]) -> None:
-    """Ask the kernel to forget what it has cached of these files; pages that are mapped or not yet written stay."""
+    """Drops files from the page cache, except pages that are mapped."""
     calls = disk_calls.system()
     for path in files:
         fd = calls.open(path)
@@ -23,11 +23,7 @@ def drop_page_cache(files: Iterable[Path]) -> None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that a model's weights are in, of a packed copy or one rank's folder too.
-
-    Raises:
-        CheckpointError, StoreError: they are not there, or damaged.
-    """
+    """Returns the files of a model's weights, also of a packed copy."""
     if is_packed(folder):
         return tuple(folder / name for name in sorted(read_manifest(folder / MANIFEST).files))
     return open_checkpoint(folder).files

@@ -1,8 +1,7 @@
-"""Perplexity by mlx-lm's definition: the data that it is measured on, and a model loaded for whole batches.
+"""``outcore perplexity``: a model's perplexity, with the flags, data and figures of ``mlx_lm.perplexity``.
 
-``mlx_lm.perplexity.eval_ppl`` runs each batch in one call without caches, so one sweep serves a batch, and the figure
-is that of the resident model to the last digit. It keeps the logits of every token of a batch, which generating never
-does: that memory is set aside here, out of the budget, before the model is planned for.
+``mlx_lm.perplexity.eval_ppl`` computes each batch in one forward pass without caches, and keeps the logits of all its
+tokens. The plan reserves memory for those; the figure equals the resident model's to the last digit.
 """
 
 from __future__ import annotations
@@ -31,24 +30,23 @@ from outcore.decode.loader import load_model
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, UsageError
 from outcore.machine.allocator import peak_held
-from outcore.text import one_line, printable
+from outcore.text import counted, one_line, printable
 
 from . import fingerprint
 from .report.inputs import PERPLEXITY_SCHEMA, Perplexities, PerplexityRow
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     whole("--batch-size", args.batch_size)
     for flag, number in (("--sequence-length", args.sequence_length), ("--num-samples", args.num_samples)):
         whole(flag, number, least=-(2**31))
     if not 0 <= args.seed < 2**32:
-        raise UsageError(f"--seed {args.seed}: from 0 to 2**32 - 1")
+        raise UsageError(f"--seed {args.seed}: give a number from 0 to 2**32 - 1")
     np.random.seed(args.seed)
     mx.random.seed(args.seed)
     folder = model_folder(args)
     tokenizer = load_tokenizer(folder, {"trust_remote_code": args.trust_remote_code})
-    # What mlx-lm prints on the way is progress.
+    # mlx-lm prints its progress.
     with redirect_stdout(sys.stderr):
         data = read_data(tokenizer, args.data_path, args.num_samples, args.sequence_length)
     samples, length = data.shape
@@ -64,15 +62,14 @@ def run(args: argparse.Namespace) -> None:
             if session.streaming is not None:
                 session.streaming.drain()
             _print(found)
-            batches = f"{found['batches']} batch{'es' * (found['batches'] != 1)} of {args.batch_size}"
-            print_summary([f"Data: {found['data']}, {batches}"], session)
+            batches = counted(found["batches"], "batch")
+            print_summary([f"Data: {found['data']}, {batches} of {args.batch_size}"], session)
             args.result.record = found | engine_record(session) | _document(args, found, folder, config, session)
 
 
 def _found(args: argparse.Namespace, data: mx.array, figure: tuple[float, float], seconds: float) -> dict[str, Any]:
-    """The figure and what it is of."""
     samples, length = data.shape
-    evaluated = samples * (length - 1)  # of each sequence all tokens but the first
+    evaluated = samples * (length - 1)  # all tokens of a sequence but the first
     return {
         "perplexity": figure[0],
         "perplexity_error": figure[1],
@@ -90,7 +87,7 @@ def _found(args: argparse.Namespace, data: mx.array, figure: tuple[float, float]
 
 
 def _print(found: dict[str, Any]) -> None:
-    """The figures, as mlx-lm prints them."""
+    """Prints the figures as mlx-lm does."""
     for line in (
         f"Model: {found['model']}",
         f"Perplexity: {found['perplexity']:.3f} ± {found['perplexity_error']:.3f}",
@@ -108,7 +105,7 @@ def _print(found: dict[str, Any]) -> None:
 def _document(
     args: argparse.Namespace, found: dict[str, Any], folder: Path, config: dict[str, Any], session: Session
 ) -> dict[str, Any]:
-    """What ``outcore report`` shows. Its speeds and peaks are of generating, so those of whole batches are left out."""
+    """Returns what ``outcore report`` needs. Its speeds and peaks are those of generating, so none are given here."""
     quantization, streams = config.get("quantization"), session.plan.streams
     row = PerplexityRow(
         model=model_name(args.model),
@@ -128,60 +125,48 @@ _ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".
 
 
 def default_text() -> str:
-    """A prose text that comes with Python: the reference of the language, topic by topic (``pydoc_data.topics``).
-
-    Raises:
-        UsageError: this Python came without it.
-    """
+    """Returns the language reference that comes with Python (``pydoc_data.topics``)."""
     try:
         from pydoc_data.topics import topics
     except ImportError as e:
-        raise UsageError("this Python came without pydoc_data; give a text with --data-path FILE") from e
+        raise UsageError("this Python has no pydoc_data, the default text; give a text with --data-path FILE") from e
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def read_data(tokenizer: Any, data_path: str | None, num_samples: int, sequence_length: int) -> mx.array:
-    """Token ids to measure on; int32 (samples, sequence_length).
+    """Returns token ids of shape (samples, sequence_length), int32.
 
-    A text is tokenized whole and cut into sequences in file order; what is left over at its end is dropped. mlx-lm
-    permutes the documents of a data set (by NumPy's seed) and never what is inside one; a text is one document.
+    A text is cut into sequences in its order, and the rest dropped. mlx-lm shuffles the documents of a data set.
 
     Args:
         data_path: a text file, a data set of the Hub (through mlx-lm's ``load_data``), or None for ``default_text``.
-        num_samples: at most so many sequences; -1 for all.
-
-    Raises:
-        UsageError: no such file, not UTF-8, too few tokens, or a data set that cannot be loaded.
+        num_samples: most sequences; -1 for all.
     """
     if sequence_length < 2:
-        raise UsageError(f"--sequence-length {sequence_length}: at least 2, to foretell one token from another")
+        raise UsageError(f"--sequence-length {sequence_length}: give at least 2, to predict one token from another")
     if num_samples == 0 or num_samples < -1:
-        raise UsageError(f"--num-samples {num_samples}: at least 1, or -1 for all")
+        raise UsageError(f"--num-samples {num_samples}: give at least 1, or -1 for all")
     path = Path(data_path or "")
-    # What cannot be a name on the Hub was meant as a file.
+    # A path that cannot be a name on the Hub is a file.
     if data_path is not None and not path.is_file() and _HUB_NAME.fullmatch(data_path) and path.suffix not in _ENDINGS:
         return _hub_data(tokenizer, data_path, num_samples, sequence_length)
     try:
         text = default_text() if data_path is None else not_endless("--data-path", path).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
-        raise UsageError(f"--data-path {data_path}: not UTF-8 at byte {e.start}; convert it, or give a text") from e
+        raise UsageError(f"--data-path {data_path}: not UTF-8 at byte {e.start}; give a text in UTF-8") from e
     except OSError as e:
         raise UsageError(f"--data-path {data_path}: {e.strerror or e}") from e
     return cut(tokenizer, text, num_samples, sequence_length, data_path or PYTHON_TEXT)
 
 
 def cut(tokenizer: Any, text: str, num_samples: int, sequence_length: int, name: str) -> mx.array:
-    """A text's tokens as sequences, in its order; int32 (samples, sequence_length).
-
-    Raises:
-        UsageError: fewer tokens than one sequence; ``name`` is what the message calls the text.
-    """
-    ids = tokenizer.encode(text, verbose=False)  # without a warning that the whole is longer than the context
+    """Cuts a text into sequences; ``name`` is for the error about a text that is too short."""
+    ids = tokenizer.encode(text, verbose=False)  # no warning that the text is longer than the context
     samples = len(ids) // sequence_length
     if samples == 0:
         raise UsageError(
-            f"{name}: {len(ids)} tokens are fewer than one sequence of {sequence_length}; "
-            "give a longer text or a smaller --sequence-length"
+            f"{name}: has {len(ids)} tokens, fewer than one sequence of {sequence_length}; give a longer text or a "
+            "smaller --sequence-length"
         )
     samples = min(samples, num_samples) if num_samples > 0 else samples
     return mx.array(ids[: samples * sequence_length]).reshape(samples, sequence_length)
@@ -191,28 +176,20 @@ def _hub_data(tokenizer: Any, name: str, num_samples: int, sequence_length: int)
     try:
         return load_data(tokenizer, name, num_samples=num_samples, sequence_length=sequence_length)
     except ImportError as e:
-        why = "no such file, and data sets of the Hub need a package: pip install datasets"
+        why = "no such file; for a data set of the Hub, run pip install datasets"
         raise UsageError(f"--data-path {name}: {why}") from e
-    except IndexError as e:  # mlx-lm goes on past the last document, with -1 always
+    except IndexError as e:  # mlx-lm reads past the last document, with -1 always
         wanted = f"{num_samples} sequences" if num_samples > 0 else "all its sequences"
         why = f"too few tokens for {wanted} of {sequence_length}; give a smaller --num-samples"
         raise UsageError(f"--data-path {name}: {why}") from e
     except Exception as e:  # whatever the datasets package and its backends raise
-        raise UsageError(f"--data-path {name}: cannot be loaded: {one_line(e)}") from e
+        raise UsageError(f"--data-path {name}: cannot load the data set: {one_line(e)}") from e
 
 
 def load_for_batches(
     folder: str | Path, batch_size: int, sequence_length: int, **options: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """``load_model`` for ``eval_ppl``: the plan counts a whole batch's activations and logits, too, and so does every
-    later one of the session.
-
-    Args:
-        options: as in ``load_model``, but for context, prompt, prefill_step_size, batch and draft.
-
-    Raises:
-        BudgetError: the budget is too small for such batches; says the smallest that works.
-    """
+    """Loads a model with memory reserved for the activations and logits of whole batches."""
     fixed: dict[str, Any] = dict.fromkeys(("context", "prompt", "prefill_step_size"), sequence_length)
     try:
         return load_model(folder, **fixed, batch=batch_size, draft="none", **options)
@@ -220,4 +197,4 @@ def load_for_batches(
         if e.smallest is None:
             raise
         what = f"batches of {batch_size} sequences of {sequence_length} tokens: {e}"
-        raise BudgetError(f"{what}; a smaller --batch-size or --sequence-length needs less", e.smallest) from e
+        raise BudgetError(f"{what}; or give a smaller --batch-size or --sequence-length", e.smallest) from e

@@ -1,4 +1,4 @@
-"""``outcore plan --device``, for a published device instead of this machine."""
+"""``outcore plan --device``: plans for a published device instead of this machine."""
 
 from __future__ import annotations
 
@@ -21,43 +21,32 @@ from .devices import Device, PublishedRow, device
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: an unknown device, flags that do not go together.
-        BudgetError: the budget is too small; says the smallest that works.
-    """
     if args.device is None:
         plan.run(args)
-    else:
-        _plan_there(args, device(args.device))
-
-
-def _plan_there(args: argparse.Namespace, where: Device) -> None:
-    """Plan for a device; without a model what is published is shown alone."""
-    defaults = parser_of("plan")
+        return
+    where, defaults = device(args.device), parser_of("plan")
     for name in ("io", "cpu_streams", "mirror"):
         if getattr(args, name) != defaults.get_default(name):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is about this machine, and --device {args.device} about another: leave one out")
+            raise UsageError(f"{flag} is about this machine, --device {args.device} about another; leave one out")
     rows = where.published()
     args.result.record = {"device": where.name}
     if args.model is not None:
         folder, options = resolve_model(args.model, args.revision), loading_options(args)
-        # Its memory is not this machine's, so no budget can be refused here.
+        # No budget, as one for the device may be too large for this machine.
         prepared = prepare(folder, **(options | {"memory": None}), least=True)
         calibration = where.calibration()
         best = prepared.planning.at(given_budget(args.memory, of=where.usable_bytes), calibration).plan
         args.result.record = plan.show(prepared, calibration, best, where.usable_bytes, device=where.name)
-        asked = Path(args.model).name.lower().replace("_", "-")
-        rows = [r for r in rows if r.model.lower().replace("_", "-") in asked]
+        name = Path(args.model).name.lower().replace("_", "-")
+        rows = [r for r in rows if r.model.lower().replace("_", "-") in name]
     if rows:
         _show(where, rows)
     args.result.record["published"] = [asdict(r) | {"tps": r.tps[where.name]} for r in rows]
 
 
 def _show(where: Device, rows: Sequence[PublishedRow]) -> None:
-    title = f"The published system on {where.name}, with its own layer streaming"
+    title = f"Published results on {where.name}, by the paper's own system"
     lines = []
     for r in rows:
         swaps = "thrashes" if where.name in r.swaps else ""

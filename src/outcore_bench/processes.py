@@ -1,7 +1,7 @@
-"""Measurements in processes of their own: a row, or what the disk gives. Knows nothing of documents.
+"""Measures a row or the disk in a child process.
 
-``python -m outcore_bench.processes KIND ARGUMENTS`` is such a process: ``ARGUMENTS`` is a JSON object, and so is the
-last line of standard output. A failure is the last line of standard error.
+``python -m outcore_bench.processes KIND ARGUMENTS`` is the child. ``ARGUMENTS`` is a JSON object, and so is the result,
+the last line of standard output. An error is the last line of standard error.
 """
 
 from __future__ import annotations
@@ -27,23 +27,19 @@ from .page_cache import drop_page_cache
 from .words import AUTO
 
 KILLED = "killed for memory"
-BUSY_PERCENT = 10  # of all cores, by others, right before a row
-DISK_BYTES = 2_000_000_000  # of one pass at most, of six: a large model would take longer to calibrate than to run
+BUSY_PERCENT = 10  # of all cores, used by other programs right before a row
+DISK_BYTES = 2_000_000_000  # most bytes to read per repeat, as a large model takes long
 PACKAGE = str(Path(__file__).parents[1])
 
 
 class ChildError(OutcoreError):
-    """A measurement that gave no result: it was killed, or ended with an error."""
+    """A child process was killed or failed."""
 
 
 def measure_row(job: BenchJob, files: Sequence[Path]) -> BenchRow:
-    """The row of ``job``, with a note where the machine was busy; a row with an ``error`` where it cannot run.
-
-    Args:
-        files: of the model; dropped from the page cache before.
-    """
+    """Measures a row after dropping ``files`` from the page cache. A job that fails gives a row with an ``error``."""
     drop_page_cache(files)
-    others = psutil.cpu_percent(interval=0.3)  # nothing of ours runs now
+    others = psutil.cpu_percent(interval=0.3)
     try:
         row = BenchRow.of(_child("row", asdict(job)))
     except ChildError as e:
@@ -55,7 +51,7 @@ def measure_row(job: BenchJob, files: Sequence[Path]) -> BenchRow:
 
 
 def measure_disk(files: Sequence[Path]) -> DiskRate | None:
-    """What a reader gets of these files that does nothing else; None where that cannot be measured."""
+    """Measures the disk's read rate; None if that fails."""
     arguments = {"files": [str(f) for f in files], "most": DISK_BYTES}
     try:
         return DiskRate(**_child("disk", arguments))
@@ -64,7 +60,6 @@ def measure_disk(files: Sequence[Path]) -> DiskRate | None:
 
 
 def failed(job: BenchJob, why: str) -> BenchRow:
-    """A row that could not be measured."""
     setting = RowSetting(memory=job.memory, batch=job.batch)
     setting.slots, setting.threads, setting.io = job.run.slots, job.run.threads, job.io if job.io != AUTO else None
     return BenchRow(job.mode, job.label, setting=setting, error=why)
@@ -82,12 +77,12 @@ def _child(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_only(text: str) -> str:
-    """Absolute paths cut to their last parts: results are shared, and where things lie is nobody's business."""
+    """Cuts absolute paths to their last parts, as results may be shared."""
     return re.sub(r"(?<![\w.:/])(?:/[^\s/:'\",]+)+/([^\s/:'\",]+)", r"\1", text)
 
 
 def main(kind: str, text: str) -> int:
-    """Take one measurement in this process; returns the exit status."""
+    """Runs in the child process; returns the exit status."""
     arguments = json.loads(text)
     try:
         if kind == "row":

@@ -1,21 +1,21 @@
-"""The words that ``outcore bench`` and ``outcore matrix`` are given; light, for their help is made of them."""
+"""The values that flags of ``outcore bench`` and ``outcore matrix`` take. Light, as ``outcore --help`` imports it."""
 
 from __future__ import annotations
 
 AUTO = "auto"
-"""The budget that Outcore chooses by itself, or its way of reading."""
+"""The budget, or way of reading, that Outcore chooses."""
 
 OUTCORE = "outcore"
 
 WAYS = {
-    "mlx-lm": "mlx-lm's own loop on its own load, everything resident",
-    "plain": "the plain way: load, compute and release layer by layer",
-    OUTCORE: "Outcore within each budget",
+    "mlx-lm": "mlx-lm's own loop, everything resident",
+    "plain": "naive streaming: load, compute and release layer by layer",
+    OUTCORE: "Outcore at each budget",
 }
-"""The ways of running a model that are measured side by side (``modes``), and what each is."""
+"""The modes of a bench and their descriptions."""
 
 IO = ("direct", "cached")
-"""Ways of reading that a matrix has where none are given."""
+"""A matrix's ways of reading by default."""
 
 BUDGETS = 5
-"""Budgets that a matrix has where none are given."""
+"""The number of budgets of a matrix by default."""

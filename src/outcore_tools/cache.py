@@ -1,4 +1,4 @@
-"""``outcore cache``: what copies, drafts, calibrations, kernels, prompts and conversations take; removing them."""
+"""``outcore cache``: lists and removes Outcore's own files in its cache folder."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; its exit status, 1 where something could not be removed."""
     if choice("ACTION", args.action, ACTIONS) == "rm" and not args.names:
-        raise UsageError("rm: give a NAME; outcore cache ls shows what there is")
+        raise UsageError("rm: give a NAME; outcore cache ls lists them")
     if args.action != "rm" and args.names:
         raise UsageError(f"{args.action} takes no NAME: {shortened(args.names[0])}")
     found = contents()
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         chosen = [e for e in found if e.kind != CONVERSATION]
         if kept := len(found) - len(chosen):
-            tell(f"outcore cache: {counted(kept, 'conversation')} of chat --session stay; remove them by name (rm)")
+            tell(f"outcore cache: keeping {counted(kept, 'conversation')} of chat --session; rm NAME removes one")
         if chosen and not args.force and not _agreed(chosen):
             tell("outcore cache: nothing was removed")
             return 1
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             entry.remove()
             removed.append(entry)
         except FileNotFoundError:
-            removed.append(entry)  # by somebody else
+            removed.append(entry)  # another process was faster
         except (OSError, OutcoreError) as e:
             refused[entry.name] = f"cannot be removed: {e.strerror or e}" if isinstance(e, OSError) else str(e)
     for name, why in refused.items():
@@ -68,21 +67,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _named(name: str, found: Sequence[Entry]) -> Entry:
-    """What has that name, or alone begins so."""
+    """Returns the entry of that name, or the only one whose name begins so."""
     same = [e for e in found if e.name == name] or [e for e in found if name and e.name.startswith(name)]
     if len(same) == 1:
         return same[0]
     if same:
         few = ", ".join(e.name for e in same[:3])
-        raise UsageError(f"{shortened(name)}: {len(same)} names begin so ({few}{', ...' * (len(same) > 3)}): give more")
-    raise UsageError(f"{shortened(name)}: there is nothing of that name; outcore cache ls shows what there is")
+        raise UsageError(
+            f"{shortened(name)}: {len(same)} names begin so ({few}{', ...' * (len(same) > 3)}); give more of it"
+        )
+    raise UsageError(f"{shortened(name)}: no such item; outcore cache ls lists them")
 
 
 def _agreed(chosen: Sequence[Entry]) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("clear asks first, and standard input is no terminal: give --force")
-    what = f"{counted(len(chosen), 'thing')}, {format_size(sum(e.nbytes for e in chosen))}"
-    print(f"Remove all of it, {what}, from {cache_dir()}? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise UsageError("clear needs a terminal to ask for confirmation; give --force to clear without asking")
+    size = format_size(sum(e.nbytes for e in chosen))
+    print(f"Clear {cache_dir()} ({counted(len(chosen), 'item')}, {size})? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -111,10 +112,10 @@ def _list(args: argparse.Namespace, found: Sequence[Entry]) -> None:
     for e in found:
         kind = f"{e.kind}, {e.coding}" if e.coding else e.kind
         rows.append([e.name, kind, e.model or "-", format_size(e.nbytes), _age(now - e.used), e.state or ""])
-    # Names are there to be copied: where nobody looks, they are not broken over lines.
+    # Names must be easy to copy, so they do not wrap when the output is not a terminal.
     out = console(max(len(e.name) + len(e.model or "") for e in found) + 90, soft_wrap=False)
     out.print(table(["~name", "~kind", "~model", ">size", ">used", ""], rows))
-    print(f"{counted(len(found), 'thing')}, {format_size(total)} in {cache_dir()}")
+    print(f"{counted(len(found), 'item')}, {format_size(total)} in {cache_dir()}")
 
 
 def _age(seconds: float) -> str:
@@ -140,21 +141,20 @@ FILES = {
     "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
     SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
 }
-"""Folders of files: what each file is, and how it is called. Earlier versions wrote ``runs`` and ``experts``."""
+"""Folders of single files: what each file is, and the pattern of its name. Earlier versions wrote ``runs`` and
+``experts``."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing in the cache folder.
+    """A file or folder in the cache.
 
     Attributes:
-        name: by which it is removed; no two are alike.
-        kind: what it is, in words.
-        model: whose it is, as its folder was called; None: no model's.
-        nbytes: of all its files.
+        name: its unique name for ``outcore cache rm``.
+        model: the model that it belongs to, if any.
         used: when it was last used or changed, in seconds since 1970.
-        state: ``in use``, ``being written``, ``unfinished``; None: none of them.
-        coding: of a packed copy whose tensors are stored in another form, which (``outcore pack --coding``).
+        state: ``in use``, ``being written``, ``unfinished`` or None.
+        coding: the ``--coding`` that a packed copy was made with, if any.
     """
 
     name: str
@@ -167,30 +167,21 @@ class Entry:
     coding: str | None = None
 
     def remove(self) -> None:
-        """Remove it.
-
-        Raises:
-            InUseError: a process uses it.
-            OSError: it cannot be removed.
-        """
+        """Removes it; raises InUseError if a process uses it, OSError if that fails."""
         if self.kind == CONVERSATION:
             _remove_conversation(self.path)
         elif self.path.parent.name in FILES:
-            # Read whole and replaced whole: nobody is in the middle of it.
+            # These files are read and replaced as a whole, so no process can be in the middle of one.
             self.path.unlink()
         elif self.kind in (REMAINS, PROMPTS):
-            # A process that is just looking for a file there finds none.
+            # A process that looks for a file there treats a missing one as not cached.
             shutil.rmtree(self.path)
         else:
             remove_folder(self.path)
 
 
 def contents() -> list[Entry]:
-    """Everything in the cache folder that Outcore put there to keep; largest first. Links are not followed.
-
-    Raises:
-        StoreError: others could have put something into it.
-    """
+    """Returns Outcore's entries in the cache folder, largest first. Does not follow links."""
     return sorted(_found(cache_dir()), key=lambda e: (-e.nbytes, e.name))
 
 
@@ -199,7 +190,7 @@ def _found(folder: Path) -> Iterator[Entry]:
         if not _is_folder(path):
             continue
         if match := _COPY.fullmatch(path.name):
-            # The Hub's folders: models--owner--name, of which the first part is left out.
+            # Named after the Hub's folder models--owner--name, without the first part.
             how = state(path) or (None if (path / _MANIFEST).exists() else "unfinished")
             model, coding = match[2].replace("--", "/"), _coding(path / _MANIFEST)
             yield Entry(path.name, _COPIES[match[1]], path, model, *_weight(path), how, coding)
@@ -220,11 +211,10 @@ def _found(folder: Path) -> Iterator[Entry]:
 
 
 def _coding(manifest: Path) -> str | None:
-    """What a copy's manifest says of its coding, as far as that is a name; ``plain`` is none."""
     with suppress(OSError, ValueError, AttributeError):
-        said = parse_json(read_small(manifest, INDEX_BYTES)).get("coding")
-        if isinstance(said, str) and _CODING.fullmatch(said):
-            return said
+        coding = parse_json(read_small(manifest, INDEX_BYTES)).get("coding")
+        if isinstance(coding, str) and _CODING.fullmatch(coding):
+            return coding
     return None
 
 
@@ -234,12 +224,12 @@ def _remove_conversation(path: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InUseError("is under way in a process") from None
-        path.unlink()  # the lock stays: who has it open already would hold another one than who comes next
+            raise InUseError("in use by a process") from None
+        path.unlink()  # not the lock file: processes that have it open and later ones must share one lock
 
 
 def _inside(folder: Path) -> list[Path]:
-    """What is in a folder, if it is one and no link to one; the cache folder itself may be a link."""
+    """Lists a folder, unless it is a link; the cache folder itself may be one."""
     if folder == cache_dir() or _is_folder(folder):
         with suppress(OSError):
             return sorted(folder.iterdir())
@@ -253,14 +243,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def _weight(folder: Path) -> tuple[int, float]:
-    """Bytes of all files below, and when one of them was changed or the folder was last used."""
+    """Returns the bytes of all files below the folder, and the time of its last use or change."""
     nbytes, used = 0, 0.0
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
                 found = (Path(parent) / name).lstat()
                 nbytes += found.st_size
-                # Whoever asks whether it is in use opens a writer's lock.
+                # Checking whether it is in use touches the writer's lock, which must not count.
                 used = max(used, found.st_mtime if name != WRITER else 0.0)
     with suppress(OSError):
         used = used or folder.lstat().st_mtime

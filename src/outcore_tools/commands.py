@@ -1,4 +1,4 @@
-"""The commands that this package brings, as ``outcore.cli.commands`` finds them. Light: no MLX."""
+"""The commands of this package (see ``outcore.cli.commands``). Imports no MLX."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LEAVE_OUT = "outcore_tools.no_tokenizers:leave_out"
 COMMANDS = dict([
     _command(
         "info",
-        "Layers, sizes, and what would be resident at a given --memory. Loads nothing: headers are read, and a block "
-        "of each tensor to know the model by.",
+        "Show a model's layers and sizes, and what would be resident at a given --memory. Reads headers, and one "
+        "block of each tensor to identify the model; loads nothing.",
         f"{HUB} --memory 4GB",
         LOOK,
         alone=_LEAVE_OUT,
     ),
     _command(
         "list",
-        "Models in the Hub's cache, and what each would need here. Of each: what it takes on the disk, the smallest "
-        "budget that it runs in, the one from which all of it is resident, and what it would do. Loads and fetches "
+        "List the models in the Hub's cache and the memory that each needs. Shows the size on disk, the smallest "
+        "budget, the budget that keeps everything resident, and whether the model streams here. Loads and downloads "
         "nothing.",
         "--memory 4GB",
         LOOK,
@@ -34,21 +34,21 @@ COMMANDS = dict([
     ),
     _command(
         "monitor",
-        "What your running Outcore processes do: layers, memory, the disk, tokens. Ctrl-C leaves. With --json a "
-        "snapshot a line, four times a second.",
+        "Watch your running Outcore processes: layers, memory, disk, tokens. Ctrl-C leaves. --json prints four "
+        "snapshots a second, one per line.",
         "--once",
         LOOK,
     ),
     _command(
         "demo",
-        "Run the demo model under a budget smaller than its weights, and check it against the resident one.",
+        "Run the demo model in less memory than its weights need, and compare with the resident model.",
         "--memory 15MB",
         LOOK,
     ),
     _command(
         "doctor",
-        "Check in 20 seconds whether what Outcore relies on holds on this machine. Reads give the file's bytes, and "
-        "come from the disk; slots are what the device sees; reading and computing overlap; streamed answers are the "
+        "Check in 20 seconds that Outcore works on this machine. Reads return the file's bytes and bypass the page "
+        "cache; the device sees what is read into a slot; reading and computing overlap; streamed answers equal "
         "resident ones.",
         HUB,
         LOOK,
@@ -56,15 +56,15 @@ COMMANDS = dict([
     ),
     _command(
         "cache",
-        "What packed copies, drafts, calibrations and more of that kind take: ls, rm, clear. Compiled kernels, marks "
-        "that this machine was looked at, and what was computed of prompts are there, too. All of it is made again "
-        "when it is needed; what is in use stays.",
+        "List or remove cached files: packed copies, drafts, calibrations, kernels, prompts (ls, rm, clear). They are "
+        "made again when needed. Files in use are not removed.",
         "ls",
         KEEP,
     ),
     _command(
         "completion",
-        "Print what lets a shell complete commands and flags. For zsh, save it as _outcore in a folder of $fpath.",
+        "Print a script that makes a shell complete commands and flags. For zsh, save it as _outcore in a folder of "
+        "$fpath.",
         "bash > ~/.local/share/bash-completion/completions/outcore",
         KEEP,
     ),

@@ -1,4 +1,4 @@
-"""``outcore completion``: a script that lets a shell complete commands, flags, their words and files."""
+"""``outcore completion``: prints a shell's completion script for commands, flags, their values and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .flags import ACTIONS, SHELLS
 
 WORDS = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
 WORDS |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS}
-"""What flags take, of which argparse is not told: it would refuse others in words of its own."""
+"""The values that flags accept. The parsers do not list them as choices, so that errors are Outcore's own."""
 
 
 def run(args: argparse.Namespace) -> None:

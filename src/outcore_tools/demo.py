@@ -1,4 +1,4 @@
-"""``outcore demo``: the demo model under a budget smaller than its weights, checked against the resident one."""
+"""``outcore demo``: runs the demo model streamed and resident, and compares tokens and speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
 from outcore.cli.arguments import text_of
 from outcore.cli.console import PlainConsole, listing
-from outcore.cli.engine import ProgressBar, engine_record, sweep_progress
+from outcore.cli.engine import ProgressBar, engine_record, prefill_progress
 from outcore.decode.budget import asked_budget
 from outcore.decode.generate import stream_generate
 from outcore.decode.loader import load
@@ -29,30 +29,24 @@ from outcore.sizes import format_size
 DEMO_PACKAGE = "outcore_demo_model"
 
 WARM_UP = 8
-"""Tokens of the text that comes before a timed one."""
+"""Tokens generated before timing starts."""
 
 
 def demo_model() -> AbstractContextManager[Path]:
-    """The demo model's folder, which is there for as long as the block runs. It is a package of its own, so that
-    Outcore's stays small.
-
-    Raises:
-        MissingFileError: the package is not installed.
-    """
+    """Yields the demo model's folder; raises MissingFileError if its package is not installed."""
     try:
         folder = resources.files(DEMO_PACKAGE)
     except ModuleNotFoundError as e:
         raise MissingFileError(
-            "the demo model is a package of its own, which is not installed: pip install outcore-demo-model; in a "
-            "checkout pip install ./demo-model"
+            "the demo model is not installed; run pip install outcore-demo-model (in a checkout: pip install "
+            "./demo-model)"
         ) from e
     return resources.as_file(folder)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command; it fails where the two runs did not make the same tokens."""
     if args.max_tokens < 2:
-        raise UsageError(f"--max-tokens {args.max_tokens}: at least 2, to time one after the first")
+        raise UsageError(f"--max-tokens {args.max_tokens}: give at least 2, as the time starts at the first token")
     whole("--max-tokens", args.max_tokens)
     budget = asked_budget(args.memory)
     text_of("--prompt", args.prompt)
@@ -60,28 +54,28 @@ def run(args: argparse.Namespace) -> None:
     with demo_model() as folder:
         weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         out.print(
-            f"A trained 28M-parameter model, {format_size(weights)} of weights: streamed from disk within\n"
-            f"{format_size(budget)}, and resident. Each is timed after a warm-up.\n"
+            f"A trained 28M-parameter model with {format_size(weights)} of weights runs twice: streamed from disk\n"
+            f"within {format_size(budget)}, and resident. Both are timed after a warm-up.\n"
         )
         streamed = _run(folder, args, budget)
         resident = _run(folder, args, max(4 * weights, 100_000_000))
     out.print(f"{args.prompt}{streamed['text']}\n", soft_wrap=True)
     same = streamed["tokens"] == resident["tokens"]
     tokens = f"yes, all {len(streamed['tokens'])}" if same else "NO"
-    out.print(listing([("streamed", _said(streamed)), ("resident", _said(resident)), ("same tokens", tokens)]))
+    out.print(listing([("streamed", _line(streamed)), ("resident", _line(resident)), ("same tokens", tokens)]))
     slower, waited = resident["tps"] / streamed["tps"], 100 * streamed["waiting"]
     out.print(
-        f"Streamed, a token took {slower:.2f} times as long; {waited:.0f} % of the time was waiting for the disk, "
-        f"which gave {streamed['read_gbps']:.2f} GB/s."
+        f"Streamed, a token took {slower:.2f} times as long; {waited:.0f} % of the time went into waiting for the "
+        f"disk, which delivered {streamed['read_gbps']:.2f} GB/s."
     )
     args.result.record = {"same_tokens": same, "weight_bytes": weights, "streamed": streamed, "resident": resident}
     if not same:
-        raise OutcoreError("the streamed run made other tokens than the resident one; please report this")
+        raise OutcoreError("streamed and resident tokens differ; this is a bug, please report it")
 
 
 def _run(folder: Path, args: argparse.Namespace, memory: int) -> dict[str, Any]:
-    """Load the model, have it make a short text, and time the whole one; as ``--json`` tells it: bytes, seconds."""
-    # The peak is this run's: what the one before it left goes first.
+    """Loads the model, warms it up, times one text, and returns the record for ``--json``."""
+    # Frees the previous run's memory, so that the peak is this run's.
     gc.collect()
     reset_peak()
     prompt = int(encode(load_tokenizer(folder, {}), args.prompt).size)
@@ -89,35 +83,32 @@ def _run(folder: Path, args: argparse.Namespace, memory: int) -> dict[str, Any]:
     with ProgressBar() as bar:
         model, tokenizer = load(str(folder), memory=memory, **sizes, draft="none", progress=bar)
         with model.outcore as session:
-            first_token = sweep_progress(bar, session)
+            first_token = prefill_progress(bar, session)
             for _ in _text(model, tokenizer, args.prompt, min(WARM_UP, args.max_tokens)):
                 first_token()
             session.metrics.reset()
             responses = _text(model, tokenizer, args.prompt, args.max_tokens)
-            said = [next(responses)]
+            text = [next(responses)]
             began, stalled = time.perf_counter(), session.metrics.stall_s
-            said += responses
+            text += responses
             seconds = time.perf_counter() - began
             return engine_record(session) | {
                 "seconds": seconds,
                 "waiting": (session.metrics.stall_s - stalled) / seconds,
-                "tokens": [r.token for r in said],
-                "text": "".join(r.text for r in said),
-                "tps": (len(said) - 1) / seconds,
+                "tokens": [r.token for r in text],
+                "text": "".join(r.text for r in text),
+                "tps": (len(text) - 1) / seconds,
             }
 
 
 def _text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Iterator[Any]:
-    """A text by Outcore's own loop, which the resident model too runs in where a cache is given."""
+    """Generates by Outcore's own loop; a cache makes the resident model use it too, and not mlx-lm's."""
     own: dict[str, Any] = {}
     if model.outcore.streaming is None:
         own = {"prompt_cache": make_prompt_cache(model), "leave_last": True}
     yield from stream_generate(model, tokenizer, prompt, max_tokens=tokens, **own)
 
 
-def _said(run: dict[str, Any]) -> str:
-    layers = run["resident_units"] + run["streamed_units"]
-    return (
-        f"{run['tps']:.1f} tokens a second; {run['resident_units']} of {layers} layers in memory, "
-        f"{format_size(run['peak_memory_bytes'])} used at most"
-    )
+def _line(run: dict[str, Any]) -> str:
+    layers, peak = run["resident_units"] + run["streamed_units"], format_size(run["peak_memory_bytes"])
+    return f"{run['tps']:.1f} tokens/s; {run['resident_units']} of {layers} layers in memory, peak {peak}"

@@ -1,7 +1,4 @@
-"""``outcore doctor``: whether what Outcore relies on holds on this machine, within 20 seconds.
-
-Each check finds one thing and says what to do about it; one that itself fails is a finding too.
-"""
+"""``outcore doctor``: checks within 20 seconds that Outcore works on this machine, and says what to do if not."""
 
 from __future__ import annotations
 
@@ -46,23 +43,23 @@ from outcore.text import one_line
 from outcore.version import __version__
 from outcore_calibrate.cold_ranges import forget, scratch_file
 
-REPORT = "please report what stands here"
+REPORT = "please report this output"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 
 SCRATCH_BYTES = 512 << 20
-"""Of the file that is read where no model's is; written in a second or two."""
+"""Size of the file that is written and read when no model is given."""
 
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
 
 WORKING_SET = "recommended working set"
 
-ASKING = 0.25
-"""Share of a read's time that asking for it may take: reads run by themselves."""
+SUBMIT = 0.25
+"""Largest share of a read's time that submitting it may take, as reads run in the background."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found; ``ok`` is None where nothing is wrong, but something is worth knowing."""
+    """The result of a check. ``ok`` is None if nothing is wrong but something is worth knowing."""
 
     name: str
     ok: bool | None
@@ -71,11 +68,10 @@ class Finding:
 
 
 Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
-"""What a check returns: ``Finding`` without its name."""
+"""What a check returns: the fields of ``Finding`` after its name."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; its exit status, 1 where a check failed."""
     model = resolve_model(args.model, args.revision) if args.model is not None else None
     began, budget = time.perf_counter(), default_budget()
     with ProgressBar() as bar:
@@ -83,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     out.print(
         f"Outcore {__version__}, MLX {version('mlx')} on {gpu_name() or 'the CPU'}; {cpu_name()}, {platform.system()} "
-        f"{platform.release()} {platform.machine()}; without --memory {format_size(budget)} are used\n"
+        f"{platform.release()} {platform.machine()}; default --memory {format_size(budget)}\n"
     )
     for f in findings:
         out.print(f"{VERDICTS[f.ok]:6} {f.name}: {f.found}" + (f"\n       → {f.advice}" if f.advice else ""))
     failed = [f.name for f in findings if f.ok is False]
-    wrong = f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}. What to do stands above."
-    out.print(f"\n{wrong if failed else f'All {len(findings)} checks passed: nothing to do.'}")
+    wrong = f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}. See above for what to do."
+    out.print(f"\n{wrong if failed else f'All {len(findings)} checks passed.'}")
     args.result.record = {
         "findings": [asdict(f) for f in findings],
         "failed": failed,
@@ -100,22 +96,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(model: Path | None = None, progress: Callable[[str, int, int], None] = lambda *_: None) -> list[Finding]:
-    """All findings, in the order of ``CHECKS``; of a model's folder its files and plan are looked at, too."""
+    """Runs all checks, on the model's files and plan if a model is given. A check that raises has failed."""
     findings = []
     with _file_of(model) as file:
         for n, (name, check) in enumerate(CHECKS.items()):
             progress(name, n, len(CHECKS))
             try:
                 findings.append(Finding(name, *check(file, model)))
-            except Exception as e:  # whatever a broken machine raises: the other checks are of use all the same
-                said = one_line(e) if isinstance(e, OutcoreError) else f"{type(e).__name__}: {one_line(e)}"
-                findings.append(Finding(name, False, said, REPORT))
+            except Exception as e:  # a broken machine may raise anything, and the other checks still matter
+                error = one_line(e) if isinstance(e, OutcoreError) else f"{type(e).__name__}: {one_line(e)}"
+                findings.append(Finding(name, False, error, REPORT))
     return findings
 
 
 @contextlib.contextmanager
 def _file_of(model: Path | None) -> Iterator[Path]:
-    """The file that checks read: the largest of the model's, or a scratch file."""
+    """Yields the file that checks read: the model's largest, or a scratch file."""
     if model is not None:
         yield max(open_model(model).checkpoint.files, key=lambda f: f.stat().st_size)
         return
@@ -128,35 +124,34 @@ def _file_of(model: Path | None) -> Iterator[Path]:
 
 
 def _slots(file: Path, model: Path | None) -> Verdict:
-    """A slot that is written in place is what the device sees."""
+    """Checks that the device sees what is written into a slot."""
     if unseen := unseen_rewrites():
-        advice = f"nothing can be streamed on this device, and answers would be wrong: {REPORT}"
+        advice = f"streaming does not work on this device, answers would be wrong; {REPORT}"
         return False, f"{unseen} of {REWRITES} rewrites were not seen by the device", advice
     return True, f"{REWRITES} of {REWRITES} rewrites were seen by the device"
 
 
 def _offsets(file: Path, model: Path | None) -> Verdict:
-    """Reads at odd offsets give the file's bytes."""
+    """Checks that reads at odd offsets return the file's bytes."""
     if wrong := sorted({*wrong_reads(file), *wrong_reads(file, "cached")}):
-        told = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
+        places = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
-        return False, f"wrong bytes from offset {told}", f"answers would be wrong; {cached}{REPORT}"
+        return False, f"wrong bytes from offset {places}", f"answers would be wrong; {cached}{REPORT}"
     return True, "all bytes right, at odd offsets too"
 
 
 def _direct(file: Path, model: Path | None) -> Verdict:
-    """Weights are read around the page cache."""
+    """Checks whether reads can bypass the page cache."""
     with contextlib.closing(FileReader([file], threads=1)) as reader:
         direct = reader.direct
-    return (True, "around the page cache") if direct else (None, "refused here, so weights go through the page cache")
+    return (True, "bypass the page cache") if direct else (None, "not possible here, so reads use the page cache")
 
 
 def device_limits() -> dict[str, int]:
-    """What MLX and the system tell of the device, in bytes; without what there is not.
+    """Returns the limits that MLX and the system report for the device, in bytes.
 
-    The largest slot is the largest array of bytes, alignment included: one Metal buffer on a Mac, on whichever device.
-    The working set is what Metal recommends to use at most, and the wired limit what the user lets the GPU wire
-    (``iogpu.wired_limit_mb``).
+    The largest slot includes its alignment. The working set is what Metal recommends as the most; the wired limit is
+    what the user lets the GPU wire (``iogpu.wired_limit_mb``).
     """
     metal = metal_info()
     known = {
@@ -169,24 +164,26 @@ def device_limits() -> dict[str, int]:
 
 
 def _limits(file: Path, model: Path | None) -> Verdict:
-    """The device's limits, against the plan of the model."""
-    known = device_limits()
-    told = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in known.items())
+    """Checks that the model's plan keeps the device's limits."""
+    limits = device_limits()
+    found = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in limits.items())
     if model is None:
-        return True, told
+        return True, found
     prepared = prepare(model, least=True)
     peak = prepared.plan.peak_bytes
-    told += f"; this model without --memory: {format_size(peak)} at most"
-    if peak > known.get(WORKING_SET, peak):
-        advice = f"give --memory {format_size(known[WORKING_SET])} or less: more cannot stay wired, and would crawl"
-        return False, told, advice
+    found += f"; this model without --memory: peak {format_size(peak)}"
+    if peak > limits.get(WORKING_SET, peak):
+        advice = (
+            f"give --memory {format_size(limits[WORKING_SET])} or less; more cannot stay wired and would be very slow"
+        )
+        return False, found, advice
     if prepared.refused is not None:
-        return False, prepared.refused, "free memory, or give a smaller context"
-    return True, told
+        return False, prepared.refused, "close other programs, or give a smaller context"
+    return True, found
 
 
 def _overlap(file: Path, model: Path | None) -> Verdict:
-    """Reading goes on while the device computes: neither waits for the other."""
+    """Checks that reads continue while the device computes."""
     weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
     x = mx.ones((16, 1024), dtype=mx.float32)
     size = min(file.stat().st_size, OVERLAP_BYTES)
@@ -201,37 +198,36 @@ def _overlap(file: Path, model: Path | None) -> Verdict:
             forget([extent])
             began = time.perf_counter()
             read = reader.submit("doctor", [extent], slot.payload)
-            asking_s = time.perf_counter() - began
+            submit_s = time.perf_counter() - began
             while (now := time.perf_counter()) < began + 2 * reading_s:
                 mx.eval(x @ weights)
-            there = read.ready
+            done = read.ready
             read.wait()
-            text = f"{reading_s:.3f} s of reading took {asking_s:.3f} s to ask for, and had "
-            text += f"{'' if there else 'not '}ended after {now - began - asking_s:.3f} s of computing"
-            if there and asking_s < ASKING * reading_s:
-                return True, f"reading goes on while the device computes, at {size / reading_s / 1e9:.2f} GB/s"
-    advice = "reads are not hidden behind computing: if others use this machine, run this again when it is quiet"
+            text = f"a read of {reading_s:.3f} s took {submit_s:.3f} s to submit, and had "
+            text += f"{'' if done else 'not '}ended after {now - began - submit_s:.3f} s of computing"
+            if done and submit_s < SUBMIT * reading_s:
+                return True, f"reads continue while the device computes, at {size / reading_s / 1e9:.2f} GB/s"
+    advice = "reads do not overlap with computing; if other programs use this machine, try again when it is quiet"
     return False, text, advice
 
 
 def _answers(file: Path, model: Path | None) -> Verdict:
-    """A small model of random weights gives the same logits, streamed and resident."""
+    """Checks that a small random model gives the same logits, streamed and resident."""
     try:
         with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
             save_random_checkpoint(Path(folder))
             streamed, resident = _logits(folder, 0), _logits(folder, None)
     except OSError as e:
         raise StoreError(
-            f"a small model to look at cannot be written ({e.strerror or e}): set TMPDIR to a folder that can be "
-            "written to and has 20 MB free"
+            f"cannot write a small test model ({e.strerror or e}); set TMPDIR to a writable folder with 20 MB free"
         ) from e
     if not np.array_equal(streamed, resident) or not np.isfinite(resident).all():
-        return False, "streamed logits are not the resident ones", f"do not use it; {REPORT}"
-    return True, f"model of random weights: {resident.size} logits equal, bit for bit, streamed and resident"
+        return False, "streamed logits differ from the resident ones", f"do not use Outcore here; {REPORT}"
+    return True, f"model of random weights: all {resident.size} logits bit-equal, streamed and resident"
 
 
 def _logits(folder: str, layers: int | None) -> Any:
-    """The logits of two calls of a model with so many resident layers (None: all); NumPy, float32."""
+    """Returns the logits of two calls with ``layers`` resident layers (None: all), as a float32 NumPy array."""
     model, _ = load_model(folder, resident=layers, memory="400MB", context=8, prompt=4, draft="none")
     with model.outcore as session:
         assert (session.streaming is None) == (layers is None)
@@ -247,7 +243,7 @@ CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
     "overlap": _overlap,
     "answers": _answers,
 }
-"""All checks, in their order: of the file that is read, and of a model's folder where one was given."""
+"""The checks in order. Each takes the file to read, and the model's folder if one was given."""
 
 
 _LAYERS, _BITS, _GROUP = 8, 4, 64
@@ -262,29 +258,26 @@ _TEXT: dict[str, Any] = {
         "type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
     },
 }  # fmt: skip
-"""Half of the demo model's layers, as it has them: three recurrent ones to one of attention."""
+"""As the demo model, with half of its layers: one of attention after every three recurrent ones."""
 
 
 def save_random_checkpoint(folder: Path) -> Path:
-    """Write such a checkpoint and return the folder: 10 MB, 4 bit, float32 scales, the same weights each time.
+    """Writes a 10 MB checkpoint with 4-bit random weights, the same each time; raises OSError if that fails.
 
-    Made on the CPU: a GPU would compile kernels that are needed for nothing else.
-
-    Raises:
-        OSError: it cannot be written.
+    Computes on the CPU: a GPU would compile kernels for this alone.
     """
     config: dict[str, Any] = {"model_type": "qwen3_5", "text_config": _TEXT, "tie_word_embeddings": True}
     model_class, args_class = classes_of(config)
     with random_state_kept(), mx.stream(mx.cpu):
         mx.random.seed(0)
-        # from_dict may write into what it is given.
+        # from_dict may change its argument.
         model = model_class(args_class.from_dict(json.loads(json.dumps(config))))  # type: ignore[attr-defined]
         nn.quantize(model, _GROUP, _BITS)
         weights = dict(tree_flatten(model.parameters()))
         mx.eval(weights)
     try:
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    except RuntimeError as e:  # MLX's word for a file that cannot be opened or written
+    except RuntimeError as e:  # MLX raises this for a file that cannot be written
         raise OSError(f"{folder}: {e}") from e
     (folder / CONFIG).write_text(json.dumps(config | {"quantization": {"group_size": _GROUP, "bits": _BITS}}))
     return folder

@@ -1,4 +1,4 @@
-"""``outcore info``: what a model weighs and what would be resident. Nothing is loaded."""
+"""``outcore info``: shows a model's sizes and plan without loading it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ from outcore.text import counted
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        BudgetError: the budget does not do. What the model weighs is shown all the same.
-    """
     folder = resolve_model(args.model, args.revision)
     prepared = prepare(folder, **loading_options(args), least=True)
     args.result.record = describe(prepared)
@@ -36,20 +31,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe(prepared: Preparation) -> dict[str, Any]:
-    """What there is to say of a prepared model, all sizes in bytes."""
-    found, plan = prepared.profile, prepared.plan
-    size = found.size
+    """Returns the JSON document."""
+    profile, plan = prepared.profile, prepared.plan
+    size = profile.size
     dtypes: Counter[str] = Counter()
-    for tensor in found.lazy.checkpoint.tensors.values():
+    for tensor in profile.lazy.checkpoint.tensors.values():
         dtypes[tensor.dtype] += tensor.nbytes
-    quantization = found.lazy.config.get("quantization")
+    quantization = profile.lazy.config.get("quantization")
     layers = sum(layer.resident for layer in size.layers)
     return facts(plan) | {
-        "model": str(found.lazy.checkpoint.folder),
-        "model_type": found.lazy.config.get("model_type"),
+        "model": str(profile.lazy.checkpoint.folder),
+        "model_type": profile.lazy.config.get("model_type"),
         "quantization": {k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
-        "coding": found.lazy.coding,
-        "checkpoint_bytes": found.lazy.checkpoint.nbytes,
+        "coding": profile.lazy.coding,
+        "checkpoint_bytes": profile.lazy.checkpoint.nbytes,
         "bytes_by_dtype": dict(dtypes),
         "layers": len(size.layers),
         "streamable_layers": sum(layer.streamable for layer in size.layers),
@@ -61,7 +56,7 @@ def describe(prepared: Preparation) -> dict[str, Any]:
         "prompt": size.prompt,
         "draft": prepared.draft.name if prepared.draft is not None else None,
         "context_bytes": plan.cache_bytes,
-        "to_pack_bytes": missing_bytes(found.lazy, found.layers),
+        "to_pack_bytes": missing_bytes(profile.lazy, profile.layers),
         "resident_budget_bytes": resident_budget(prepared.planning.largest),
         "resident_units": list(plan.resident),
         "streamed_units": list(plan.streamed),
@@ -75,9 +70,9 @@ def describe(prepared: Preparation) -> dict[str, Any]:
 
 
 def _between(numbers: Iterable[int], say: Any = str) -> str:
-    """The least and the most of them, or the one that there is; none: "-"."""
-    found = sorted(set(numbers))
-    return " to ".join(dict.fromkeys(say(n) for n in (found[:1] + found[-1:]))) or "-"
+    """Formats the smallest and the largest number, as in ``3 to 5``."""
+    ordered = sorted(set(numbers))
+    return " to ".join(dict.fromkeys(say(n) for n in (ordered[:1] + ordered[-1:]))) or "-"
 
 
 def _show(r: dict[str, Any], prepared: Preparation) -> None:
@@ -86,14 +81,14 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
     dtypes = ", ".join(f"{name} {format_size(n)}" for name, n in sorted(r["bytes_by_dtype"].items()))
     experts = [e for layer in prepared.profile.size.layers if (e := layer.experts) is not None]
     each = f"{_between(e.count for e in experts)} of {_between((e.resident for e in experts), format_size)}"
-    used = f"of which a token uses {_between(e.used for e in experts)}"
-    # What the smallest budget is for; ``generate`` plans for its own prompt and answer.
+    used = f"a token uses {_between(e.used for e in experts)}"
+    # The smallest budget is for this context; ``generate`` plans for its own prompt and answer.
     tokens = f"{counted(r['context'], 'token')} (--context)"
     if r["prompt"] < r["context"]:
-        tokens += f", {r['prompt']} of them a prompt's (--prompt-tokens)"
-    # What drafts by itself does so where there is room for it, which there is not in the smallest budget.
+        tokens += f", {r['prompt']} of them prompt (--prompt-tokens)"
+    # With --draft auto, the smallest budget has no room for drafts.
     if prepared.planning.kind not in (AUTO, NONE):
-        tokens += f", drafting with {r['draft']} (--draft)"
+        tokens += f", with drafts by {r['draft']} (--draft)"
     rows = [
         ("model", f"{r['model']} ({r['model_type']})"),
         ("quantization", kind),
@@ -111,8 +106,8 @@ def _show(r: dict[str, Any], prepared: Preparation) -> None:
     out.print(listing([row for row in rows if row[1]]))
     if prepared.refused is not None:
         return
-    out.print(f"With {format_size(plan.budget_bytes)}: {held(plan)}; {format_size(plan.peak_bytes)} at most.")
+    out.print(f"With {format_size(plan.budget_bytes)}: {held(plan)}; peak {format_size(plan.peak_bytes)}.")
     if plan.streamed and r["to_pack_bytes"]:
-        out.print(f"First use packs {format_size(r['to_pack_bytes'])} that are not on disk as the model uses them.")
+        out.print(f"First use packs {format_size(r['to_pack_bytes'])} that the model uses in another layout.")
     for note in r["notes"]:
         out.print(f"Note: {note}")

@@ -1,4 +1,4 @@
-"""``outcore list``: the models in the Hub's cache, and what each would need on this machine. Headers alone are read."""
+"""``outcore list``: lists the models in the Hub's cache and the memory that each needs. Reads headers only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outcore.sizes import format_size
 from outcore.text import one_line, shortened
 
 REASON = 90
-"""Characters of a reason at most."""
+"""Most characters of a reason."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,42 +33,40 @@ def run(args: argparse.Namespace) -> None:
         info = scan_cache_dir(args.cache_dir)
         rows += [_row(r, args.context, budget) for r in info.repos if r.repo_type == "model"]
         rows += _broken(info.warnings)
-    except (CacheNotFound, ValueError):  # not there, or a file
+    except (CacheNotFound, ValueError):  # no such folder, or a file
         pass
     rows.sort(key=lambda r: str(r["model"]).lower())
     args.result.record = {"budget_bytes": budget, "context": args.context, "models": rows}
     if not rows:
-        print("no models in the Hub's cache; outcore generate --model owner/name fetches one")
+        print("no models in the Hub's cache; outcore generate --model owner/name downloads one")
         return
     _show(rows)
-    print(
-        f"Here: with a budget of {format_size(budget)}{'' if args.memory else ', what would be used without --memory'}."
-    )
+    print(f"here: with --memory {format_size(budget)}{'' if args.memory else ' (the default)'}")
 
 
 def _broken(warnings: Sequence[Exception]) -> Iterator[dict[str, Any]]:
     for warning in warnings:
-        said = one_line(warning)
-        # It names the folder, and nothing else does: models--owner--name.
-        _, there, rest = said.partition("models--")
-        if there:
+        text = one_line(warning)
+        # The model's name stands only in the text, as the folder models--owner--name.
+        _, found, rest = text.partition("models--")
+        if found:
             name = rest.split("/")[0].split(" ")[0].rstrip(".,:)'\"").replace("--", "/")
-            yield _refused(name, 0, f"not whole in the Hub's cache: {said.partition(': ')[0]}")
+            yield _refused(name, 0, f"incomplete in the Hub's cache: {text.partition(': ')[0]}")
 
 
 def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, Any]:
     name, nbytes = repo.repo_id, repo.size_on_disk
     if not repo.revisions:
-        return _refused(name, nbytes, "nothing of it was fetched")
-    # What ``--model`` would open: the main branch, or what was fetched last.
+        return _refused(name, nbytes, "nothing downloaded")
+    # As ``--model`` does: the main branch, or the newest download.
     folder = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified)).snapshot_path
     try:
-        with redirect_stdout(sys.stderr):  # what mlx-lm has to say
+        with redirect_stdout(sys.stderr):  # mlx-lm prints warnings
             prepared = prepare(folder, memory=f"{budget}B", context=context, least=True)
     except OutcoreError as e:
-        # Where is known: what stands before the reason is the folder.
+        # The table names the model already, so the folder is removed from the error.
         return _refused(name, nbytes, one_line(e).removeprefix(f"{folder}: ").replace(f"{folder}/", ""))
-    except Exception as e:  # a model's own configuration, in mlx-lm's hands: it raises what it likes
+    except Exception as e:  # mlx-lm may raise anything for a model's configuration
         return _refused(name, nbytes, f"mlx-lm cannot open it: {one_line(e)}")
     smallest, resident = prepared.plan.smallest_budget_bytes, resident_budget(prepared.profile.size)
     row = {
@@ -84,7 +82,7 @@ def _row(repo: CachedRepoInfo, context: int | None, budget: int) -> dict[str, An
         "reason": None,
     }
     del prepared
-    gc.collect()  # modules may be in cycles
+    gc.collect()  # modules may form reference cycles
     return row
 
 

@@ -1,4 +1,4 @@
-"""``outcore monitor``: what this user's running Outcore processes do, from their snapshots. Imports no MLX."""
+"""``outcore monitor``: shows this user's running Outcore processes, from their snapshots. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from outcore.sizes import format_size
 from outcore.text import counted, shown
 
 EVERY_S = 0.25
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 
 SETTLED = 5
-"""Looks after which rates are of a second: what ``--once`` shows."""
+"""Updates that ``--once`` waits for, so that rates cover a second."""
 
-NOBODY = "no Outcore process of yours runs; start one, such as outcore chat, or see whether OUTCORE_MONITOR is off"
+NONE_RUNNING = "no Outcore process of yours is running (or OUTCORE_MONITOR is off); start one, such as outcore chat"
 
 STATES = {
     "m": ("█", "dodger_blue2", "in memory"),
@@ -41,16 +41,10 @@ STATES = {
     "l": ("▒", "cyan", "loading"),
     "d": ("·", "bright_black", "on disk"),
 }
-"""For each letter of ``layers``: how a layer is drawn, in which colour, and what that means."""
+"""By letter of ``layers``: a layer's glyph, its colour and its meaning."""
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UsageError: there is no terminal.
-        OutcoreError: nothing runs that could be watched.
-    """
     if args.once:
         *_, processes = itertools.islice(_looks(), SETTLED)
         args.result.record = {"processes": processes}
@@ -60,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
             for process in processes:
                 args.result.line(process)
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("standard output is no terminal; --json and --once do without")
+        raise UsageError("standard output is not a terminal; use --json or --once")
     else:
         terminal = PlainConsole(highlight=False)
         # Ctrl-C is the way to leave.
@@ -71,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _looks() -> Iterator[list[dict[str, Any]]]:
-    """What processes do, again and again, until all have ended; one at least has to run."""
+    """Yields the snapshots of all processes, again and again, until the last process has ended."""
     if not (processes := read_all()):
-        raise OutcoreError(NOBODY)
+        raise OutcoreError(NONE_RUNNING)
     while processes:
         yield processes
         time.sleep(EVERY_S)
@@ -85,16 +79,15 @@ def look() -> RenderableType:
         processes = read_all()
     except StoreError as e:
         return Text(str(e), "red")
-    return Group(_drawn(processes) if processes else Text(NOBODY), Text("Ctrl-C to leave", "dim"))
+    return Group(_drawn(processes) if processes else Text(NONE_RUNNING), Text("Ctrl-C to leave", "dim"))
 
 
 def _drawn(processes: list[dict[str, Any]]) -> Group:
-    """All models of these processes, one below the other."""
     return Group(*(view(process, model) for process in processes for model in process["models"]))
 
 
 class ShareBar:
-    """A bar as wide as there is room: shares of it in colours, and the rest dim."""
+    """A bar of the full width, with coloured shares and a dim rest."""
 
     def __init__(self, *shares: tuple[float, str]) -> None:
         self.shares = shares
@@ -108,7 +101,7 @@ class ShareBar:
 
 
 def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
-    """One of the models of a process, by its snapshot."""
+    """Draws one model of a process."""
     layers, head, m, d = model["layers"], model["head"], model["memory"], model["disk"]
     title = Text.assemble(
         (f" {model['state']} ", f"bold black on {'green' if model['state'] == 'working' else 'white'}"),
@@ -132,7 +125,7 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
     memory.add_row("plan", ShareBar((m["planned"] / budget, "dodger_blue2")), _of(m["planned"], budget))
     use, read = _grid(), Text("nothing is streamed", "bright_black")
     if d["how"] != "none":
-        # The disk's rate against what it was measured to give, and how much of the time is waited for it.
+        # The disk's rate against its calibrated one, and the share of time spent waiting for reads.
         rate, ceiling, stalled, slots = d["gbps"] or 0.0, d["ceiling_gbps"], d["stalled"] or 0.0, model["slots"]
         bar, most = (ShareBar((rate / ceiling, "cyan")), f" of {ceiling:.2f}") if ceiling else ("", "")
         use.add_row("SSD", bar, f"{rate:.2f}{most} GB/s")
@@ -140,7 +133,7 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
         ring = f"{slots} slots of {format_size(m['slots'] // slots)}" if slots else "no slots"
         read = Text(f"{format_size(d['bytes'])} read, {d['how']}; {ring}", "bright_black")
     if (drafts := model["drafts"])["source"]:
-        right = f"{drafts['accepted']} of {drafts['drafted']} right ({shown(drafts['source'])})"
+        right = f"{drafts['accepted']} of {drafts['drafted']} accepted ({shown(drafts['source'])})"
         use.add_row("drafts", ShareBar((drafts["accepted"] / max(1, drafts["drafted"]), "green")), right)
     notes = "\n".join(f"• {shown(note)}" for note in reversed(model["notes"])) or "no notes"
     speed = _speed(model["tokens"], d["how"] != "none")
@@ -150,12 +143,12 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
 def _speed(t: Mapping[str, Any], streams: bool) -> tuple[Text, Text]:
     first = Text.assemble(("–" if t["per_s"] is None else f"{t['per_s']:.2f}", "bold green"), " tokens/s")
     if t["per_sweep"] is not None:
-        first.append(f"   {t['per_sweep']:.2f} a sweep")
+        first.append(f"   {t['per_sweep']:.2f} per pass")
     if t["sweeps_per_s"] is not None and streams:
-        first.append(f"   {t['sweeps_per_s']:.2f} sweeps/s")
-    second = Text(f"{counted(t['made'], 'token')} in {counted(t['sweeps'], 'sweep')}", "bright_black")
+        first.append(f"   {t['sweeps_per_s']:.2f} passes/s")
+    second = Text(f"{counted(t['made'], 'token')} in {counted(t['sweeps'], 'pass')}", "bright_black")
     if t["sweep_s"] is not None:
-        second.append(f"; the last sweep took {t['sweep_s']:.2f} s")
+        second.append(f"; the last pass took {t['sweep_s']:.2f} s")
     if t["in_sweep"] > 1:
         second.append(f"; {t['in_sweep']} tokens in this one")
     return first, second
@@ -174,18 +167,19 @@ def _of(some: int, budget: int) -> str:
 
 
 LONGEST = 1 << 20
-"""Bytes of a snapshot; a longer file is none."""
+"""Largest snapshot file in bytes; a longer one is ignored."""
 
 CLOCK_S = 2.0
-"""Seconds by which a process may seem to have begun after it wrote: the kernel tells its start by another clock."""
+"""Seconds by which a process may seem to have started after it wrote, as its start is measured by another clock."""
 
 
 def read_all() -> list[dict[str, Any]]:
-    """The snapshots of this user's processes, lowest process number first. Files of processes that have ended are
-    removed; what is no snapshot is left alone.
+    """Reads the snapshots of this user's processes, in the order of process ids.
+
+    Removes the files of processes that have ended, and ignores files that are not snapshots.
 
     Raises:
-        StoreError: the folder is not this user's alone.
+        StoreError: other users can access the folder.
     """
     folder = files.runtime_folder()
     try:
@@ -211,13 +205,13 @@ def _read(pid: int, path: Path) -> dict[str, Any] | None:
             document = json.loads(file.read(LONGEST))
     except (OSError, ValueError, RecursionError):
         return None
-    # A newer version's may look otherwise: that is not shown.
-    known = isinstance(document, dict) and document.get("type") == "snapshot" and document.get("pid") == pid
-    return document if known else None
+    # Another version's snapshots may differ; those are not shown.
+    valid = isinstance(document, dict) and document.get("type") == "snapshot" and document.get("pid") == pid
+    return document if valid else None
 
 
 def _wrote(pid: int, at: float) -> bool:
-    """Whether the process of that number still runs, and did when the file was written."""
+    """Tells whether the process runs, and ran already at the time ``at`` which the file was written."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and bool(process.create_time() <= at + CLOCK_S)

@@ -1,8 +1,7 @@
-"""mlx-lm without transformers, for a process that needs no tokenizer: importing it is half of the time that `outcore
-info` takes.
+"""Imports mlx-lm without transformers, which would take half of the time of ``outcore info``.
 
-mlx-lm names four classes of transformers when it is imported, and uses them when a tokenizer is loaded. They get empty
-ones. Whoever asks transformers for something afterwards, such as a model's own code, gets the real module.
+On import mlx-lm names four classes of transformers; it uses them when a tokenizer is loaded. Stand-ins take their
+place. Later imports of transformers, for example by a model's own code, get the real module.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ NAMES = {
 
 
 class _Tokenizer:
-    """Stands for AutoTokenizer and what tokenizers are made of."""
+    """Stands for the four classes."""
 
     @classmethod
     def register(cls, *args: Any, **kwargs: Any) -> None:
-        """Nothing is ever looked up."""
+        """Does nothing, as no tokenizer is looked up."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("this process said that it needs no tokenizer")
+        raise RuntimeError("this process imported mlx-lm without tokenizers")
 
 
 def leave_out() -> None:
-    """Import mlx-lm's own modules with stand-ins. Nothing where transformers is imported already."""
+    """Imports mlx-lm's modules with the stand-ins, unless transformers is imported already."""
     if "transformers" in sys.modules:
         return
     for module, classes in NAMES.items():

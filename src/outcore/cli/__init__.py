@@ -1,2 +1,1 @@
-"""The command line: one file a command, with ``run``. What a user gives and what cannot be meant is refused with a
-UsageError that names the flag; functions here do not say so each time."""
+"""The command line: one module per command, each with ``run``. Bad input raises a UsageError that names the flag."""

@@ -1,5 +1,4 @@
-"""What ``generate``, ``chat`` and ``cache-prompt`` share: flags as arguments of ``stream_generate``, prompts, an answer
-as it is made, strings that end one, and a Ctrl-C that breaks nothing off by itself."""
+"""Shared by ``generate``, ``chat`` and ``cache-prompt``: prompts, sampling options, printing an answer, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,20 +30,17 @@ from .engine import model_folder
 from .output import say
 
 
-def opened(args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool) -> tuple[Path, TokenizerWrapper]:
-    """The model's folder, and its tokenizer with the preset's template.
-
-    Args:
-        settings: further arguments of the tokenizer.
-        preset: arguments of ``Preset.prepare``.
-    """
+def open_tokenizer(
+    args: argparse.Namespace, settings: Mapping[str, Any], **preset: bool
+) -> tuple[Path, TokenizerWrapper]:
+    """Finds the model's folder and loads its tokenizer; ``preset`` holds arguments of ``Preset.prepare``."""
     folder = model_folder(args)
     config = config_of(folder)
     settings = {**settings, "trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(folder, settings, eos=config.get("eos_token_id"), extra_eos=args.extra_eos_token)
     text = config.get("text_config")
-    known = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
-    sizes = [n for n in known if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
+    given = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
+    sizes = [n for n in given if isinstance(n, int) and n > 0] or [len(tokenizer.get_vocab())]
     check_sampling(**{name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}, vocabulary=sizes[0])
     args.preset.prepare(tokenizer, **preset)
     return folder, tokenizer
@@ -68,20 +64,20 @@ def generation_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) ->
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
         coupled=args.seed is not None,
     )
-    own = {"sampler": sampler, "max_tokens": args.max_tokens}
-    return own | args.preset.options() | cache_options(args) | draft_tokens(args)
+    basic = {"sampler": sampler, "max_tokens": args.max_tokens}
+    return basic | args.preset.options() | cache_options(args) | draft_tokens(args)
 
 
 def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) -> None:
-    """Tell of a text of so many tokens that ``--kv-bits`` did nothing for: mlx-lm begins late with it."""
+    """Notes when a text was too short for ``--kv-bits``: by default quantizing begins at token 5000, as in mlx-lm."""
     # The last token is not in the caches.
     if args.kv_bits is not None and tokens - 1 < args.quantized_kv_start:
         start = f"begins at token {args.quantized_kv_start} (--quantized-kv-start)"
-        session.note(f"--kv-bits {args.kv_bits} {start}: nothing of these {tokens} was quantized")
+        session.note(f"--kv-bits {args.kv_bits} {start}: none of the {tokens} tokens was quantized")
 
 
 def prompt_text(given: str) -> str:
-    """``--prompt``, or for ``-`` all of standard input."""
+    """Returns ``--prompt``, or all of standard input for ``-``."""
     try:
         if given == "-":
             given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")
@@ -93,21 +89,21 @@ def prompt_text(given: str) -> str:
 
 
 def rendered(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], hint: str = "", **options: Any) -> str:
-    """What the chat template makes of messages, as mlx-lm does; ``hint``: what else can be tried."""
+    """Applies the chat template as mlx-lm does; ``hint`` ends the error message where that fails."""
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as e:  # a template is code that comes with the model: it raises what it likes
+    except Exception as e:  # a template is code that comes with the model and may raise anything
         raise UsageError(f"the model's chat template refuses this: {one_line(e)}{hint}") from e
     return text_of("the chat template's text", str(text))
 
 
 class AnswerOutput:
-    """An answer as it is made.
+    """Prints and records one answer while it is generated.
 
     Attributes:
-        ttft: seconds until its first token.
-        finish: why it ended.
-        cut: a stop string ended it, which is among its tokens and not in its text.
+        ttft: seconds to the first token.
+        finish: the finish reason.
+        cut: whether a stop string ended the answer; ``tokens`` contain it, ``text`` does not.
     """
 
     def __init__(self) -> None:
@@ -121,13 +117,13 @@ class AnswerOutput:
     def shown(
         self, responses: Iterator[GenerationResponse], stops: Sequence[str], begun: Callable[[], None]
     ) -> Generator[GenerationResponse, None, None]:
-        """The responses up to the first of the stop strings, without it; ``finish_reason`` is ``stop`` then. Each of
-        them is noted and written to standard output; ``begun`` is called with the first.
+        """Yields the responses up to the first stop string, and writes their text to standard output.
 
-        Text that a stop string may begin with comes later, when it is known that it does not.
+        Text that may be the beginning of a stop string is held back until that is decided. ``begun`` is called with
+        the first response.
         """
         stopper = Stopper(stops)
-        # Closed at once: only then do the caches hold what was said.
+        # Closed at once: only then do the caches hold the whole answer.
         with closing(responses):  # type: ignore[type-var]
             for response in responses:
                 text, reason = stopper.feed(response.text), response.finish_reason
@@ -165,20 +161,22 @@ class AnswerOutput:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed since, as a function. The first time nothing else happens; the second time it raises
-    KeyboardInterrupt as usual. Where Ctrl-C is ignored, as in the background, it stays so."""
+    """Yields a function that tells whether Ctrl-C was pressed inside the block.
+
+    Only a second Ctrl-C raises KeyboardInterrupt. A process that ignores Ctrl-C, as in the background, still does.
+    """
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def note(number: int, _: object) -> None:
-        came.append(number)
+        received.append(number)
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Answers to one message after the other, as the user of ``outcore chat`` sees them."""
+"""The conversation of ``outcore chat``: its messages, commands, answers and warnings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..errors import BudgetError, PromptError, StoreError, UsageError
 from ..sizes import format_size
 from .answering import AnswerOutput, interruptible
 from .commands import TYPED_ELSEWHERE
-from .engine import ProgressBar, sweep_progress
+from .engine import ProgressBar, prefill_progress
 from .kept_chat import WARN, KeptChat
 
 COMMAND = re.compile(r"/[a-z]+")
@@ -38,20 +38,20 @@ RESET = "r resets the conversation"
 
 
 class _Stopped(Exception):
-    """Ctrl-C while a prompt was computed."""
+    """Ctrl-C was pressed during prefill."""
 
 
 class Chat:
-    """A conversation as its user sees it: answers on standard output, all else on standard error.
+    """Runs a conversation: answers go to standard output, everything else to standard error.
 
     Args:
         options: arguments of ``stream_generate``.
-        name: the model's, as it was given.
+        name: the model's name as the user typed it.
         stop: strings that end an answer.
 
     Attributes:
-        turns: records of the answers.
-        kept: the conversation in a file.
+        turns: one JSON record per answer.
+        kept: saves and loads the conversation.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Chat:
     ) -> None:
         self.turns: list[dict[str, Any]] = []
         self._name, self._stop, self._model, self._options, self._bar = name, stop, model, options, bar
-        self._room = 0  # tokens that the conversation had when an answer ended for want of memory
+        self._room = 0  # tokens of the conversation when an answer ran out of memory
         self._session: Session = model.outcore
         self._agreement = self._session.transport
         self._tokenizer = template.tokenizer
@@ -76,18 +76,18 @@ class Chat:
         self.kept = KeptChat(self._session, self._conversation, self._tokenizer, name, self._say)
 
     def greet(self) -> None:
-        """Say what runs, and what can be typed."""
+        """Prints the model, its plan and the keys."""
         plan = self._session.plan
         layers = len(plan.resident) + len(plan.streamed)
         self._say(
-            f"{self._name}: {len(plan.streamed)} of {layers} layers streamed, "
-            f"{format_size(plan.budget_bytes)} of memory, {plan.context} tokens of conversation reserved",
+            f"{self._name}: {len(plan.streamed)} of {layers} layers streamed, {format_size(plan.budget_bytes)} of "
+            f"memory, room for {plan.context} tokens of conversation",
             "bold",
         )
         self._help()
 
-    def hear(self, line: str) -> None:
-        """A command, or a message to answer."""
+    def handle(self, line: str) -> None:
+        """Runs a command, or answers a message."""
         word, _, rest = line.strip().partition(" ")
         if line.startswith("/") and COMMAND.fullmatch(word):
             self._command(word, rest.strip())
@@ -96,7 +96,7 @@ class Chat:
         elif line.strip() == "r":
             self._conversation.clear()
             self.kept.turns = []
-            self._say("the conversation begins anew")
+            self._say("conversation reset")
         else:
             self._answer(line)
 
@@ -104,7 +104,7 @@ class Chat:
         self._say(f"{CHAT_KEYS}\n{self._more()}")
 
     def _more(self) -> str:
-        """Further keys, but for those that say nothing here."""
+        """Returns the commands that work with this input and on this many machines."""
         if TYPED_ELSEWHERE in os.environ:
             return CHAT_LINES
         return f"{CHAT_FILES}, {CHAT_TYPED}" if self._agreement.alone else CHAT_TYPED
@@ -137,7 +137,7 @@ class Chat:
         session, conversation = self._session, self._conversation
         try:
             prompt = conversation.prompt(message)
-        except PromptError as e:  # its template's own words
+        except PromptError as e:
             self._say(f"{e}; {RESET}", WARN)
             return
         sweeps, answer = session.metrics.sweeps, AnswerOutput()
@@ -145,7 +145,7 @@ class Chat:
         failed = self._generate(prompt, answer)
         self.kept.unsure = bool(answer.tokens)
         if not answer.tokens:
-            self._tell_refusal(failed, len(prompt))
+            self._print_refusal(failed, len(prompt))
             return
         print(flush=True)
         conversation.add(prompt, answer.tokens, session.in_cache)
@@ -155,15 +155,15 @@ class Chat:
         self.kept.added(SavedTurn(message=message, answer=answer.text))
         found = {"message": message, "cached_tokens": session.found}
         self.turns.append(found | answer.record() | {"sweeps": session.metrics.sweeps - sweeps})
-        self._tell(self.turns[-1], len(prompt))
+        self._print_turn(self.turns[-1], len(prompt))
         if isinstance(failed, StoreError):
-            self._say(f"{failed}; what was said is kept", WARN)
+            self._say(f"{failed}; the answer so far stays in the conversation", WARN)
         elif failed is not None or (answer.finish == "length" and len(answer.tokens) != self._options["max_tokens"]):
             self._room = len(conversation.text)
-            self._say(f"the answer ends here, at {self._limit(self._room, self._room)}; {RESET}", WARN)
+            self._say(f"the answer was cut off at {self._limit(self._room, self._room)}; {RESET}", WARN)
 
     def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
-        """Answer a prompt; returns why there is no answer or no more of it: the caches are as they were then."""
+        """Answers a prompt. Returns the error that prevented the answer or cut it off; the caches stay valid."""
         conversation, agreement, agreed = self._conversation, self._agreement, False
         with interruptible() as pressed:
 
@@ -171,14 +171,14 @@ class Chat:
                 if agreement.alone and pressed():
                     raise _Stopped
 
-            begun = sweep_progress(self._bar, self._session, check)
+            begun = prefill_progress(self._bar, self._session, check)
             try:
                 most = self._most(len(prompt))
                 agreed = True
                 given: dict[str, Any] = {
                     "prompt_cache": conversation.cache,
                     "history": conversation.text[: conversation.held],
-                    "leave_last": True,  # the next message's sweep computes it
+                    "leave_last": True,  # the next message's forward pass computes it
                     "shared_prefix": conversation.shared(prompt),
                     "prompt_progress_callback": lambda done, total: check() if done < total else None,
                     **self._options,
@@ -192,15 +192,15 @@ class Chat:
                             answer.finish = "interrupted"
                             break
             except (PromptError, BudgetError, StoreError, _Stopped) as e:
-                if agreed and not agreement.alone:  # others go on with an answer that this one cannot give
+                if agreed and not agreement.alone:  # the other ranks have begun an answer that this one cannot give
                     raise
                 return e
             finally:
                 begun()
         return None
 
-    def _tell(self, turn: dict[str, Any], prompt: int) -> None:
-        """Say how long an answer to a prompt of so many tokens took."""
+    def _print_turn(self, turn: dict[str, Any], prompt: int) -> None:
+        """Prints how long an answer to ``prompt`` tokens took."""
         found = f", {n} of them found on disk," if (n := turn["cached_tokens"]) else ""
         stopped = ", stopped" if turn["finish_reason"] == "interrupted" else ""
         self._say(
@@ -208,49 +208,52 @@ class Chat:
             f"{turn['generation_tps']:.2f} a second; {len(self._conversation.text)} in the conversation"
         )
 
-    def _tell_refusal(self, failed: Exception | None, prompt: int) -> None:
-        """Say why a prompt of so many tokens has no answer."""
+    def _print_refusal(self, failed: Exception | None, prompt: int) -> None:
+        """Prints why ``prompt`` tokens got no answer."""
         if isinstance(failed, _Stopped):
-            self._say("stopped before the answer began: the message is not part of the conversation")
+            self._say("stopped before the answer began; the message was dropped")
             return
         tokens, room = self._conversation.held + prompt, max(self._room, self._session.plan.context)
         hint = RESET if self._conversation.text else "send a shorter one"
-        said = f"no room for this message: {tokens} tokens and an answer pass {self._limit(tokens, room)}; {hint}"
+        line = f"no room for this message: {tokens} tokens and an answer exceed {self._limit(tokens, room)}; {hint}"
         if isinstance(failed, StoreError):
-            said = f"{failed}; the message is not part of the conversation"
+            line = f"{failed}; the message was dropped"
         elif tokens < room:
-            said = f"no memory for a message of {prompt} tokens here; send a shorter one, or {RESET}"
-        self._say(said, WARN)
+            line = f"not enough memory for a message of {prompt} tokens; send a shorter one, or {RESET}"
+        self._say(line, WARN)
 
     def _limit(self, tokens: int, room: int) -> str:
-        """What a conversation of so many tokens has come to; ``room``: tokens that there is memory for."""
+        """Names the limit that ``tokens`` exceed: the model's positions, or memory for ``room`` tokens."""
         longest = self._session.positions
         if longest is not None and tokens > longest:  # the last token has no position
-            return f"the {longest} that the model has positions for"
-        return f"the {room} that there is memory for"
+            return f"the model's maximum of {longest} tokens"
+        return f"the {room} tokens that fit in memory"
 
     def _processors(self) -> dict[str, Any]:
-        """Those of the options, which see what was said before too."""
+        """Wraps the logits processors so that they see the whole conversation, not this turn alone."""
         before = mx.array(self._conversation.text[: self._conversation.held], dtype=mx.int32)
 
         def whole(process: Processor) -> Processor:
             return lambda tokens, logits: process(mx.concatenate([before, tokens]), logits)
 
-        found = self._options.get("logits_processors")
-        return {"logits_processors": [whole(process) for process in found]} if found else {}
+        given = self._options.get("logits_processors")
+        return {"logits_processors": [whole(process) for process in given]} if given else {}
 
     def _most(self, prompt: int) -> int:
-        """Tokens that an answer to a prompt of so many may have, by the rank that has the least room: as many as were
-        asked for, or as there is room for. Whatever it raises, all ranks raise."""
-        why, most = PromptError("another machine has no room for it"), 0
-        asked, bounded = self._options["max_tokens"], self._options.get("max_kv_size") is None
+        """Returns the longest answer that every rank has room for, at most ``max_tokens``.
+
+        Raises:
+            PromptError: on all ranks, if one of them has no room.
+        """
+        error, most = PromptError("another machine has no room for it"), 0
+        wanted, bounded = self._options["max_tokens"], self._options.get("max_kv_size") is None
         try:
-            most = most_tokens(prompt, asked, self._session, self._conversation.held, bounded)
+            most = most_tokens(prompt, wanted, self._session, self._conversation.held, bounded)
         except PromptError as e:
-            why = e
+            error = e
         (agreed,) = self._agreement.leasts([most])
         if agreed == 0:
-            raise why
+            raise error
         return agreed
 
     def _say(self, text: str, style: str = "dim") -> None:

@@ -1,4 +1,4 @@
-"""``outcore cache-prompt``: compute a prompt once and keep it. Flags and file are those of ``mlx_lm.cache_prompt``."""
+"""``outcore cache-prompt``: computes a prompt and saves its KV cache, as ``mlx_lm.cache_prompt`` does."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..sizes import format_size
 from ..text import counted
 from .answering import note_unquantized, prompt_text, rendered
 from .arguments import cache_options, check_numbers, loading_options
-from .engine import ProgressBar, engine_record, print_summary, sweep_progress, watched
+from .engine import ProgressBar, engine_record, prefill_progress, print_summary, watched
 
 
 def run(args: argparse.Namespace) -> None:
     check_numbers(args)
     if args.kv_disk == "on":
-        raise UsageError("--kv-disk on: what is written to the file has to be in memory; leave it out")
+        raise UsageError("--kv-disk on: cache-prompt needs the whole KV cache in memory; leave the flag out")
     folder = resolve_model(args.model, args.revision)
     settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:
@@ -32,19 +32,19 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(folder, settings)
     text = prompt_text(args.prompt)
     if tokenizer.has_chat_template:
-        # Open at its end, as mlx-lm has it.
+        # The message is left unfinished, as in mlx-lm.
         text = rendered(tokenizer, [{"role": "user", "content": text}], continue_final_message=True)
     prompt = list(tokenizer.encode(text, **({"add_special_tokens": False} if tokenizer.has_chat_template else {})))
     if not prompt:
-        raise UsageError("--prompt: it is empty; give at least one token")
+        raise UsageError("--prompt: empty; give at least one token")
     sizes: dict[str, Any] = {"context": len(prompt) + 1, "prompt": len(prompt), "kv_disk": "off"}
     with PromptCacheFile(args.prompt_cache_file) as file, ProgressBar() as bar:
         options = loading_options(args) | sizes
         model, _ = load_model(folder, **options, draft="none", resumable=True, progress=bar)
         with watched(model, args) as session:
             cache = make_prompt_cache(model, args.max_kv_size)
-            first_token, began = sweep_progress(bar, session), time.perf_counter()
-            # The token after the prompt is chosen, which is no work, and stays out of the caches.
+            first_token, began = prefill_progress(bar, session), time.perf_counter()
+            # One token is sampled, which costs no forward pass, and left out of the caches.
             given = {"prompt_cache": cache, "max_tokens": 1, "leave_last": True, **cache_options(args)}
             for _ in stream_generate(model, tokenizer, prompt, **given):
                 first_token()

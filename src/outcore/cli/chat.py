@@ -1,4 +1,4 @@
-"""``outcore chat``: converse with a model. Flags and commands are those of ``mlx_lm.chat``."""
+"""``outcore chat``: a conversation with a model. Flags and commands are those of ``mlx_lm.chat``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..engine.transport import Agreement
 from ..errors import BudgetError, UsageError
 from ..machine.cache_folder import SESSIONS, make_cache, require_own
 from ..text import counted, shortened
-from .answering import draft_tokens, generation_options, opened
+from .answering import draft_tokens, generation_options, open_tokenizer
 from .answers import Chat
 from .arguments import check_numbers, loading_options, template_options, text_of
 from .commands import TYPED_ELSEWHERE
@@ -31,12 +31,12 @@ from .engine import ProgressBar, engine_record, print_summary, watched
 from .output import tell
 
 CONTEXTS = None, 512, 256
-"""Tokens of conversation that memory is reserved for at first: what fits of these. None: what is usual."""
+"""Context lengths to plan for, in the order tried, when ``--context`` is not given. None: the default length."""
 
 SESSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 MESSAGE = 512
-"""Tokens of a message that memory is reserved for; more is made room for as it comes."""
+"""Tokens of a message that memory is reserved for at first; longer messages get room when they come."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     mx.random.seed(whole("--seed", args.seed or 0, 0, 2**64 - 1))
     options = template_options(args.chat_template_config)
     system = None if args.system_prompt is None else text_of("--system-prompt", args.system_prompt)
-    folder, tokenizer = opened(args, {})
+    folder, tokenizer = open_tokenizer(args, {})
     template = ChatTemplate(tokenizer, system, options, args.preset.messages)
     with ProgressBar() as bar:
         model = _load(folder, args, bar)
@@ -56,13 +56,13 @@ def run(args: argparse.Namespace) -> None:
                 chat.greet()
             with session_file(args.session) as path:
                 if path is not None and chat.kept.resume(path) and args.system_prompt:
-                    tell("outcore chat: --system-prompt: this conversation has begun already; it is as it was")
+                    tell("outcore chat: --system-prompt ignored: the session keeps the one that it began with")
                 try:
-                    with closing(heard(session.transport)) as messages:
+                    with closing(shared_lines(session.transport)) as messages:
                         for line in messages:
                             if line.strip() in ("q", "/bye"):
                                 break
-                            chat.hear(line)
+                            chat.handle(line)
                 finally:
                     chat.kept.leave()
             record = chat.record()
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module:
-    """The model, planned for a context of the usual length or, unless one was asked for, for what the budget allows."""
+    """Loads the model, planned for ``--context`` or for the first of ``CONTEXTS`` that the budget allows."""
     contexts = CONTEXTS if args.context is None else (args.context,)
     if args.ranks is not None:
-        # Whether there is room would be found by each rank for itself.
+        # Each rank would find out for itself whether a context fits.
         contexts = contexts[-1:]
     options = loading_options(args) | {"prompt": MESSAGE, "resumable": True}
     for context in contexts:
@@ -89,41 +89,41 @@ def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module
 
 @contextmanager
 def session_file(name: str | None) -> Iterator[Path | None]:
-    """Where a session's conversation is kept, which no other process has meanwhile; None: there is no session."""
+    """Yields the path of a session's conversation, locked against other processes; None without a session."""
     if name is None:
         yield None
         return
     if not SESSION.fullmatch(name):
-        raise UsageError(f"--session {shortened(name)}: give letters, digits, dots, dashes and underscores, 64 at most")
+        raise UsageError(f"--session {shortened(name)}: use at most 64 letters, digits, dots, dashes and underscores")
     try:
         folder = make_cache() / SESSIONS
         folder.mkdir(mode=0o700, exist_ok=True)
         require_own(folder)
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as e:
-        raise UsageError(f"--session {name}: cannot be kept ({e.strerror})") from e
+        raise UsageError(f"--session {name}: cannot be saved ({e.strerror})") from e
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UsageError(f"--session {name}: is under way in another process; give another name") from None
+            raise UsageError(f"--session {name}: in use by another process; give another name") from None
         yield folder / f"{name}.json"
     finally:
         os.close(lock)
 
 
-def heard(agreement: Agreement) -> Generator[str, None, None]:
-    """``lines`` of the first of the ranks that share the model, on all of them."""
+def shared_lines(agreement: Agreement) -> Generator[str, None, None]:
+    """Yields the first rank's input lines on every rank."""
     with closing(lines()) as typed:
-        # A rank that does not choose never asks for a line of its own.
+        # Only the first rank calls the function, and so reads its input.
         while (line := json.loads(agreement.text(lambda: json.dumps(next(typed, None))))) is not None:
             yield line
 
 
 def lines() -> Generator[str, None, None]:
-    """What the user types, or what standard input holds, without empty lines."""
+    """Yields the messages that are typed, or the lines of standard input that are not empty."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Bytes that are no text are no reason to end.
+        # Bytes that are not UTF-8 do not end the chat.
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
         from .terminal import typed

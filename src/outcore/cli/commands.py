@@ -1,15 +1,13 @@
-"""The commands by name: the core's own, and those of packages around it.
+"""The table of commands: the core's own, and those that packages add.
 
-A package brings commands, and flags for commands of others, with a module of the group ``commands``
-(``outcore.packages``). It is light (``outcore --help`` imports it) and has
+A package adds commands and flags with a module of the entry point group ``outcore.commands``. ``outcore --help``
+imports that module, so it must be light. It defines
 
-- ``COMMANDS``: names and their ``Command``;
-- ``FLAGS``, optional: names of commands, and for each ``"module:function"`` that adds flags to its parser. What is done
-  with them: ``parser.run = "module:function"`` has the command run that instead, which may call what stood there;
-  ``parser.fill`` is called with the parsed flags first; it may fill in others, and set ``args.preset``: messages, a
-  template, stop strings and options of a text that no flag says.
-- ``RANK``, optional, of one package: the module with ``as_rank`` that is used where a launcher says that this process
-  is one rank of several.
+- ``COMMANDS``: a dictionary of ``Command`` by name;
+- ``FLAGS`` (optional): by command name, ``"module:function"``. The function adds flags to the command's parser. To act
+  on them it sets ``parser.run``, the function that the command then runs instead, or ``parser.fill``, which is called
+  with the parsed flags and may change them and ``args.preset``;
+- ``RANK`` (optional, one package only): the module whose ``as_rank`` runs a command as one rank of several.
 """
 
 from __future__ import annotations
@@ -23,32 +21,32 @@ from ..packages import modules
 from .parser import ArgumentParser
 
 RANKS = "MLX_RANK", "OMPI_COMM_WORLD_RANK"
-"""Variables that ``outcore launch`` and ``mlx.launch`` set where a command is one rank of several."""
+"""Environment variables that ``outcore launch`` and ``mlx.launch`` set for a process that is one rank of several."""
 
 TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
-"""Set where standard input is lines that somebody types at a launcher elsewhere."""
+"""Environment variable that is set when standard input carries lines typed at a launcher's terminal."""
 
-RUN, LOOK, KEEP = "run a model", "look at models, processes and this machine", "what is kept on this machine"
+RUN, LOOK, KEEP = "run a model", "look at models, processes and this machine", "manage files on this machine"
 KINDS = (RUN, LOOK, KEEP, "measure", "several machines")
-"""Headings of ``outcore --help``, in their order; those of packages may be others."""
+"""Headings of ``outcore --help`` in order; those that packages add come last."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command; nothing that it runs is imported before it is asked for.
+    """Describes a command. Nothing that the command needs is imported until it runs.
 
     Attributes:
-        about: what it does. ``outcore --help`` shows the first sentence.
-        run: ``"module:function"`` that does it, given the parsed flags; returns the exit status, or None for 0.
-        flags: ``"module:NAME"`` of a list: flags in the order of the help, and names of shared ones with spaces between
-            them (``cli/flags.py``). It imports no MLX.
-        example: what a whole command line gives it.
-        kind: under which heading ``outcore --help`` lists it.
-        common: names of the flags that ``--help`` shows; ``--help-all`` shows the others, too. Empty: all.
-        needs_model: where none is given, it takes the model that is settled (``machine.settings``).
-        alone: ``"module:function"`` that is called before anything is imported, in a process that does nothing else.
-        extra: the extra that it needs beyond the core's dependencies.
-        launcher: it runs commands in processes that it starts, which choose their own GPU and are quiet by themselves.
+        about: what the command does; ``outcore --help`` shows the first sentence.
+        run: ``"module:function"`` to call with the parsed flags. The function returns the exit status, or None for 0.
+        flags: ``"module:NAME"`` of a list in the order of the help, of flags and of names of shared flags
+            (``cli/flags.py``), separated by spaces. The module must not import MLX.
+        example: arguments that make up a whole command line.
+        kind: the heading in ``outcore --help``.
+        common: names of the flags that ``--help`` shows, while ``--help-all`` shows all; empty: ``--help`` shows all.
+        needs_model: without a model on the command line, the configured one is used (``machine.settings``).
+        alone: ``"module:function"`` to call before the command is imported, in a process that runs nothing else.
+        extra: the pip extra that the command needs.
+        launcher: the command runs others in child processes, which choose a GPU and handle ``--quiet`` themselves.
     """
 
     about: str
@@ -64,7 +62,6 @@ class Command:
 
     @property
     def help(self) -> str:
-        """What it does, in a line."""
         first = self.about.partition(". ")[0].removesuffix(".")
         return first[0].lower() + first[1:]
 
@@ -90,36 +87,36 @@ CORE = dict([
     ),
     _core(
         "chat",
-        "Converse with a model; earlier turns are kept, not computed again. h shows what can be typed. What is piped "
-        "in is a message a line.",
+        "Chat with a model; earlier turns are cached, not computed again. Type h for help. Piped input is one message "
+        "per line.",
         common=f"{_COMMON} session context prefix-cache max-kv-size adapter-path json quiet",
     ),
     _core(
         "serve",
-        "Answer clients of OpenAI's, Anthropic's and Ollama's APIs. Requests share each sweep over the weights; one "
-        "alone has drafts, several where these pay. Flags are those of mlx_lm.server where it has them.",
+        "Serve a model through the APIs of OpenAI, Anthropic and Ollama. Requests that run at the same time share each "
+        "pass over the weights. Drafts are used when one request runs, or when they speed up several. Flags are those "
+        "of mlx_lm.server where it has them.",
         common="model host port api-key-file max-tokens temp top-p decode-concurrency context prefix-cache memory "
         "draft adapter-path json quiet",
     ),
     _core(
         "cache-prompt",
-        "Compute a prompt once, into a file that generate goes on from. So does mlx_lm.generate, with "
-        "--prompt-cache-file.",
+        "Compute a prompt once and save its cache to a file. outcore generate and mlx_lm.generate continue from it "
+        "with --prompt-cache-file.",
         " -p 'A text' --prompt-cache-file text.safetensors",
     ),
     _core(
         "plan",
-        "What a budget keeps in memory, how fast that is, and speed against memory. What it takes is told item by "
-        "item, and the speed from the smallest budget to everything resident. Loads nothing. The first time, this "
-        "machine is measured, which takes up to a minute.",
+        "Predict speed and memory for a budget, without loading the model. Lists what the memory is used for, and the "
+        "speed of every budget from the smallest to all layers resident. The first run measures this machine, which "
+        "takes up to a minute.",
         kind=LOOK,
     ),
 ])  # fmt: skip
-"""The core's own commands."""
 
 
 def commands() -> dict[str, Command]:
-    """All commands in the order of use: by kind, and the core's first in each."""
+    """Returns all commands, ordered by kind; the core's come first in each."""
     found = dict(CORE)
     for package in modules("commands").values():
         found |= {name: command for name, command in package.COMMANDS.items() if name not in CORE}
@@ -128,10 +125,10 @@ def commands() -> dict[str, Command]:
 
 
 def parser_of(name: str, *, everything: bool = False) -> ArgumentParser:
-    """The parser of a command's flags, those of packages with them; made without importing what the command runs.
+    """Builds a command's parser, with the flags that packages add, without importing what the command runs.
 
     Args:
-        everything: its help shows the flags that few use, too.
+        everything: have the help show all flags, as ``--help-all`` does.
 
     Raises:
         KeyError: there is no such command.
@@ -146,7 +143,7 @@ def parser_of(name: str, *, everything: bool = False) -> ArgumentParser:
     for each in named(pkgutil.resolve_name(command.flags)):
         parser.add(each)
     if command.launcher:
-        parser.hint = "; the command's own flags come behind its name"
+        parser.hint = "; flags of the launched command go after its name"
     for package in modules("commands").values():
         if (add := getattr(package, "FLAGS", {}).get(name)) is not None:
             pkgutil.resolve_name(add)(parser)
@@ -156,6 +153,6 @@ def parser_of(name: str, *, everything: bool = False) -> ArgumentParser:
 
 
 def rank_module() -> Any:
-    """The module by which a command is one rank of several; None: no package has one."""
+    """Returns the module that runs a command as one rank of several; None if no package has one."""
     names = [package.RANK for package in modules("commands").values() if hasattr(package, "RANK")]
     return importlib.import_module(names[0]) if names else None

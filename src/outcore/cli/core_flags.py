@@ -1,4 +1,4 @@
-"""The flags of the core's own commands, a list for each. Imports no MLX, which takes a second."""
+"""The flags of the core's own commands, one list per command. Imports no MLX, which takes a second."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from .parser import Flag, flag, grouped, switch
 _SAMPLING = "temp top-p top-k min-p xtc-probability xtc-threshold"
 _CACHE = "kv-bits kv-group-size quantized-kv-start"
 _DRAFT = "draft num-draft-tokens"
-_ROOM = "room for more is made as they come. Default: 2048, or what fits"
-_SAY = "where a request does not say"
+_ROOM = "longer texts get room when they come. Default: 2048, or what fits"
 
 PLANNED = (FLAGS["context"].but(group=""), FLAGS["prompt-tokens"].but(group=""), FLAGS["draft"])
-"""What a plan is made for."""
+"""The flags that describe the text to plan for."""
 
 _NETWORK = grouped(
     "network",
-    flag("--host", "Where to listen. Others than this machine need --api-key-file or --insecure.", "127.0.0.1"),
-    flag("--port", "0 takes one that is free.", 8080),
+    flag(
+        "--host", "Address to listen on. One that other machines reach needs --api-key-file or --insecure.", "127.0.0.1"
+    ),
+    flag("--port", "Port to listen on; 0 picks a free one.", 8080),
     flag(
         "--api-key-file",
-        "A file, for your eyes alone (chmod 600), that holds the key that requests must carry, as Bearer or x-api-key. "
+        "File with the key that requests must carry, as Bearer or x-api-key; only you may read it (chmod 600). "
         "Default: the key in OUTCORE_API_KEY, or none.",
         type=Path,
         metavar="FILE",
     ),
-    switch("--insecure", "Let whoever reaches this machine ask, without a key."),
-    flag("--allowed-hosts", "Further names, with commas, that it may be called by; * for any.", metavar="NAMES"),
+    switch("--insecure", "Serve other machines without a key."),
+    flag(
+        "--allowed-hosts", "Further host names, separated by commas, that requests may use; * for any.", metavar="NAMES"
+    ),
     flag(
         "--allowed-origins",
-        "Web pages, separated by commas, that may ask and read the answers, such as http://localhost:3000; localhost "
-        "for all of this machine's, * for any. Default: none (mlx_lm.server: any).",
+        "Web pages, separated by commas, that may send requests, such as http://localhost:3000; localhost for all on "
+        "this machine, * for any. Default: none (mlx_lm.server: any).",
         metavar="ORIGINS",
     ),
     flag(
         "--drain",
-        "Seconds from Ctrl-C or SIGTERM to the end of the process, at most. Answers under way may go on until 2 "
-        "seconds before; of less than 4, for half. A second Ctrl-C ends them at once.",
+        "After Ctrl-C or SIGTERM, exit within this many seconds. Running answers may continue until 2 seconds before "
+        "that (for half of the time, if it is less than 4). A second Ctrl-C stops them at once.",
         30.0,
         metavar="SECONDS",
     ),
@@ -51,7 +54,7 @@ GENERATE: list[str | Flag] = [
     "system-prompt chat-template-config extra-eos-token prefill-response ignore-chat-template",
     flag(
         "--verbose",
-        "False or F: print the answer alone, without a summary.",
+        "False or F: print only the answer, no summary.",
         type=lambda text: text.lower() not in ("false", "f"),
         default=True,
     ),
@@ -63,12 +66,12 @@ CHAT: list[str | Flag] = [
     "model-flags adapter-path",
     FLAGS["max-tokens"].but(default=256),
     f"system-prompt chat-template-config extra-eos-token {_SAMPLING}",
-    FLAGS["seed"].but(help="Seed of the random numbers: the same answers, drafted or not.", default=0),
+    FLAGS["seed"].but(help="Random seed; the same seed gives the same answers, with or without drafts.", default=0),
     FLAGS["context"].but(help=f"Tokens of conversation to reserve memory for; {_ROOM}; 256 over several machines."),
     flag(
         "--session",
-        "Go on with the conversation of that name, and keep it; nothing of it is computed again, as long as "
-        "the prefix cache has room for it.",
+        "Save the conversation under this name, and continue it next time, without computing it again if the prefix "
+        "cache still holds it.",
         metavar="NAME",
     ).but(group="context"),
     "max-kv-size prefill-step-size",
@@ -80,24 +83,24 @@ SERVE: list[str | Flag] = [
     flag("models_named", "The same as --model MODEL.", nargs="*", metavar="MODEL"),
     FLAGS["model"].but(
         action="append",
-        help=f"{MODEL} A folder of models stands for all of them. Again for further ones, which are loaded "
-        f"when they are asked for.{SETTLED}",
+        help=f"{MODEL} A folder of models serves all of them. Repeat the flag for more models; each is loaded when a "
+        f"request names it.{SETTLED}",
     ),
     "revision trust-remote-code adapter-path",
     *_NETWORK,
     *grouped(
-        _SAY,
+        "defaults for requests",
         FLAGS["max-tokens"].but(default=512),
         *(FLAGS[name] for name in ("temp", "top-p", "top-k", "min-p", "chat-template-config")),
-        flag("--chat-template", "A chat template in place of the models' own. Default: theirs."),
+        flag("--chat-template", "Chat template to use instead of the model's own. Default: the model's."),
     ),
     *grouped(
         "capacity",
         FLAGS["decode-concurrency"],
         flag(
             "--max-context",
-            "Tokens at most of a prompt and its answer; longer prompts are refused, answers end there. Default: as "
-            "many as the model was made for, where its config.json says so.",
+            "Most tokens of a prompt and its answer. Longer prompts are refused, longer answers cut off. Default: the "
+            "model's maximum by its config.json.",
             type=int,
             metavar="N",
         ),
@@ -110,14 +113,14 @@ SERVE: list[str | Flag] = [
 CACHE_PROMPT: list[str | Flag] = [
     "model-flags adapter-path",
     FLAGS["prompt"].but(required=True),
-    FLAGS["prompt-cache-file"].but(group="", required=True, help="Where to keep it; its name ends in .safetensors."),
-    flag("--eos-token", "The token that ends an answer, for whoever goes on from the file. Default: the tokenizer's."),
+    FLAGS["prompt-cache-file"].but(group="", required=True, help="File to write; its name ends in .safetensors."),
+    flag("--eos-token", "End-of-answer token to store in the file. Default: the tokenizer's."),
     f"max-kv-size prefill-step-size {_CACHE} engine-flags output-flags",
 ]
 
 PLAN: list[str | Flag] = [
     "model-flags",
     *PLANNED,
-    switch("--no-calibrate", "Do not measure; predict from assumptions where nothing is known."),
+    switch("--no-calibrate", "Do not measure this machine; predict from assumptions where it was not measured."),
     "engine-flags priority output-flags",
 ]

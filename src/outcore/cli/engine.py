@@ -1,5 +1,4 @@
-"""What the commands that run a model share: its folder, the progress bar, and what they tell of the engine at the
-end."""
+"""Shared by the commands that run a model: the model's folder, the progress bar, and the report of the engine."""
 
 from __future__ import annotations
 
@@ -22,47 +21,45 @@ from .console import PlainConsole
 from .output import tell
 
 ONCE = ", once"
-"""In what the loader says of what it does the first time only."""
+"""Ends the loader's description of work that it does on first use only."""
 
 
 def model_folder(args: argparse.Namespace) -> Path:
-    """As ``resolve_model``; several ranks wait for one another."""
+    """Finds the model's folder as ``resolve_model`` does; several ranks wait for one another."""
     find: Callable[..., Path] = resolve_model if args.ranks is None else args.ranks.model_folder
     return find(args.model, args.revision)
 
 
 class ProgressBar(Progress):
-    """A progress bar on standard error, silent where that is no terminal. It is gone when what it shows is done, and
-    when its ``with`` block ends."""
+    """A progress bar on standard error. Shows nothing if that is not a terminal, and disappears when it is done."""
 
     def __init__(self) -> None:
-        said, amount = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[amount]}"))
+        what, amount = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[amount]}"))
         console = PlainConsole(stderr=True)
-        columns = (SpinnerColumn(), said, BarColumn(), amount, TimeElapsedColumn())
+        columns = (SpinnerColumn(), what, BarColumn(), amount, TimeElapsedColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._told = False
+        self._announced = False
 
     def __enter__(self) -> Self:
-        return self  # it starts with what it shows
+        return self  # the first task starts it
 
     def __exit__(self, *_: object) -> None:
         self.clear()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show ``done`` of ``total`` bytes; where that is no terminal a line says what is done once."""
         if not self.console.is_terminal and ONCE in what:
             tell(f"{what} ({format_size(total)})")
         self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
 
     def count(self, what: str, done: int, total: int, more: str = "") -> None:
-        """Show ``done`` of ``total`` things, and what else there is to say."""
+        """Shows ``done`` of ``total`` things, followed by ``more``."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
     def measuring(self, what: str, done: int, total: int, more: str = "") -> None:
-        """``count`` for calibrating, which takes a while: where there is no bar a line says what is waited for."""
-        if not (self._told or self.console.is_terminal):
-            tell("measuring this machine, for up to a minute; what is found is kept")
-        self._told = True
+        """Shows calibration's progress; without a terminal, one line says why nothing happens for a while."""
+        if not (self._announced or self.console.is_terminal):
+            tell("measuring this machine, for up to a minute; the result is saved")
+        self._announced = True
         self.count(what, done, total, more)
 
     def _show(self, what: str, done: int, total: int, amount: str) -> None:
@@ -78,17 +75,19 @@ class ProgressBar(Progress):
             self.stop()
 
 
-def sweep_progress(bar: ProgressBar, session: Session, check: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Show a prompt's first pass in ``bar``; returns what to call when the first token is there, or is given up.
+def prefill_progress(
+    bar: ProgressBar, session: Session, check: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Shows in ``bar`` how far prefill has come. Returns the function to call at the first token, or on giving up.
 
     Args:
-        check: called behind each streamed unit until then; what it raises breaks the pass off.
+        check: called after each streamed unit until then; an exception that it raises stops prefill.
     """
     streaming = session.streaming
     if streaming is None:
         return bar.clear
     units = len(streaming.layers.units)
-    # The first time, the device's kernels are compiled before the first of them is done.
+    # Shown at once: in the first run, compiling kernels delays the first unit.
     bar.count("prompt", 0, units)
     done = 0
 
@@ -109,7 +108,7 @@ def sweep_progress(bar: ProgressBar, session: Session, check: Callable[[], None]
 
 
 def watched(model: Any, args: argparse.Namespace) -> Session:
-    """The model's session, which ``outcore monitor`` sees until it is closed."""
+    """Returns the model's session, and lets ``outcore monitor`` see it until it is closed."""
     publish(model, args.command, model_name(args.model))
     session: Session = model.outcore
     forecast = session.transport.forecast
@@ -119,9 +118,8 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
 
 
 def engine_record(session: Session) -> dict[str, Any]:
-    """What the engine did and holds, under the names of the design's JSON."""
+    """Returns the plan and the engine's counters for ``--json``."""
     m, plan, forecast, mirrors = session.metrics, session.plan, session.transport.forecast, session.reading.mirrors
-    # What was read from the model's folder and each of its mirrors; nothing where there are none.
     folders = () if mirrors is None else mirrors.all
     return {
         "sweeps": m.sweeps,
@@ -152,28 +150,28 @@ def engine_record(session: Session) -> dict[str, Any]:
 
 
 def print_summary(lines: list[str], session: Session) -> None:
-    """Print what was measured, then how the engine was used, to standard error."""
+    """Prints ``lines``, then the engine's statistics and the notes, to standard error."""
     plan, m, forecast = session.plan, session.metrics, session.transport.forecast
-    read = f"{counted(m.sweeps, 'sweep')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waited for it"
-    used = f"Streaming: nothing, {plan.held} are resident"
+    read = f"{counted(m.sweeps, 'pass')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waiting for it"
+    streaming = f"Streaming: nothing, {plan.held} are resident"
     if plan.pools:
-        # What was foreseen was read for its use, and not found.
-        there = m.experts.used - m.experts.read - (m.experts.foreseen - m.experts.wasted)
-        found = f", {100 * max(0, there) / m.experts.used:.0f} % of uses found" if m.experts.used else ""
-        used = f"Experts: {plan.held} in memory{found}; {format_size(m.bytes_read)} read, {read}"
+        # A prefetched expert that was used was read from disk as well: no hit.
+        hits = m.experts.used - m.experts.read - (m.experts.foreseen - m.experts.wasted)
+        rate = f", hit rate {100 * max(0, hits) / m.experts.used:.0f} %" if m.experts.used else ""
+        streaming = f"Experts: {plan.held} in memory{rate}; {format_size(m.bytes_read)} read, {read}"
     elif plan.streams:
         of, head = len(plan.resident) + len(plan.streamed), " and the head" if plan.head_streamed else ""
         each = format_size(plan.bytes_per_token)
-        used = f"Streaming: {len(plan.streamed)} of {of} layers{head}, {each} a sweep, {read}"
-    lines = [*lines, used]
+        streaming = f"Streaming: {len(plan.streamed)} of {of} layers{head}, {each} a pass, {read}"
+    lines = [*lines, streaming]
     if forecast is not None:
-        lines.append(f"{len(forecast.record()['ranks'])} machines: {m.ranks_s:.2f} s waited for the others")
+        lines.append(f"{len(forecast.record()['ranks'])} machines: {m.ranks_s:.2f} s waiting for the others")
     if session.drafting is not None and m.drafted:
-        lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens were right")
+        lines.append(f"Drafting: {session.drafting.name}, {m.accepted} of {m.drafted} drafted tokens accepted")
     peak, budget = peak_held(), plan.budget_bytes
     lines.append(
-        f"Memory: {format_size(peak)} of {format_size(budget)} budget ({100 * peak / budget:.0f} %); process "
-        f"{format_size(peak_rss())} at most"
+        f"Memory: peak {format_size(peak)} of {format_size(budget)} budget ({100 * peak / budget:.0f} %); whole "
+        f"process {format_size(peak_rss())}"
     )
     console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
     for line in [*lines, *(f"Note: {note}" for note in session.notes)]:

@@ -1,4 +1,4 @@
-"""``outcore generate``: answer a prompt. Flags and their meaning are those of ``mlx_lm.generate``."""
+"""``outcore generate``: answers a prompt. Flags are those of ``mlx_lm.generate``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .answering import (
     draft_tokens,
     generation_options,
     note_unquantized,
-    opened,
+    open_tokenizer,
     prompt_text,
     rendered,
 )
 from .arguments import check_numbers, loading_options, template_options, text_of
-from .engine import ProgressBar, engine_record, print_summary, sweep_progress, watched
+from .engine import ProgressBar, engine_record, prefill_progress, print_summary, watched
 
-HINT = "; try it without --system-prompt and --chat-template-config, or with --ignore-chat-template"
+HINT = "; try without --system-prompt and --chat-template-config, or with --ignore-chat-template"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> None:
     if args.seed is not None:
         mx.random.seed(whole("--seed", args.seed, 0, 2**64 - 1))
     cache, settings = prompt_cache(args)
-    folder, tokenizer = opened(args, settings, template=not args.ignore_chat_template, cached=cache is not None)
+    folder, tokenizer = open_tokenizer(args, settings, template=not args.ignore_chat_template, cached=cache is not None)
     prompt = encode_prompt(tokenizer, args, in_cache=cache is not None)
     if not prompt:
-        raise UsageError("--prompt: it is empty; give at least one token")
+        raise UsageError("--prompt: empty; give at least one token")
     held = _cached_tokens(cache)
     args.max_tokens = args.preset.answer_tokens(len(prompt) + held, args.max_tokens)
     with ProgressBar() as bar:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         with watched(model, args) as session:
             check_cache(session.forms, cache, f"--prompt-cache-file {args.prompt_cache_file}")
             options = generation_options(args, tokenizer) | {"prompt_cache": cache}
-            begun, answer = sweep_progress(bar, session), AnswerOutput()
+            begun, answer = prefill_progress(bar, session), AnswerOutput()
             for _ in answer.shown(stream_generate(model, tokenizer, prompt, **options), args.preset.stop, begun):
                 pass
             print(flush=True)
@@ -74,8 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
-    """What ``--prompt-cache-file`` holds, and what it says of the tokenizer. Without ``--model`` it says of the model,
-    too."""
+    """Opens ``--prompt-cache-file`` and returns its caches and tokenizer settings. Sets ``args.model`` if not given."""
     if args.prompt_cache_file is None:
         return None, {}
     cache, settings, model = open_prompt_cache(Path(args.prompt_cache_file), args.model)
@@ -83,9 +82,7 @@ def prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, 
         settled = setting("model") if model is None else None
         args.model = model if settled is None else settled.value
     if not args.model:
-        raise UsageError(
-            f"--prompt-cache-file {args.prompt_cache_file}: does not say of which model; give --model NAME"
-        )
+        raise UsageError(f"--prompt-cache-file {args.prompt_cache_file}: names no model; give --model NAME")
     return cache, settings
 
 
@@ -93,11 +90,11 @@ def _cached_tokens(cache: list[Any] | None) -> int:
     try:
         return cached_tokens(cache) if cache else 0
     except (AttributeError, TypeError, ValueError, IndexError):
-        return 0  # it will be refused
+        return 0  # check_cache will refuse it
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    """The prompt's token ids, through the chat template unless there is none or it is not wanted; as mlx-lm does."""
+    """Applies the chat template, if there is one and it is wanted, and returns the token ids, as mlx-lm does."""
     text = prompt_text(args.prompt if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
@@ -110,7 +107,7 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
     extra["add_generation_prompt" if args.prefill_response is None else "continue_final_message"] = True
     prompt = rendered(tokenizer, messages, HINT, **extra)
     if in_cache:
-        # What stands before the question is in the cache already.
+        # The cache already holds what the template writes before the question.
         messages[-1]["content"] = "<query>"
         prompt = prompt[max(0, rendered(tokenizer, messages, HINT, **extra).find("<query>")) :]
     return list(tokenizer.encode(prompt, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""The conversation of ``outcore chat`` in a file: its text, and the name under which its caches are kept."""
+"""Saves and loads the conversation of ``outcore chat``: its text in a file, its KV caches in the prefix cache."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..machine.random_state import random_state, set_random_state
 from ..text import counted, one_line
 
 WARN = "yellow"
-"""The style of what is not as it was asked for."""
+"""The style of warnings."""
 
 
 class KeptChat:
-    """Keeps a conversation, and goes on with one that was kept.
+    """Saves a conversation, and continues a saved one.
 
     Args:
-        name: the model's, as it was given.
-        say: told what was done; with ``WARN`` where it is a warning.
+        name: the model's name as the user typed it.
+        say: prints a line; with ``WARN`` as the second argument, a warning.
 
     Attributes:
-        turns: what was said.
-        unsure: an answer is made, or broke off in an unforeseen way: caches may hold more than is known.
+        unsure: an answer is being generated, or failed unexpectedly, so the caches may hold tokens that the
+            conversation does not.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KeptChat:
         self._session, self._conversation, self._tokenizer = session, conversation, tokenizer
         self._name, self._say = name, say
         self._path: Path | None = None
-        self._caches: str | None = None  # the name of the caches that are kept of it
+        self._caches: str | None = None  # the name under which the prefix cache has its caches
 
     def save(self, path: Path) -> None:
         self._write(path)
@@ -54,20 +54,20 @@ class KeptChat:
         self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
 
     def load(self, path: Path) -> None:
-        """Go on with the one in a file."""
+        """Continues the conversation in a file."""
         saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
-        # What was there goes before other caches come.
+        # Frees the present caches before others are loaded.
         self._conversation.goes_on(saved.tokens, None, 0)
         self._caches = self._restored(saved)
         self.turns = saved.turns
         set_random_state(saved.random)
-        how = "none of it is computed again" if self._caches else "the next answer computes them first"
+        how = "its cache was loaded too" if self._caches else "the next answer computes them first"
         self._say(f"{path}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
         if Path(saved.model).name != Path(self._name).name:
-            self._say(f"it was kept with {one_line(saved.model)[:200]}, another model", WARN)
+            self._say(f"it was saved with another model, {one_line(saved.model)[:200]}", WARN)
 
     def _restored(self, saved: Saved) -> str | None:
-        """Have the caches of a conversation back, if there are some and room for them; their name."""
+        """Loads the conversation's caches, if they exist and fit, and returns their name."""
         prefix = self._session.prefix
         if prefix is None or not saved.held or self.unsure:
             return None
@@ -76,7 +76,7 @@ class KeptChat:
         except BudgetError:
             return None
         if self._session.plan.kv_slot:
-            return None  # all of it would have to be in memory at once
+            return None  # with KV offload, all of it would have to be in memory at once
         cache = self._conversation.make_cache()
         name = prefix.kept(saved.tokens[: saved.held], cache)
         if name is not None:
@@ -84,20 +84,19 @@ class KeptChat:
         return name
 
     def resume(self, path: Path) -> bool:
-        """Go on with the conversation in a file, and keep this one there; begin one if there is none. Returns whether
-        there was one."""
-        there = path.exists()
-        (self.load if there else self._write)(path)
+        """Continues the conversation in a session's file, or begins one there. Returns whether it had turns."""
+        exists = path.exists()
+        (self.load if exists else self._write)(path)
         self._path = path
-        return there and bool(self.turns)
+        return exists and bool(self.turns)
 
     def added(self, turn: SavedTurn) -> None:
-        """It has a turn more. It goes on, whether that can be kept or not."""
+        """Saves another turn; a file that cannot be written is a warning and does not end the chat."""
         self.turns.append(turn)
         self._keep_text()
 
     def leave(self) -> None:
-        """The conversation goes on another time."""
+        """Saves the session at the end of the chat."""
         if self._path is not None:
             self._keep_text()
             self._keep_caches()
@@ -107,15 +106,15 @@ class KeptChat:
             try:
                 self._write(self._path)
             except UsageError as e:
-                self._say(f"the conversation is not kept: {e}", WARN)
+                self._say(f"the conversation is not saved: {e}", WARN)
 
     def _write(self, path: Path) -> None:
         tokens, held = self._conversation.text, self._conversation.held
-        said = {"model": self._name, "turns": self.turns, "text": self._tokenizer.decode(tokens), "held": held}
-        saved_conversation.save(path, **said, tokens=tokens, random=random_state())
+        text = {"model": self._name, "turns": self.turns, "text": self._tokenizer.decode(tokens), "held": held}
+        saved_conversation.save(path, **text, tokens=tokens, random=random_state())
 
     def _keep_caches(self) -> None:
-        """Keep what was computed of the conversation, for whoever goes on with it."""
+        """Stores the conversation's caches, so that continuing it computes nothing again."""
         conversation, prefix = self._conversation, self._session.prefix
         if prefix is not None and conversation.held and self._session.state is not State.CLOSED and not self.unsure:
             text = conversation.text[: conversation.held]

@@ -1,8 +1,7 @@
-"""Where a command's words go, and how it ends: its answer to standard output, all else to standard error.
+"""What a command prints, and how it fails: answers go to standard output, everything else to standard error.
 
-With ``--json`` one line of JSON is all that standard output holds, so that programs read it as it is; what went wrong
-is in it, too. With ``--quiet`` nothing but the answer or the JSON is written, and what went wrong. ``OUTCORE_DEBUG=1``
-adds the traceback.
+With ``--json``, standard output holds one line of JSON, with the error if there was one. With ``--quiet``, standard
+error holds errors only. ``OUTCORE_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _STREAM_IS_GONE = {errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFB
 
 
 class Result:
-    """What a command found, for programs: one document, written when the command ends, however it does.
+    """The command's JSON document, written when the command ends, also by an error.
 
     Args:
-        stream: standard output, as it was when the command began.
-        wanted: whether JSON was asked for.
+        stream: standard output, before it was redirected.
+        wanted: whether ``--json`` was given.
     """
 
     def __init__(self, stream: TextIO, wanted: bool) -> None:
@@ -45,7 +44,7 @@ class Result:
         self._stream = stream
 
     def line(self, record: dict[str, Any]) -> None:
-        """One document of many, told at once. There is none at the end then."""
+        """Writes one of many documents at once; none is written at the end then."""
         self.wanted = False
         print(json.dumps(_finite(record), allow_nan=False), file=self._stream, flush=True)
 
@@ -55,7 +54,7 @@ class Result:
 
 
 def _finite(value: Any) -> Any:
-    """With null in place of numbers that JSON has no words for."""
+    """Replaces infinities and NaN, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -64,13 +63,12 @@ def _finite(value: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """More of an answer, on standard output: as it is, but for a terminal, which is to show what a model says and obey
-    none of it."""
+    """Writes more of an answer to standard output; on a terminal control characters are escaped."""
     print(unmoved(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def tell(line: str) -> None:
-    """One line on standard error, if it takes any. Names may hold what would move a terminal's cursor."""
+    """Writes one line to standard error, with control characters escaped."""
     try:
         print(printable(line), file=sys.stderr, flush=True)
     except OSError:
@@ -78,7 +76,7 @@ def tell(line: str) -> None:
 
 
 def spinner(what: str) -> AbstractContextManager[object]:
-    """Shows on standard error that something is being done, until the block ends; silent where that is no terminal."""
+    """Shows a spinner on standard error, if that is a terminal, until the block ends."""
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return nullcontext()
     from .console import PlainConsole
@@ -87,26 +85,25 @@ def spinner(what: str) -> AbstractContextManager[object]:
 
 
 def failed(name: str, error: BaseException, result: Result) -> int:
-    """Tell of what ended a command, programs that asked for JSON too; its exit status.
+    """Reports the error that ended a command, in the JSON document too, and returns the exit status.
 
     Args:
-        name: of the command, as it was called.
-        result: what it had found until then, which is told with the error.
+        name: the command as it was called, ``outcore chat``.
+        result: the document, with what the command had found until then.
     """
     interrupted = isinstance(error, KeyboardInterrupt)
     if not interrupted and os.environ.get(DEBUG, "") not in ("", "0"):
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
     if isinstance(error, OSError) and error.errno in _STREAM_IS_GONE and error.filename is None:
-        # Files that are written to say so in words of their own; what is left are the standard streams. Whoever read
-        # a pipe has seen enough.
+        # Errors of files have a name, so this is a standard stream. A closed pipe, as by `head`, needs no message.
         return _unwritten(name, error, quiet=isinstance(error, BrokenPipeError))
-    said = "interrupted" if interrupted else _line(error)
+    message = "interrupted" if interrupted else _line(error)
     status = 130 if interrupted else 2 if isinstance(error, UsageError) else 1
     if interrupted:
-        tell("")  # a terminal shows ^C where the line stood
-    tell(f"{name}: {said}")
-    result.record |= {"error": said, "type": type(error).__name__, "exit_status": status}
+        tell("")  # ends the line on which the terminal shows ^C
+    tell(f"{name}: {message}")
+    result.record |= {"error": message, "type": type(error).__name__, "exit_status": status}
     try:
         result.write()
     except OSError as e:
@@ -117,27 +114,26 @@ def failed(name: str, error: BaseException, result: Result) -> int:
 def _unwritten(name: str, error: OSError, quiet: bool = False) -> int:
     _lead_nowhere(sys.stdout)
     if not quiet:
-        tell(f"{name}: the output cannot be written: {error.strerror}")
+        tell(f"{name}: cannot write the output: {error.strerror}")
     return 1
 
 
 def _line(error: BaseException) -> str:
-    """What went wrong, and what to do."""
+    """Returns the error as one line that says what to do."""
     if isinstance(error, OutcoreError):
-        # Written by us; parts of it may be names that are not.
         return " ".join(str(error).split())
     if isinstance(error, MemoryError):
-        return "there is no memory left; give less --memory, or end other programs"
+        return "out of memory; give a smaller --memory, or close other programs"
     if isinstance(error, ImportError) and (advice := no_mlx(error)) is not None:
         return advice
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror or one_line(error)}"
     what = f"{type(error).__name__}: {one_line(error)}"
-    return f"{what}; this was not foreseen: please report it with what {DEBUG}=1 adds"
+    return f"{what}; this is a bug: run again with {DEBUG}=1 and please report the traceback"
 
 
 class Nowhere(io.TextIOBase):
-    """A stream that what is written to is gone. It cannot be closed by those who keep it: loggers do."""
+    """A stream that discards what is written. Closing it does nothing, as loggers may still hold it."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -147,10 +143,9 @@ class Nowhere(io.TextIOBase):
 
 
 def open_streams() -> None:
-    """Standard streams that anything can be written to: those that were closed lead nowhere, and what the others'
-    encoding does not have is written as escapes."""
+    """Opens standard streams that are closed on the null device; escapes characters that the encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed when Python began
+        if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # as long as it runs
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -158,26 +153,26 @@ def open_streams() -> None:
 
 @contextmanager
 def streams(as_json: bool, quiet: bool, stderr: TextIO) -> Iterator[None]:
-    """What is printed meanwhile goes where it belongs; what mlx-lm and others print, too."""
-    told: Any = Nowhere() if quiet else stderr
-    with redirect_stderr(told), redirect_stdout(told) if as_json else nullcontext():
+    """Redirects everything printed in the block, by mlx-lm too, as ``--json`` and ``--quiet`` say."""
+    target: Any = Nowhere() if quiet else stderr
+    with redirect_stderr(target), redirect_stdout(target) if as_json else nullcontext():
         yield
 
 
 def log_from(level: str | None) -> None:
-    """``--log-level``; without it, warnings are told as they are."""
+    """Sets up logging for ``--log-level``."""
     if level is None:
         return
     name = choice("--log-level", level.upper() if level.isascii() else level, LOG_LEVELS)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger().setLevel(name)
     logging.captureWarnings(True)
-    # transformers sets its logger up by itself, when it is imported; in the processes of outcore bench, too.
+    # transformers sets up its logger when it is imported, in the child processes of outcore bench too.
     os.environ["TRANSFORMERS_VERBOSITY"] = name.lower()
 
 
 def _lead_nowhere(stream: TextIO) -> None:
-    """Python writes what it still holds when it ends, and would complain once more."""
+    """Points a broken stream at the null device, as Python flushes it at exit and would report the error again."""
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,5 +1,4 @@
-"""The parser of every command's flags: what is wrong is one line and not the list of all flags, and help that cannot be
-written is an error. Imports no MLX, which takes a second."""
+"""The argument parser of all commands, whose errors are one line. Imports no MLX, which takes a second."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag.
+    """Describes a flag.
 
     Attributes:
-        names: as they are given, the one that help shows first.
-        group: under which help lists it; empty: beside the command's own.
-        settings: arguments of ``add_argument``. Where ``help`` does not end with the default, that is added.
+        group: its heading in the help; empty: among the command's own flags.
+        settings: arguments of ``add_argument``. The default is added to ``help`` if that does not mention it.
     """
 
     names: tuple[str, ...]
@@ -37,11 +35,10 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """The first of them, without dashes."""
         return self.names[0].lstrip("-")
 
     def but(self, *names: str, group: str | None = None, **changes: Any) -> Flag:
-        """The same with other settings, as one command has it; names are further ones."""
+        """Returns the flag with further names and other settings, for one command."""
         group = self.group if group is None else group
         return replace(self, names=self.names + names, group=group, settings=self.settings | changes)
 
@@ -55,14 +52,13 @@ class Flag:
 
 
 def flag(names: str, help: str, default: Any = None, type: Any = None, **settings: Any) -> Flag:
-    """A flag of these names, with a space between them; its type is its default's, unless that is None."""
+    """Makes a flag. ``names`` are separated by spaces; without ``type``, the default's type is used."""
     if type is None and not isinstance(default, str | bool | tuple | None):
         type = default.__class__
     return Flag(tuple(names.split()), "", {"help": help, "default": default, "type": type} | settings)
 
 
 def switch(names: str, help: str) -> Flag:
-    """A flag without a value."""
     return Flag(tuple(names.split()), "", {"help": help, "action": "store_true"})
 
 
@@ -71,16 +67,15 @@ def grouped(group: str, *flags: Flag) -> list[Flag]:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """``argparse.ArgumentParser`` whose errors are Outcore's own.
+    """``argparse.ArgumentParser`` that raises UsageError.
 
     Args:
-        example: a whole command line behind the program's name, shown below the flags.
+        example: arguments that make up a whole command line, shown below the flags.
 
     Attributes:
-        hint: what is said of a flag that is none.
-        run: ``"module:function"`` that the command runs with its flags.
-        fill: fills in what no flag says, by a flag that a package brought; returns what, by its name in the parsed
-            flags, and where it was said.
+        hint: added to the error about an unknown flag.
+        run: ``"module:function"`` that the command runs with the parsed flags.
+        fill: set by a package's flag to fill in other flags; returns their values and sources by name.
     """
 
     def __init__(self, prog: str, description: str, example: str) -> None:
@@ -89,7 +84,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.hint, self.run = "", ""
         self.fill: Callable[[ArgumentParser, argparse.Namespace], dict[str, Setting]] | None = None
         self._groups: dict[str, argparse._ActionsContainer] = {"": self}
-        # ``--memory -5MB`` is a value, which says for itself what is wrong with it; argparse would take it for a flag.
+        # Takes the -5MB of ``--memory -5MB`` for a value, which is refused as such, and not for a flag.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def add(self, flag: Flag) -> None:
@@ -98,7 +93,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self._groups[flag.group].add_argument(*flag.names, **flag.arguments())
 
     def show_only(self, names: Collection[str]) -> None:
-        """Have the help show these flags alone."""
+        """Hides all other flags from the help."""
         for action in self._actions:
             if action.option_strings and not {f"--{name}" for name in names} & set(action.option_strings):
                 action.help = argparse.SUPPRESS
@@ -106,7 +101,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """The flags; ``argv`` is what they were read from, ``ranks`` are machines that share the model."""
+        """Parses flags; adds ``argv`` (the words), ``preset``, and ``ranks`` (the machines that share the model)."""
         words = list(sys.argv[1:] if args is None else args)
         parsed, rest = self.parse_known_args(words, namespace)
         if rest:
@@ -115,18 +110,18 @@ class ArgumentParser(argparse.ArgumentParser):
         named = parsed.__dict__.pop("model_named", None)
         if named is not None:
             if parsed.model not in (None, named):
-                self.error(f"{shortened(named)} and --model {shortened(parsed.model)}: give one model")
+                self.error(f"{shortened(named)} and --model {shortened(parsed.model)}: give only one model")
             parsed.model = named
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
+        raise UsageError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def format_help(self) -> str:
         return f"{super().format_help()}\nexample:\n  {self.example}\n"
 
     def print_help(self, file: Any = None) -> None:
-        """Write the help; argparse's own swallows errors."""
+        """Prints the help; unlike argparse's own, it does not swallow errors of the stream."""
         print(self.format_help(), end="", file=file)
 
     def _unknown(self, word: str) -> str:

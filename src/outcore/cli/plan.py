@@ -1,4 +1,4 @@
-"""``outcore plan``: what a budget buys before anything is loaded, and speed against memory."""
+"""``outcore plan``: predicts a model's speed and memory at each budget, without loading it."""
 
 from __future__ import annotations
 
@@ -28,29 +28,23 @@ from .engine import ProgressBar
 from .output import tell
 
 SPREAD, ASSUMED_SPREAD = 1.25, 2.0
-"""Times as long, or as short, as predicted that a token may take: where the machine was measured, and where it was not.
-Fixed numbers: what a calibration alone foresaw of predictions-cpu.json, and of predictions-qwen3.5-9b-8bit-h200.json,
-lay within the first."""
+"""Factors by which the real time per token may differ from the prediction, on a measured machine and on one that was
+not. Source: every run in predictions-cpu.json and predictions-qwen3.5-9b-8bit-h200.json lay within the first."""
 
 
 def token_range_s(plan: Plan) -> tuple[float, float]:
-    """Seconds for a token at best and at worst: a fixed spread around what is predicted."""
+    """Returns the least and the most seconds that a token may take."""
     spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
     return plan.token_s / spread, plan.token_s * spread
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        BudgetError: the budget is too small; says the smallest that works.
-    """
     prepared, notes = _prepare(args)
     args.result.record = show(prepared, prepared.calibration, prepared.plan, last_resort(), notes=notes)
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
-    """The model, opened and planned for; and notes."""
+    """Measures this machine, unless that is done or not wanted, and plans; returns the notes as well."""
     folder, options = resolve_model(args.model, args.revision), loading_options(args)
     notes: list[str] = []
 
@@ -60,15 +54,15 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
 
     if not args.no_calibrate:
         opened = prepare(folder, **options, least=True)
-        if opened.refused is not None:  # before anything is measured, which takes a while
+        if opened.refused is not None:  # raised before measuring, which takes a while
             raise BudgetError(opened.refused, opened.planning.smallest)
         with ProgressBar() as bar:
             measuring().calibrated(opened.profile, folder, opened.cpu_streams, progress=bar.measuring, note=note)
     prepared = prepare(folder, **options)
     if prepared.draft is not None and not prepared.choices and prepared.plan.streams:
-        # A draft that was asked for by its name, beside what there would be without.
+        # For a draft that the user named, the table compares it with no draft.
         plain = prepare(folder, **(options | {"draft": NONE}))
-        none, asked = (
+        without, named = (
             expected(
                 Planned(p.plan, p.profile.size, p.draft),
                 p.calibration,
@@ -77,10 +71,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Preparation, list[str]]:
             )
             for p in (plain, prepared)
         )
-        prepared = replace(prepared, choices=(none, asked), choice=asked)
+        prepared = replace(prepared, choices=(without, named), choice=named)
     notes += prepared.notes
     if not prepared.plan.calibrated:
-        notes.append("predicted from assumptions: this machine was not measured for this model (outcore calibrate)")
+        notes.append("predicted from assumptions; run outcore calibrate to measure this machine for this model")
     return prepared, notes
 
 
@@ -93,11 +87,11 @@ def show(
     device: str | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Print a plan beside those for other budgets; returns what there is to say of it, for JSON.
+    """Prints a plan and the table of other budgets, and returns the JSON document.
 
     Args:
-        available: bytes that the recommended plan may have.
-        device: whose speeds are predicted; None: this machine's.
+        available: bytes that the recommended budget may use.
+        device: a published device that the plan is for; None: this machine.
     """
     plans = speed_curve(prepared.planning, calibration, also=[plan.budget_bytes])
     plans = [plan if p.budget_bytes == plan.budget_bytes else p for p in plans]
@@ -137,7 +131,7 @@ def show(
     items = [(name, format_size(nbytes)) for name, nbytes in record["items"].items()]
     out.print(listing([*items, ("together", format_size(plan.peak_bytes))], "right"))
     if len(plans) > 1:
-        # Rows that are all about as fast say nothing.
+        # If computing is the limit everywhere, all rows are about as fast: a few are enough.
         few = [p for p in plans if p in (plans[0], plan, best, plans[-1])]
         out.print(_curve_table(few if computing is plans[0] else plans, plan, best, device is not None))
     for line in _sentences(record, plans, best, computing):
@@ -146,13 +140,13 @@ def show(
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """What programs are told of a plan as it is, under the names that it has there."""
+    """Returns the fields of a plan that JSON documents have under the same name."""
     sizes = "budget_bytes", "smallest_budget_bytes", "bytes_per_token"
     return {name: getattr(plan, name) for name in (*sizes, "slots", "head_streamed", "prefill_step", "calibrated")}
 
 
 def _row(p: Plan, device: bool) -> dict[str, Any]:
-    """A plan among others; None where it is not known how fast it is."""
+    """Returns a plan's row of the table; speeds are None if they cannot be predicted."""
     known = device or p.foretold
     return {
         "budget_bytes": p.budget_bytes,
@@ -178,72 +172,67 @@ def _items(plan: Plan) -> dict[str, int]:
 
 
 def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, Any]]:
-    """What ``--draft auto`` chose from: what there is to say of each way to draft; bytes, tokens a second."""
+    """Returns a record for each way to draft that was considered, in bytes and tokens per second."""
 
     def not_weights(plan: Plan) -> int:
         return plan.cache_bytes + plan.activation_bytes
 
     plain = next((c.planned.plan for c in choices if c.name == NONE and c.planned is not None), None)
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for choice in choices:
         if choice.planned is None:
-            found.append({"draft": choice.name, "chosen": False, "reason": choice.reason})
+            records.append({"draft": choice.name, "chosen": False, "reason": choice.reason})
             continue
         plan, draft = choice.planned.plan, choice.planned.draft
-        found.append({
+        records.append({
             "draft": choice.name,
             "chosen": choice is taken,
             "predicted_tps": 1 / choice.token_s,
             "tokens_per_sweep": choice.tokens,
             "drafted": choice.drafted,
             "draft_bytes": draft.weights if draft is not None else 0,
-            # Caches of what drafts, states to go back to, and what several tokens of a pass take more than one.
+            # The drafter's caches, snapshots for rollback, and the activations of several tokens instead of one.
             "beside_bytes": max(0, not_weights(plan) - not_weights(plain)) if plain is not None else 0,
             "resident_units": len(plan.resident),
             "bytes_per_sweep": plan.bytes_per_token,
             "first_bytes": choice.first,
             "reason": None,
         })  # fmt: skip
-    return found
+    return records
 
 
 def _headline(record: dict[str, Any], plan: Plan) -> str:
-    """What is held and streamed at the budget, and how fast that is."""
-    speed, tps, low = (
-        "Its speed is not known, as nothing was measured",
-        record["predicted_tps"],
-        record["predicted_tps_low"],
-    )
+    speed, tps, low = "Speed unknown, as nothing was measured", record["predicted_tps"], record["predicted_tps_low"]
     if tps is not None:
         between = "" if low is None else f" ({low:.2f} to {record['predicted_tps_high']:.2f})"
         speed = (
-            f"Predicted{', not measured' if record['device'] else ''}: {tps:.2f} tokens a second{between}, "
-            f"{plan.ttft_s:.1f} s to the first (behind a prompt of {record['prompt']} tokens)"
+            f"Predicted{', not measured' if record['device'] else ''}: {tps:.2f} tokens/s{between}, "
+            f"{plan.ttft_s:.1f} s to the first token (after a prompt of {record['prompt']} tokens)"
         )
     budget, peak = format_size(plan.budget_bytes), format_size(plan.peak_bytes)
-    return f"{record['title']} with {budget}: {held(plan)}. {speed}; {peak} at most."
+    return f"{record['title']} with {budget}: {held(plan)}. {speed}; peak {peak}."
 
 
 def _sentences(
     record: dict[str, Any], plans: Sequence[Plan], best: Plan | None, computing: Plan | None
 ) -> Iterator[str]:
-    """What stands below the table of budgets."""
+    """Yields the sentences below the table of budgets."""
     if folders := len(record["mirrors"]):
-        yield f"Read from {folders + 1} folders at once, and predicted by the first one's disk alone."
+        yield f"Read from {folders + 1} folders at once; the prediction counts the first one's disk only."
     if computing is not None and all(row["tps"] is not None for row in record["curve"]):
         there = format_size(computing.budget_bytes, round_up=True)
         where = "At every budget" if computing is plans[0] else f"From {there} on"
         yield (
-            f"{where} computing is the limit, not the disk: with everything in memory it is "
-            f"{1 / plans[-1].token_s:.2f} tokens a second, and with {there} {1 / computing.token_s:.2f}."
+            f"{where} computing is the limit, not the disk: everything in memory gives "
+            f"{1 / plans[-1].token_s:.2f} tokens/s, {there} gives {1 / computing.token_s:.2f}."
         )
     if best is None:
-        yield "None of these budgets fits into what is free now."
+        yield "None of these budgets fits in the memory that is free now."
     else:
         memory = format_size(best.budget_bytes, round_up=True).replace(" ", "")
-        why = "(everything fits into it)"
+        why = "(everything fits)"
         if record["device"] or best.foretold:
-            why = f"({1 / best.token_s:.2f} tokens a second): more memory buys less than one part in twenty"
+            why = f"({1 / best.token_s:.2f} tokens/s); more memory gains less than 5 %"
         yield f"Recommended: --memory {memory} {why}."
     if record["device"] is None:
         yield from _draft_lines(record["drafts"])
@@ -251,7 +240,7 @@ def _sentences(
 
 
 def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
-    """A line for each way to draft, and why others cannot be; what is the first time only, last."""
+    """Yields a line for each way to draft: its speed, or why it cannot be used."""
     if rows:
         yield "Drafts (--draft):"
     for row in rows:
@@ -260,31 +249,30 @@ def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
             continue
         takes = row["draft_bytes"] + row["beside_bytes"]
         yield (
-            f"  {row['draft']}: {row['predicted_tps']:.2f} tokens/s, {row['tokens_per_sweep']:.1f} of each pass; "
-            f"{row['resident_units']} whole layers, {format_size(row['bytes_per_sweep'])} read a pass"
+            f"  {row['draft']}: {row['predicted_tps']:.2f} tokens/s, {row['tokens_per_sweep']:.1f} per pass; "
+            f"{row['resident_units']} layers resident, {format_size(row['bytes_per_sweep'])} read per pass"
             + (f", takes {format_size(takes)}" if takes else "")
             + (" ← this plan" if row["chosen"] else "")
         )
         if row["chosen"] and row["first_bytes"]:
-            yield f"  Before its first answer {format_size(row['first_bytes'])} are written to the cache, once."
+            yield f"  Its first use writes {format_size(row['first_bytes'])} to the cache."
 
 
 def held(plan: Plan) -> str:
-    """What a plan keeps in memory and what it streams, in words."""
+    """Describes what a plan keeps in memory and what it streams."""
     if not plan.streams:
         return "everything resident"
     if plan.pools:
-        return f"{plan.held} resident, the others one by one, {format_size(plan.bytes_per_token)} read a token"
+        return f"{plan.held} resident, the others streamed, {format_size(plan.bytes_per_token)} read per token"
     kept = sum(len(pieces) for _, pieces in plan.kept)
     text = f"{counted(len(plan.resident), 'layer')} resident"
     text += f" and {counted(kept, 'projection')} of others" if kept else ""
     text += f", {len(plan.streamed)} streamed" + (f" in {len(plan.parts)} parts" if plan.split else "")
     text += " and the head" if plan.head_streamed else ""
-    return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read a token"
+    return f"{text} through {plan.slots} slots, {format_size(plan.bytes_per_token)} read per token"
 
 
 def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold: bool) -> Table:
-    """A row for each budget; ``foretold``: of every plan it is known how fast it is."""
     rows = []
     for p in plans:
         marks = ["← this plan"] * (p.budget_bytes == plan.budget_bytes)
@@ -298,4 +286,4 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold:
             f"{1 / p.token_s:.2f}" if known else "-",
             " ".join(marks),
         ])  # fmt: skip
-    return table([">memory", ">resident", ">read\na token", ">first\ntoken", ">tokens/s", ""], rows)
+    return table([">memory", ">resident", ">read\nper token", ">first\ntoken", ">tokens/s", ""], rows)

@@ -1,4 +1,4 @@
-"""What is said of a run besides its flags: nothing, unless a package's flag names a file that says something."""
+"""Settings of a run that no flag has. The default is none; a package's flag can bring them, as Modelfiles do."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ if TYPE_CHECKING:
 
 
 class Preset:
-    """Says nothing. ``args.preset`` is one of these, or of a subclass that a package's flag put there, whose methods
-    refuse with a UsageError what does not go together.
+    """The empty preset. A package's flag may set ``args.preset`` to a subclass, whose methods raise UsageError for
+    flags that contradict it.
 
     Attributes:
-        messages: as chat templates take them; they stand before the user's first one.
-        stop: texts that end an answer.
+        messages: put before the user's first message, in the form that chat templates take.
+        stop: strings that end an answer.
     """
 
     messages: Sequence[Mapping[str, str]] = ()
     stop: tuple[str, ...] = ()
 
     def prepare(self, tokenizer: TokenizerWrapper, *, template: bool = True, cached: bool = False) -> None:
-        """Set the tokenizer's chat template.
+        """Sets the tokenizer's chat template.
 
         Args:
-            template: whether one is used.
-            cached: what stands before the question is in a prompt cache.
+            template: whether the command applies a chat template.
+            cached: whether a prompt cache holds what the template writes before the question.
         """
 
     def answer_tokens(self, prompt: int, most: int) -> int:
-        """Tokens of an answer at most, -1 for no limit, behind a prompt of so many."""
+        """Returns the most tokens of an answer (-1 for no limit) to ``prompt`` tokens; ``most`` is the flag's limit."""
         return most
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``stream_generate``."""
+        """Returns arguments of ``stream_generate``."""
         return {}
 
     def defaults(self, defaults: Defaults) -> Defaults:
-        """What a server assumes where a request says nothing."""
+        """Returns a server's defaults for requests."""
         return defaults
 
     def service(self, service: ModelService) -> ModelService:
-        """A server's service."""
+        """Returns the service that a server uses, which may wrap the given one."""
         return service
 
     def served_template(self, args: argparse.Namespace, names: Sequence[str]) -> str | None:
-        """The chat template of a server's models; None: each its own."""
+        """Returns the chat template for a server's models; None for each model's own."""
         given: str | None = args.chat_template
         return given

@@ -1,4 +1,4 @@
-"""``outcore serve``: answer clients of OpenAI's, Anthropic's and Ollama's APIs. Flags are ``mlx_lm.server``'s."""
+"""``outcore serve``: serves the APIs of OpenAI, Anthropic and Ollama. Flags are those of ``mlx_lm.server``."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 DAY_S = 86400.0
 
 KEEP_S = 300.0
-"""How long a model that nobody asks stays in memory, where there are several."""
+"""Seconds that an unused model stays in memory, if several are served."""
 
 KEY_BYTES = 4096
-"""Of a file that holds a key, at most."""
+"""Largest API key file."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     share_one_heap()
     began, record = time.monotonic(), args.result.record
     with ExitStack() as stack:
-        # Before anything is loaded, which takes long.
+        # Before the model is loaded, so that a port in use is reported at once.
         sockets = listen(args.host, whole("--port", args.port, 0, 65535))
         for each in sockets:
             stack.callback(each.close)
@@ -69,13 +69,14 @@ def run(args: argparse.Namespace) -> None:
         models = [card.name for card in service.models()]
 
         def greet() -> None:
-            # Where, in the first line: whoever started it may wait for that.
-            print(f"Outcore answers at {address} (Ctrl-C ends it)", flush=True)
+            # The address stands in the first line: the process that started this one may wait for it.
+            print(f"Outcore answers at {address} (Ctrl-C to stop)", flush=True)
             served = f"{counted(len(models), 'model')}: {shortened(', '.join(models), 200)}"
-            print(f"{served}; OpenAI's clients ask at {address}/v1", flush=True)
+            print(f"{served}; base URL for OpenAI clients: {address}/v1", flush=True)
 
         def draining(count: int) -> None:
-            tell(f"Ending, in {drain_s:g} s at most: {counted(count, 'request')} under way; Ctrl-C again ends them")
+            running = counted(count, "request")
+            tell(f"Stopping within {drain_s:g} s; {running} still running (Ctrl-C again stops at once)")
 
         server = Server(
             application(site, access), site, drain_s, greet, draining, lambda: service.failure is not None, deadline
@@ -87,13 +88,13 @@ def run(args: argparse.Namespace) -> None:
             raise service.failure
     if signal.SIGINT in server.signals:
         if args.ranks is not None:
-            args.ranks.close()  # all have ended well, whatever this one's status is
+            args.ranks.close()  # the other ranks end with status 0, unlike this one
         raise KeyboardInterrupt
 
 
 def _cut(args: argparse.Namespace, server: Server) -> None:
-    """End the process, in the middle of what does not end in time: a part of a prompt, a model that is being loaded."""
-    tell("Ended in the middle of what was under way: its time was up")
+    """Ends the process when ``--drain`` is over and a prompt or the loading of a model still runs."""
+    tell("Stopped: --drain is over and a request was still running")
     interrupted = signal.SIGINT in server.signals
     if interrupted:
         args.result.record |= {"error": "interrupted", "type": "KeyboardInterrupt", "exit_status": 130}
@@ -104,12 +105,12 @@ def _cut(args: argparse.Namespace, server: Server) -> None:
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    """The models to serve; the first answers requests that name none."""
+    """Returns the models to serve. The first one answers requests that name none."""
     return list(dict.fromkeys([*args.models_named, *(args.model or [])]))
 
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
-    """What holds where a request does not say."""
+    """Returns the defaults for requests."""
     check_numbers(args)
     check_sampling(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k)
     sampling = Sampling(
@@ -118,26 +119,25 @@ def defaults_of(args: argparse.Namespace) -> Defaults:
     flag, most = "--chat-template-config", None if args.max_tokens == -1 else args.max_tokens
     try:
         template = requests.template_options(template_options(args.chat_template_config), flag)
-    except RequestError as e:  # an argument that is not the user's to give
+    except RequestError as e:
         raise UsageError(str(e)) from None
     preset: Preset = args.preset
     return preset.defaults(Defaults(sampling, most, template))
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """What clients have to say, without white space around it; None: nothing. Refused where it is empty or no text, or
-    lies in a file that cannot be read, or that others can."""
+    """Returns the API key without surrounding white space, or None. Refuses a key file that other users can access."""
     if args.api_key_file is None:
         key = os.environ.get("OUTCORE_API_KEY") or None
         if key is not None and not text_of("OUTCORE_API_KEY", key).strip():
-            raise UsageError("OUTCORE_API_KEY: empty")
+            raise UsageError("OUTCORE_API_KEY: empty; unset it or set it to a key")
         return key
     flag = f"--api-key-file {args.api_key_file}"
     try:
-        with args.api_key_file.open("rb") as file:  # of a pipe, too, which a shell makes of <(command)
+        with args.api_key_file.open("rb") as file:  # may be a pipe, as from a shell's <(command)
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise UsageError(f"{flag}: others can read it, or write to it; chmod 600 it")
+                raise UsageError(f"{flag}: other users can read or write it; run chmod 600 {args.api_key_file}")
             raw = file.read(KEY_BYTES + 1)
         key = raw.decode().strip()
     except OSError as e:
@@ -145,18 +145,18 @@ def key_of(args: argparse.Namespace) -> str | None:
     except UnicodeDecodeError:
         raise UsageError(f"{flag}: not UTF-8 text") from None
     if not key or len(raw) > KEY_BYTES or not key.isprintable():
-        raise UsageError(f"{flag}: one line of 1 to {KEY_BYTES} bytes is needed")
+        raise UsageError(f"{flag}: not a key; the file must hold one line of 1 to {KEY_BYTES} bytes")
     return key
 
 
 def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Access:
-    """Who may ask. Refused where others than this machine may, without a key."""
+    """Returns the rules for access. Refuses to serve other machines without a key."""
     key = key_of(args)
     local = all(ipaddress.ip_address(s.getsockname()[0].partition("%")[0]).is_loopback for s in sockets)
     if not local and key is None and not args.insecure:
         raise UsageError(
-            f"--host {args.host}: whoever reaches this machine could ask; give --api-key-file FILE (or "
-            "OUTCORE_API_KEY), or --insecure"
+            f"--host {args.host}: other machines could use the model without a key; give --api-key-file FILE, set "
+            "OUTCORE_API_KEY, or allow it with --insecure"
         )
     hosts = {name.lower() for name in _listed(args.allowed_hosts)} | local_names(args.host)
     return Access(key, hosts, addresses=not local, origins=_listed(args.allowed_origins))
@@ -167,8 +167,7 @@ def _listed(text: str | None) -> list[str]:
 
 
 def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService:
-    """The models' service, with the first of them in memory. What it is made of is slow to import, so this comes
-    last."""
+    """Starts the service and loads the first model. Its modules are imported here, as that is slow."""
     from ..serve.service import ModelService
     from ..serve.shelf import Shelf
     from .engine import ProgressBar
@@ -178,9 +177,9 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
     shelf = Shelf(names, revision=args.revision, template=template)
     if len(shelf.models) > 1:
         if args.ranks is not None:
-            raise UsageError("one model over several machines; give a folder of one")
+            raise UsageError("several machines can serve only one model; give one --model")
         if args.adapter_path is not None:
-            raise UsageError("--adapter-path: an adapter goes with one model; give one")
+            raise UsageError("--adapter-path: an adapter belongs to one model; give one --model")
         options = replace(options, keep_alive=KEEP_S)
     with ProgressBar() as bar:
         service = ModelService(shelf, options, bar)
@@ -196,11 +195,11 @@ def service_options(args: argparse.Namespace) -> ServiceOptions:
     from ..serve.service import ServiceOptions
     from .answering import draft_tokens
 
-    # Memory for texts is taken as they come: little of it at first.
+    # Memory for contexts is taken as requests come, so little of it is reserved.
     engine = loading_options(args) | {"priority": "speed"}
     if args.decode_concurrency != 1:
         if args.kv_disk == "on":
-            raise UsageError("--kv-disk on: only for one text at a time; give --decode-concurrency 1 too")
+            raise UsageError("--kv-disk on: works for one request at a time; add --decode-concurrency 1")
         engine["kv_disk"] = "off"
     return ServiceOptions(
         load=LoadOptions(**engine),

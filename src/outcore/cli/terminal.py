@@ -1,4 +1,4 @@
-"""What is typed in a terminal: messages of several lines, with a history; and nothing of it into an answer."""
+"""Reads chat messages from a terminal, with line editing and history."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..machine.cache_folder import make_cache
 PROMPT, MORE = "> ", ". "
 
 HISTORY = "chat-history"
-"""A file in the cache folder, which no ``outcore cache clear`` removes: it cannot be made again."""
+"""File in the cache folder; ``outcore cache clear`` leaves it, as it cannot be made again."""
 
 _PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"
-"""Have the terminal say where what is pasted begins and ends (xterm's bracketed paste); and no longer."""
+"""Switch xterm's bracketed paste on and off, by which the terminal marks pasted text."""
 
 
 def typed(on_error: bool) -> Iterator[str]:
-    """Messages, one after the other, until the end of input. None is empty.
+    """Yields messages that are not empty until the end of input.
 
     Args:
-        on_error: standard output is no terminal: the prompt stands on standard error.
+        on_error: show the prompt on standard error, as standard output is not a terminal.
     """
     session: PromptSession[str] = PromptSession(
         history=_history(),
@@ -38,18 +38,18 @@ def typed(on_error: bool) -> Iterator[str]:
         prompt_continuation=MORE,
         output=create_output(stdout=sys.stderr) if on_error else None,
     )
-    with _unheard():
+    with _no_echo():
         while True:
             try:
                 text = session.prompt(PROMPT)
             except EOFError:
                 return
             if text.strip():
-                _tell_terminal(_PASTES)
+                _send(_PASTES)
                 try:
                     yield text
                 finally:
-                    _tell_terminal(_NO_PASTES)
+                    _send(_NO_PASTES)
 
 
 def _keys() -> KeyBindings:
@@ -72,7 +72,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """What was typed in earlier runs, in a file of this user's alone; where there can be none, of this run."""
+    """Opens the history file, which only this user can read; without one, the history lasts for this run."""
     try:
         path = make_cache() / HISTORY
         path.touch(0o600)
@@ -83,27 +83,26 @@ def _history() -> History:
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """What is typed while nobody asks is not shown, and is there when the next message is typed.
+def _no_echo() -> Iterator[None]:
+    """Hides what is typed during an answer; it appears when the next message is read.
 
-    Around the questions too: each gives the terminal back as it found it, and in the time between an end and a
-    beginning keys would be shown.
+    The block encloses reading messages too: between two prompts keys would be echoed.
     """
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     quiet = termios.tcgetattr(fd)
     quiet[0] &= ~termios.ICRNL
-    # Ctrl-C stays what it is: a signal.
+    # ISIG stays set: Ctrl-C sends its signal.
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
     try:
         termios.tcsetattr(fd, termios.TCSANOW, quiet)
         yield
     finally:
-        # Not TCSAFLUSH, which would forget what was typed.
+        # Not TCSAFLUSH, which would discard what was typed.
         with suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
-def _tell_terminal(what: str) -> None:
+def _send(sequence: str) -> None:
     with suppress(OSError):
-        os.write(sys.stdin.fileno(), what.encode())
+        os.write(sys.stdin.fileno(), sequence.encode())

@@ -1,4 +1,4 @@
-"""What a running model does, for others to look at: snapshots of it, and the file in which others find them.
+"""Lets ``outcore monitor`` watch running models: each process writes snapshots of its models to a file.
 
 import outcore, outcore.monitoring
 

@@ -1,4 +1,4 @@
-"""Where the snapshots of this user's running processes are: ``<runtime folder>/outcore/<pid>.json``. Imports no MLX."""
+"""The files of snapshots, ``<runtime folder>/outcore/<pid>.json``, one per running process. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..errors import StoreError
 
 def runtime_folder() -> Path:
     with warnings.catch_warnings():
-        # The system has made none for this user, and one in the folder for temporary files is taken.
+        # platformdirs warns when the system has no runtime folder and it falls back to the temporary folder.
         warnings.simplefilter("ignore")
         return PlatformDirs("outcore").user_runtime_path
 
 
 def make_folder() -> Path:
-    """The folder, made for this user alone if it is not there.
+    """Makes the folder, private to this user, if it does not exist.
 
     Raises:
-        StoreError: others could put something into it.
-        OSError: it cannot be made.
+        StoreError: other users can access the folder or replace it.
+        OSError: the folder cannot be made.
     """
     folder = runtime_folder()
     for path in (folder.parent, folder):
@@ -36,27 +36,23 @@ def make_folder() -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Refuse a folder that is not this user's alone, or that others could replace by another one.
+    """Checks that only this user can access the folder and replace it.
 
     Raises:
-        StoreError: says which, and what to do.
-        FileNotFoundError: it is not there.
+        StoreError: other users can.
+        FileNotFoundError: there is no such folder.
     """
     me, status, above = os.geteuid(), folder.lstat(), folder.parent.stat()
     alone = stat.S_ISDIR(status.st_mode) and status.st_uid == me and not stat.S_IMODE(status.st_mode) & 0o077
     if not alone or above.st_uid not in (me, 0) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
         raise StoreError(
-            f"{folder}: the monitor's snapshots lie there, and others could look into it or replace it: "
-            f"chmod 700 {folder}, or set XDG_RUNTIME_DIR to a folder of your own"
+            f"{folder}: other users can access the monitor's snapshots here; run chmod 700 {folder}, or set "
+            "XDG_RUNTIME_DIR to a folder of your own"
         )
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Replace a snapshot by a newer one, so that a reader finds one of the two whole.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replaces a snapshot atomically: a reader finds the old one or the new one."""
     new = path.with_suffix(".new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What this process shows of itself, and the thread that writes it down a few times a second."""
+"""Publishes snapshots of this process's models: a thread writes them to a file several times a second."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ if TYPE_CHECKING:
     from ..engine.session import Session
 
 EVERY_S = 0.25
-"""Seconds from one snapshot to the next; one that says the same is not written again."""
+"""Seconds between snapshots; an unchanged one is not written again."""
 
 
 class Board:
-    """The models of this process that are shown. Safe for several threads; a thread that computes waits for none of its
-    locks.
+    """The published models of this process. Thread-safe; computing never waits for its lock.
 
     Attributes:
-        command: what this process runs.
+        command: the name of what this process runs.
     """
 
     def __init__(self) -> None:
         self.command = ""
         self._lock = threading.RLock()
         self._recorders: list[SnapshotRecorder] = []
-        self._stop: threading.Event | None = None  # ends the thread that writes; None: there is none
+        self._stop: threading.Event | None = None  # ends the writer thread; None: no thread runs
         self._path = Path()
         self._written: dict[str, Any] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """The process and all its models as they are now; docs/usage.md says what is in it."""
+        """Returns the state of the process and its models (fields: docs/usage.md)."""
         with self._lock:
             models = [taken for r in self._recorders if (taken := r.take()) is not None]
         at, pid = round(time.time(), 3), os.getpid()
         return {"type": "snapshot", "at": at, "pid": pid, "command": self.command, "models": models}
 
     def add(self, session: Session, name: str) -> None:
-        """Show a model too, until it is closed or dropped."""
+        """Publishes a model until it is closed or dropped."""
         with self._lock:
             if not any(r.session is session for r in self._recorders):
                 recorder = SnapshotRecorder(session, name)
@@ -58,8 +57,8 @@ class Board:
                 session.closing.append(lambda: self._remove(recorder))
 
     def begin(self) -> bool:
-        """Write the first snapshot and start the thread; returns whether others can see the process."""
-        if (settled := setting("monitor")) is not None and settled.value == OFF:
+        """Writes the first snapshot and starts the thread. Returns whether other processes can see the snapshots."""
+        if (configured := setting("monitor")) is not None and configured.value == OFF:
             return False
         with self._lock:
             if self._stop is None:
@@ -74,7 +73,7 @@ class Board:
         return True
 
     def end(self) -> None:
-        """Write no more, and remove the file. Safe to call twice."""
+        """Stops writing and removes the file. May be called twice."""
         with self._lock:
             if self._stop is not None:
                 self._stop.set()
@@ -82,11 +81,11 @@ class Board:
                 self._path.unlink(missing_ok=True)
 
     def forked(self) -> None:
-        """In a forked child: the thread and its file are the parent's."""
+        """Forgets, in a forked child, the thread and the file, which are the parent's."""
         self._lock, self._stop = threading.RLock(), None
 
     def _remove(self, recorder: SnapshotRecorder | None) -> None:
-        """Show this model no more, nor those that are gone; end if none is left."""
+        """Removes a model and those that are closed or dropped; stops when none is left."""
         with self._lock:
             self._recorders = [r for r in self._recorders if r is not recorder and r.session is not None]
             if not self._recorders:
@@ -99,32 +98,32 @@ class Board:
             self._written = document
 
     def _run(self, stop: threading.Event) -> None:
-        # Ctrl-C is for the thread that computes.
+        # Signals are for the main thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while not stop.wait(EVERY_S):
-            with self._lock, contextlib.suppress(OSError):  # a full disk, say: the next one may be written
+            with self._lock, contextlib.suppress(OSError):  # a full disk, for example; the next write may work
                 self._remove(None)
                 if not stop.is_set():
                     self._write()
 
 
 board = Board()
-"""What this process shows."""
 
-atexit.register(board.end)  # also where models were never closed
+atexit.register(board.end)  # models may never be closed
 os.register_at_fork(after_in_child=board.forked)
 
 
 def publish(model: Any, command: str | None = None, name: str | None = None) -> bool:
-    """Let ``outcore monitor`` see a model, until it is closed or dropped.
+    """Lets ``outcore monitor`` see a model until it is closed or dropped.
 
     Args:
-        model: loaded by ``outcore.load``.
-        command: what this process runs; None: as it was started. ``name``: what the model is called; None: its kind.
+        model: a model from ``outcore.load``.
+        command: the name of what this process runs; None: the name of its program.
+        name: the model's name; None: its type.
 
     Returns:
-        whether it can be seen: not where ``OUTCORE_MONITOR`` (or ``monitor`` in the configuration file) is ``off``, or
-        no file can be written, which is logged. ``board`` shows it to this process all the same.
+        Whether other processes can see it: False if ``OUTCORE_MONITOR`` (or ``monitor`` in the configuration file) is
+        ``off``, or if the file cannot be written, which is logged. This process's ``board`` has the model either way.
     """
     board.command = command or board.command or (Path(sys.argv[0]).name if sys.argv else "") or "python"
     kind = getattr(getattr(model, "args", None), "model_type", None)

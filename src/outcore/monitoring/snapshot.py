@@ -1,7 +1,6 @@
-"""What a running model does at one moment, as plain data.
+"""Takes snapshots of a running model from another thread than the one that computes.
 
-Everything is read from another thread than the one that computes. Nothing of the engine's is locked or waited for: each
-number is right by itself, and may be a moment older or newer than the one beside it.
+Nothing is locked: each number is right by itself, but may be a moment older or newer than the next one.
 """
 
 from __future__ import annotations
@@ -16,28 +15,24 @@ if TYPE_CHECKING:
     from ..engine.session import Session
 
 CODES = "drlcm"
-"""Where a layer's weights are, a letter each in ``layers``: on disk; ready in a slot; loading, on their way into one;
-in a slot that is being computed from; in memory. A layer in several parts has the letter that comes last here."""
+"""The letters of ``layers``, one per layer, for where its weights are: on disk, ready in a slot, loading into a slot,
+computing from a slot, in memory. A layer of several parts gets the letter that comes last here."""
 
 RATE_S = 2.0
-"""Seconds that the disk's rate and stalls are of."""
+"""Seconds over which the disk's rate and stalls are averaged."""
 
 TOKENS_S = 10.0
-"""Seconds that tokens' and passes' rates are of; a pass may take that long."""
+"""Seconds over which rates of tokens and forward passes are averaged; one pass may take that long."""
 
 NOTES = 8
-"""Notes that are told, the last ones."""
+"""Most notes in a snapshot; the newest are kept."""
 
 Counters = dict[str, float]
-"""A model's counters, and ``at``: seconds of a clock that only goes forward."""
+"""A model's counters, and the monotonic time ``at`` which they were read, in seconds."""
 
 
 class SnapshotRecorder:
-    """Takes snapshots of one model; for one thread at a time, which is not the model's.
-
-    Args:
-        name: what the model is called.
-    """
+    """Takes snapshots of one model and keeps past counters for the rates. Not thread-safe."""
 
     def __init__(self, session: Session, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = weakref.ref(session)
@@ -47,12 +42,12 @@ class SnapshotRecorder:
 
     @property
     def session(self) -> Session | None:
-        """The model's; None: it was closed or dropped."""
+        """The model's session; None if it was closed or dropped."""
         session = self._session()
         return None if session is None or session.state.value == "closed" else session
 
     def take(self) -> dict[str, Any] | None:
-        """The model as it is now; None: it is gone. docs/usage.md says what is in it."""
+        """Returns the model's state (fields: docs/usage.md); None if it was closed or dropped."""
         if (session := self.session) is None:
             return None
         plan, m, streaming, residency = session.plan, session.metrics, session.streaming, session.residency
@@ -78,7 +73,7 @@ class SnapshotRecorder:
                 "how": session.io,
                 "bytes": m.bytes_read,
                 "gbps": _rate(quick, now, "bytes_read", 1e-9),
-                # What calibrating found; reads through the page cache may be faster.
+                # From calibration, of direct reads; reads through the page cache may be faster.
                 "ceiling_gbps": round(residency.calibration.read_gbps, 3) if residency and measured else None,
                 "stall_s": round(m.stall_s, 3),
                 "stalled": _rate(quick, now, "stall_s"),
@@ -90,7 +85,7 @@ class SnapshotRecorder:
                 "sweeps": m.sweeps,
                 "sweeps_per_s": _rate(slow, now, "sweeps"),
                 "sweep_s": round(streaming.pass_s, 4) if streaming and streaming.pass_s is not None else None,
-                # Of a prompt, or of a draft.
+                # More than one in prefill, and when drafted tokens are verified.
                 "in_sweep": streaming.pass_tokens if streaming is not None and working else 0,
             },
             "drafts": {
@@ -102,25 +97,25 @@ class SnapshotRecorder:
         }
 
     def _note(self, session: Session) -> Counters:
-        """The counters now, which later ones are compared with."""
+        """Reads the counters and remembers them."""
         names, past = ("sweeps", "units", "tokens", "bytes_read", "stall_s"), self._past
         now = {"at": self._clock()} | {name: getattr(session.metrics, name) for name in names}
         if past and (now["sweeps"] < past[-1]["sweeps"] or now["bytes_read"] < past[-1]["bytes_read"]):
-            past.clear()  # they were reset
+            past.clear()  # the counters were reset
         past.append(now)
-        # One that is older stays, for the whole of the time; none from long before the one that was taken last.
+        # Keeps one entry older than TOKENS_S, so that the whole time is covered, but none older than twice that.
         while len(past) > 1 and (past[1]["at"] <= now["at"] - TOKENS_S or past[0]["at"] < now["at"] - 2 * TOKENS_S):
             past.popleft()
         return now
 
     def _since(self, seconds: float) -> Counters:
-        """The counters of that many seconds ago, or the oldest there are."""
+        """Returns the counters of that many seconds ago, or the oldest."""
         older = [c for c in self._past if c["at"] <= self._past[-1]["at"] - seconds]
         return older[-1] if older else self._past[0]
 
 
 def _strip(session: Session) -> tuple[str, str]:
-    """A letter for each layer, and one for a head that is streamed, else none."""
+    """Returns one letter per layer, and one for the head if that is streamed."""
     plan, streaming, residency = session.plan, session.streaming, session.residency
     resident = set(plan.resident)
     strip = ["m" if i in resident else "d" for i in range(len(session.size.layers))]
@@ -129,7 +124,7 @@ def _strip(session: Session) -> tuple[str, str]:
         return "".join(strip), head
     places = {id(module): i for i, module in enumerate(residency.layers.modules)}
     units = streaming.layers.units
-    # Nothing is locked, so a unit may be told of twice, or late.
+    # Nothing is locked, so a unit may appear twice, or late.
     ring = streaming.ring
     leases = [(each, "r") for each in list(ring.ahead)] + [(each, "c") for each in list(ring.held.values())]
     for lease, code in leases:
@@ -149,7 +144,7 @@ def _memory(session: Session) -> dict[str, int]:
     from ..machine.allocator import peak_held
 
     plan = session.plan
-    # Of the process, all its models together; and of this model's plan.
+    # The first three are of the whole process, the others of this model's plan.
     held = {"active": mx.get_active_memory(), "kept": mx.get_cache_memory(), "peak": peak_held()}
     return held | {
         "budget": plan.budget_bytes,
@@ -164,6 +159,6 @@ def _memory(session: Session) -> dict[str, int]:
 
 
 def _rate(then: Counters, now: Counters, name: str, unit: float = 1.0) -> float | None:
-    """By how much a counter grows in a second; None: it is not known yet."""
+    """Returns a counter's growth per second; None if it is not known yet."""
     seconds = now["at"] - then["at"]
     return round((now[name] - then[name]) / seconds * unit, 4) if seconds > 0 else None

@@ -1,1 +1,1 @@
-"""A page from results: ``inputs`` reads, ``sections`` says what there is to show, ``page`` and ``markdown`` write."""
+"""``outcore report``: ``inputs`` reads results, ``sections`` builds the content, ``page`` and ``markdown`` write it."""

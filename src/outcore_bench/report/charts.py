@@ -1,4 +1,4 @@
-"""Charts as SVG for a page: text stays text, and colours are the page's variables, so that light and dark both work."""
+"""Draws charts as SVG, with text as text and the page's colour variables, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..document import Stat
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 300, 44, 36
 STEPS = 4
-"""Lines of the grid, and labels of each axis, beyond 0."""
+"""Grid lines and labels per axis, besides 0."""
 
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """Marks that belong together: places and speeds, with least and most; ``colour`` is a variable of the page."""
+    """A curve of (x, speed) points; ``colour`` is a variable of the page."""
 
     name: str
     colour: str
@@ -26,7 +26,7 @@ class ChartCurve:
 
 
 def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
-    """Tokens per second over ``x``, both from 0, as an SVG element."""
+    """Returns an SVG element of tokens per second over x, both from 0."""
     most_x = max(x for curve in curves for x, _ in curve.points)
     most_y = max(stat.most for curve in curves for _, stat in curve.points)
     foot, legend = HEIGHT - BOTTOM, 16 * len(curves)
@@ -35,8 +35,8 @@ def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
         return LEFT + x / most_x * (WIDTH - LEFT - 16), foot - y / most_y * (foot - 24)
 
     def text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:
-        said = escape(shown(words))
-        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var({colour})">{said}</text>'
+        content = escape(shown(words))
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var({colour})">{content}</text>'
 
     def drawn(curve: ChartCurve) -> Iterator[str]:
         points = sorted(curve.points, key=lambda point: point[0])

@@ -1,4 +1,4 @@
-"""Result files as the report takes them: known schemas checked, unknown ones set aside."""
+"""Reads and checks the result files of a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERPLEXITY_SCHEMA = "outcore-perplexity/1"
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One model at one width: ``bits`` None is not quantized, ``streamed_ppl`` the same text with streamed weights."""
+    """One model's perplexity. ``bits`` None: not quantized; ``streamed_ppl``: with streamed weights."""
 
     model: str
     bits: int | None = None
@@ -27,7 +27,7 @@ class PerplexityRow:
 
 @dataclass(frozen=True)
 class Perplexities:
-    """What ``outcore perplexity --json`` prints. ``machine`` is what it says of its own, named as in a bench result."""
+    """The result of ``outcore perplexity --json``; ``machine`` has the fields of ``document.Machine``."""
 
     created: str
     machine: dict[str, Any]
@@ -36,21 +36,17 @@ class Perplexities:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that was read."""
+    """All results of a report."""
 
     documents: list[Document] = field(default_factory=list)
     perplexities: list[Perplexities] = field(default_factory=list)
 
 
 def read_inputs(paths: Sequence[Path]) -> Inputs:
-    """Read result files, in order.
-
-    Raises:
-        DocumentError: a file is not there, no JSON object, of a schema that is not known, or not whole.
-    """
+    """Reads result files; raises DocumentError for one that is not a complete result."""
     inputs = Inputs()
-    known: dict[str, Any] = {SCHEMA: Document.of, PERPLEXITY_SCHEMA: lambda raw: validated(Perplexities, raw)}
+    parsers: dict[str, Any] = {SCHEMA: Document.of, PERPLEXITY_SCHEMA: lambda raw: validated(Perplexities, raw)}
     for path in paths:
-        found: Any = read_record(path, known)
+        found: Any = read_record(path, parsers)
         (inputs.perplexities if isinstance(found, Perplexities) else inputs.documents).append(found)
     return inputs

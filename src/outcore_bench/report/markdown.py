@@ -1,4 +1,4 @@
-"""A report as Markdown: the page's tables and sentences, without its charts."""
+"""Writes a report as Markdown: the tables and sentences, without the charts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
 
 
 def markdown(summary: str, sections: Sequence[Section]) -> str:
-    """The whole report."""
     parts = ["# Outcore: results", escape(summary)]
     for section in sections:
         parts.append(f"## {escape(section.title)}")
@@ -30,7 +29,7 @@ def markdown(summary: str, sections: Sequence[Section]) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
+    """Escapes Markdown's special characters, and joins lines."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 

@@ -1,4 +1,4 @@
-"""``outcore report``: one HTML page, and Markdown, from result files of ``bench``, ``matrix`` and ``perplexity``."""
+"""``outcore report``: writes an HTML page, without scripts or external files, and Markdown from result files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ from .sections import Section, sections, summary
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        DocumentError: a file is no whole result.
-        OutcoreError: a file cannot be written.
-    """
     inputs = read_inputs(args.results)
     is_page = args.output.suffix.lower() in (".html", ".htm")
     html_file = args.output if is_page else args.output / "report.html"
@@ -49,11 +43,10 @@ def _write(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise OutcoreError(f"{file}: cannot be written: {e.strerror or e}") from e
+        raise OutcoreError(f"{file}: cannot write: {e.strerror or e}") from e
 
 
 def page(summary: str, sections: Sequence[Section]) -> str:
-    """The whole page."""
     folder = resources.files(__package__)
     templates = jinja2.Environment(
         autoescape=True,

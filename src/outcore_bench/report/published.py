@@ -1,4 +1,4 @@
-"""Rows of ours beside those of the paper's tables that have the same model and residency."""
+"""Compares measured rows with the paper's rows of the same model and residency."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..devices import PublishedRow, published_rows
 from ..document import BenchRow, Document
 from .tables import Line, ReportTable, machine_name, number, resident_share, size, speed
 
-# Layers resident may differ by this share and still be the same row: a model of 32 layers against one of 32.
+# Largest difference of the shares of resident layers between rows that are compared.
 _SAME_SHARE = 0.01
 
 _COLUMNS = ("", "Tokens/s", "Memory", "Published", "Tokens/s there", "Memory there")
 
 
 def published_table(documents: Sequence[Document]) -> ReportTable | None:
-    """A line for each row of ours that has a row of theirs, in the paper's order."""
+    """Returns a line for each pair of rows, in the paper's order."""
     lines = []
     for theirs in published_rows():
         key, share = model_key(theirs.model), theirs.resident / theirs.layers
@@ -39,20 +39,18 @@ def _line(theirs: PublishedRow, ours: str, tps: str, memory: str) -> Line:
 
 
 def _is_same(row: BenchRow, share: float) -> bool:
-    """Whether a row has that share of its layers resident, in this project's loop or, with all of them, mlx-lm's."""
-    found = resident_share(row)
+    """Tells whether a row was measured with that share of its layers resident; mlx-lm's rows have all resident."""
+    own_share = resident_share(row)
     modes = ("outcore", "mlx-lm") if share == 1 else ("outcore",)
     measured = row.error is None and speed(row) is not None
-    return measured and row.mode in modes and found is not None and abs(found - share) <= _SAME_SHARE
+    return measured and row.mode in modes and own_share is not None and abs(own_share - share) <= _SAME_SHARE
 
 
 def model_key(name: str, bits: int | None = None, dtype: str | None = None) -> str:
-    """A name as it can be compared: ``mlx-community/Qwen3.5-9B-MLX-8bit`` is ``qwen3.5-9b-8bit``.
+    """Normalizes a model's name: ``mlx-community/Qwen3.5-9B-MLX-8bit`` becomes ``qwen3.5-9b-8bit``.
 
     Args:
-        name: a folder, a Hub name, or a name in the paper.
-        bits: of the quantization, for names that do not tell.
-        dtype: of weights that are not quantized, likewise.
+        bits, dtype: the quantization or dtype, for names that do not contain it.
     """
     text = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     model = re.search(r"qwen-?3\.?5-?(\d+(?:\.\d+)?b)(?![a-z0-9])", text)

@@ -1,4 +1,4 @@
-"""What a report says, in order, from whatever there is: a section whose data does not exist is left out."""
+"""Builds the sections of a report; those without data are left out."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from .inputs import Inputs
 from .published import published_table
 from .tables import ReportTable, ceiling, document_name, number, size, speed, streams
 
-_MODES = {"outcore": "Outcore", "plain": "the plain way", "mlx-lm": "mlx-lm, all in memory"}
-"""Loops by the names that people know; each keeps its colour in every chart, and those not known here share one."""
+_MODES = {"outcore": "Outcore", "plain": "naive streaming", "mlx-lm": "mlx-lm, all in memory"}
+"""Names of modes in charts. Each has its own colour; other modes share one."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """An SVG and what stands over it."""
-
     heading: str
     svg: str
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. ``said`` are sentences before the table, ``notes`` remarks on single rows."""
+    """A part of a report. ``said`` are sentences before the table, ``notes`` are about single rows."""
 
     name: str
     title: str
@@ -40,19 +38,18 @@ class Section:
 
 
 def sections(inputs: Inputs) -> list[Section]:
-    """All sections that have something to show."""
     documents = [replace(d, rows=sorted(d.rows, key=place)) if _is_matrix(d) else d for d in inputs.documents]
     text = tables.LEGEND + tables.BUSY_LEGEND * any(r.busy for d in documents for r in d.rows)
     many = "s" * (len(documents) > 1)
-    said = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
+    verdicts = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
     main, published = tables.main_table(documents), published_table(documents)
     charts = [_chart(d, document_name(d, documents) if many else "") for d in _best(documents)]
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
-        Section("results", "What was measured", text, main, said=said, notes=tables.notes(documents)),
+        Section("results", "Results", text, main, said=verdicts, notes=tables.notes(documents)),
         Section("memory", "Speed against memory", charts=tuple(chart for chart in charts if chart is not None)),
         Section("perplexity", "Perplexity", "", tables.perplexity_table(inputs.perplexities)),
-        Section("published", "Beside the paper's tables", published_data()["source"], published),
+        Section("published", "Comparison with the paper's tables", published_data()["source"], published),
     ]
     return [s for s in found if s.table or s.charts]
 
@@ -62,13 +59,12 @@ def _is_matrix(document: Document) -> bool:
 
 
 def _best(documents: Sequence[Document]) -> list[Document]:
-    """The documents, each matrix with the best row of each budget alone."""
+    """Reduces each matrix to the best row of each budget."""
     return [replace(d, rows=by_budget(d.rows)) if _is_matrix(d) else d for d in documents]
 
 
 def _chart(document: Document, heading: str) -> Chart | None:
-    """Speed against peak memory: a curve a loop, and the ceiling of this project's own; None where all have one
-    place."""
+    """Draws speed over peak memory, a curve per mode and Outcore's ceiling; None if there is only one memory size."""
     points: dict[str, list[tuple[float, Stat]]] = {}
     ceilings = []
     for row in document.rows:
@@ -87,17 +83,17 @@ def _chart(document: Document, heading: str) -> Chart | None:
 
 
 def summary(inputs: Inputs) -> str:
-    """A sentence for each machine's fullest document: speed and memory."""
-    told = [(d, row) for d in _best(inputs.documents) if (row := _headline(d)) is not None]
+    """Returns a sentence on speed and memory for each machine, from its document with the most rows."""
+    headlines = [(d, row) for d in _best(inputs.documents) if (row := _headline(d)) is not None]
     fullest = {}
-    for d, row in sorted(told, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
+    for d, row in sorted(headlines, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
         fullest[tables.machine_name(d.machine)] = _sentence(d, row)
     text = " ".join([*fullest.values(), *_checks(inputs)])
-    return text or "No row of these results has a speed with streamed layers."
+    return text or "None of these results has a speed with streamed layers."
 
 
 def _headline(document: Document) -> BenchRow | None:
-    """The row that a summary is about: Outcore in the least memory. None that met a busy machine."""
+    """Returns the row for the summary: Outcore in the least memory, not on a busy machine."""
     rows = [r for r in document.rows if r.mode == "outcore" and r.error is None and speed(r) and streams(r)]
     rows = [r for r in rows if not r.busy]
     return min(rows, key=lambda r: r.use.peak_memory_bytes or r.setting.budget_bytes or float("inf"), default=None)
@@ -116,11 +112,11 @@ def _checks(inputs: Inputs) -> list[str]:
     failed = sum(r.error is not None for r in rows)
     out = []
     if different:
-        out.append(f"{different} of {len(compared)} rows made OTHER TOKENS than mlx-lm.")
+        out.append(f"{different} of {len(compared)} rows gave OTHER TOKENS than mlx-lm.")
     elif compared:
-        out.append(f"All {len(compared)} rows that were compared made mlx-lm's tokens.")
+        out.append(f"All {len(compared)} rows that were compared gave mlx-lm's tokens.")
     if busy:
-        out.append(f"{busy} of {len(rows)} rows met a busy machine; no speed of theirs is told here.")
+        out.append(f"{busy} of {len(rows)} rows ran while the machine was busy; their speeds are not quoted here.")
     if failed:
         out.append(f"{failed} of {len(rows)} rows failed.")
     return out

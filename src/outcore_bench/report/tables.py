@@ -1,4 +1,4 @@
-"""Rows of text from documents: the same tables for the page, for Markdown and for the terminal."""
+"""Makes text tables of documents, for the page, Markdown and the terminal."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from .inputs import Perplexities
 
 NOTHING = ""
 LEGEND = (
-    "Layers: resident + streamed. Tokens per second: median, and least to most of the repeats. Ceiling: what the disk "
-    "and the computation, whichever is slower, allow at best. Stall: share of the time spent waiting for a read. SSD: "
-    "while reading, and that over what a plain reader gets."
+    "Layers: resident + streamed. Tokens/s: median (lowest–highest of the repeats). Ceiling: the most that the disk or "
+    "the computation, whichever is slower, allows. Stall: share of the time spent waiting for reads. SSD: rate while "
+    "reading (as a share of plain parallel reads)."
 )
-BUSY_LEGEND = " *: other programs used the machine right before; quote no such number."
+BUSY_LEGEND = " *: other programs used the machine right before; do not quote this number."
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a table. ``kind`` is ``group`` (one cell over all columns), ``error`` (a name and what happened) or
-    empty."""
+    """A row of a table. ``kind`` is ``group`` (a heading), ``error`` (label and error) or empty."""
 
     cells: tuple[str, ...]
     kind: str = ""
@@ -31,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Column names and lines of as many cells; the first column is text, ``text`` names the others that are."""
+    """A table; ``text`` names the columns of text besides the first. The others hold numbers."""
 
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
@@ -39,11 +38,10 @@ class ReportTable:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``text`` or ``number``, a column."""
+        """``text`` or ``number`` for each column."""
         return tuple("text" if i == 0 or c in self.text else "number" for i, c in enumerate(self.columns))
 
     def without_empty_columns(self) -> ReportTable:
-        """The table with only those columns that have something in them."""
         full = [line for line in self.lines if line.kind not in ("group", "error")]
         keep = [i for i in range(len(self.columns)) if i == 0 or any(line.cells[i] for line in full)]
         lines = tuple(
@@ -53,7 +51,7 @@ class ReportTable:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, never an exponent: 1234, 68.3, 1.70, 0.0312."""
+    """Formats three significant digits without an exponent: 1234, 68.3, 1.70, 0.0312."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -71,7 +69,7 @@ def size(nbytes: float | None) -> str:
 
 
 def spread(stat: Stat | None) -> str:
-    """Median, and least to most where it was measured more than once: ``0.654 (0.640–0.661)``."""
+    """Formats a median and, of several repeats, the range: ``0.654 (0.640–0.661)``."""
     if stat is None:
         return NOTHING
     median = number(stat.median)
@@ -79,17 +77,17 @@ def spread(stat: Stat | None) -> str:
 
 
 def speed(row: BenchRow) -> float | None:
-    """Tokens a second, generating."""
+    """Returns the tokens per second of decoding."""
     return row.speed.decode_tps.median if row.speed.decode_tps else None
 
 
 def ceiling(row: BenchRow) -> float | None:
-    """Tokens a second at the greater of disk time and compute time a token."""
+    """Returns the ceiling in tokens per second."""
     return 1 / row.ceiling.ceiling_s if row.ceiling.ceiling_s else None
 
 
 def resident_share(row: BenchRow) -> float | None:
-    """Of the layers, how many are in memory. Where it is silent, all in mlx-lm's own loop, none in the plain way."""
+    """Returns the share of resident layers; all for mlx-lm, none for naive streaming."""
     resident, streamed = row.setting.resident_units, row.setting.streamed_units
     if resident is not None and streamed is not None:
         return resident / (resident + streamed) if resident + streamed else None
@@ -102,7 +100,7 @@ def streams(row: BenchRow) -> bool:
 
 
 def machine_name(machine: Machine) -> str:
-    """What tells a machine apart in few words: the GPU where it computed, else the CPU and its cores."""
+    """Returns the GPU's name if it computed, else the CPU's and its number of cores."""
     if machine.gpu and "gpu" in machine.device.lower():
         return machine.gpu
     cpu = re.sub(r"\((R|TM)\)", "", machine.cpu)
@@ -110,13 +108,13 @@ def machine_name(machine: Machine) -> str:
 
 
 def document_name(document: Document, documents: Sequence[Document]) -> str:
-    """A document's heading: its model; where there are several also the machine and when it was made."""
+    """Returns a document's heading: the model and, among several documents, the machine and date."""
     names = (document.model.name, machine_name(document.machine), document.created)
     return " · ".join(names if len(documents) > 1 else names[:1])
 
 
 def machines_table(documents: Sequence[Document]) -> ReportTable | None:
-    """Each machine once, with the disk rate that was measured beside its runs."""
+    """Lists each machine once, with the disk rates measured there."""
     groups: dict[tuple[object, ...], list[Document]] = {}
     for d in documents:
         m = d.machine
@@ -140,7 +138,7 @@ def machines_table(documents: Sequence[Document]) -> ReportTable | None:
 
 
 def asked(row: BenchRow) -> str:
-    """The memory that was allowed, as it was asked for; nothing where layers were counted instead."""
+    """Returns the budget as the user gave it."""
     setting = row.setting
     if setting.memory == "auto":
         return f"auto ({size(setting.budget_bytes)})" if setting.budget_bytes else "auto"
@@ -148,7 +146,7 @@ def asked(row: BenchRow) -> str:
 
 
 def notes(documents: Sequence[Document]) -> tuple[str, ...]:
-    """What the rows have to remark, each remark once with the rows that it is about."""
+    """Returns each note once, with the labels of its rows."""
     found: dict[tuple[str, str], list[str]] = {}
     for d in documents:
         heading = f"{document_name(d, documents)}, " if len(documents) > 1 else ""
@@ -159,7 +157,6 @@ def notes(documents: Sequence[Document]) -> tuple[str, ...]:
 
 
 def main_table(documents: Sequence[Document]) -> ReportTable | None:
-    """Every row of every document."""
     lines: list[Line] = []
     for d in documents:
         if d.rows and len(documents) > 1:
@@ -198,7 +195,6 @@ _MAIN: dict[str, Callable[[BenchRow], str]] = {
 
 
 def perplexity_table(perplexities: Sequence[Perplexities]) -> ReportTable | None:
-    """What quantization costs, and whether streaming changes it."""
     lines = []
     for p in perplexities:
         for row in p.rows:
