@@ -60,10 +60,9 @@ from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
 from outcore.machine.memory import peak_rss, rss
 from outcore.sizes import format_size
-from outcore_bench.disk import disk_rate
+from outcore_bench.disk import disk_rate, drop_page_cache
 from outcore_bench.measure import prompt_ids
 from outcore_bench.naive_streaming import NaiveStreaming
-from outcore_bench.page_cache import drop_page_cache
 
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000

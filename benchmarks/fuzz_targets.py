@@ -31,7 +31,7 @@ from outcore.modules.cache_check import check_cache
 from outcore.plan.planner import ASSUMED
 from outcore_batch.command import read_requests
 from outcore_batch.files import Output, line_error, read_lines
-from outcore_bench.report.inputs import read_inputs
+from outcore_bench.document import read_inputs
 from outcore_packs.full_copy import pack_model
 
 

@@ -39,7 +39,7 @@ from cgroup import Cgroup
 from judge import table_of
 from judge_pressure import judge
 from outcore.sizes import format_size
-from outcore_bench.page_cache import drop_page_cache
+from outcore_bench.disk import drop_page_cache
 from pressures import Lowering, Neighbour, closing_all
 
 OUTSIDE = 200_000_000

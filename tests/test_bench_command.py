@@ -16,11 +16,11 @@ import pytest
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore_bench import bench as runner
-from outcore_bench import measure, modes, processes
+from outcore_bench import measure, processes
 from outcore_bench.disk import disk_rate
 from outcore_bench.document import SCHEMA, BenchRow, Document, DocumentError, Stat, read_record
 from outcore_bench.jobs import BenchJob, BenchSettings, RunSettings, make_jobs
-from outcore_bench.modes import Loop
+from outcore_bench.measure import Loop
 from zoo import save_checkpoint
 
 
@@ -81,9 +81,9 @@ def test_flags_of_mlx_lms_benchmark_mean_the_same(tiny: Path) -> None:
 
 def test_every_mode_computes_prompts_in_the_steps_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    monkeypatch.setattr(modes, "mlx_lm_steps", lambda model, step, *_: steps.append(step))
-    for mode in modes.LOOPS:
-        modes.LOOPS[mode](job(tiny, mode, prefill_step_size=3, resident=4)).close()
+    monkeypatch.setattr(measure, "mlx_lm_steps", lambda model, step, *_: steps.append(step))
+    for mode in measure.LOOPS:
+        measure.LOOPS[mode](job(tiny, mode, prefill_step_size=3, resident=4)).close()
     assert steps == [3, 3, 3]
 
 
@@ -162,7 +162,7 @@ def scripted(clock: Ticks, seconds: Sequence[float], at_once: int = 1) -> Callab
 
 @pytest.fixture
 def other_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[BenchJob], Loop]], None]:
-    return lambda opens: monkeypatch.setitem(modes.LOOPS, "other", opens)
+    return lambda opens: monkeypatch.setitem(measure.LOOPS, "other", opens)
 
 
 def test_speeds_come_from_the_times_between_tokens(tiny: Path, other_mode: Any) -> None:

@@ -16,7 +16,7 @@ from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
 from outcore.errors import OutcoreError
 from outcore.options import LoadOptions
-from outcore_bench import modes
+from outcore_bench import measure as modes
 from outcore_bench.bench import settings
 from outcore_bench.jobs import BenchJob, make_jobs
 from outcore_bench.matrix import Grid, each_run, jobs_of

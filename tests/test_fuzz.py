@@ -19,8 +19,7 @@ from fuzz_targets import Target
 from outcore import UsageError
 from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.machine.memory import peak_rss
-from outcore_bench.document import DocumentError
-from outcore_bench.report.inputs import read_inputs
+from outcore_bench.document import DocumentError, read_inputs
 
 EXAMPLES = {"tokenizer": 10, "memory": 200}
 FEW = 30

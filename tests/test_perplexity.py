@@ -226,7 +226,7 @@ def test_a_data_set_that_fails_to_load_is_one_line(
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fail))
     status, _, err = run(capsys, demo_model, "--data-path", "someone/some-set")
-    assert status == 2 and err.splitlines()[-1].endswith("cannot be loaded: no route to host")
+    assert status == 2 and err.splitlines()[-1].endswith("cannot load the data set: no route to host")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_data_set_that_fails_to_load_is_one_line(
         (["--data-path", "missing.txt"], "No such file"),
         (["--batch-size", "0"], "--batch-size 0: at least 1"),
         (["--sequence-length", "1"], "--sequence-length 1: give at least 2"),
-        (["--num-samples", "0"], "--num-samples 0: at least 1"),
+        (["--num-samples", "0"], "--num-samples 0: give at least 1"),
         (["--num-samples", "-2"], "--num-samples -2"),
         (["--seed", "-1"], "--seed -1"),
         (["--dtype", "int8", "--num-samples", "1"], "--dtype int8"),

@@ -10,11 +10,21 @@ from pathlib import Path
 import pytest
 
 from outcore.cli.main import main
-from outcore_bench.document import BUSY, BenchRow, Document, Machine, Model, Stat, write_record
-from outcore_bench.report.inputs import Inputs, Perplexities, PerplexityRow, read_inputs
+from outcore_bench.document import (
+    BUSY,
+    BenchRow,
+    Document,
+    Inputs,
+    Machine,
+    Model,
+    Perplexities,
+    PerplexityRow,
+    Stat,
+    read_inputs,
+    write_record,
+)
 from outcore_bench.report.markdown import markdown
 from outcore_bench.report.page import page
-from outcore_bench.report.published import model_key, published_table
 from outcore_bench.report.sections import sections, summary
 from outcore_bench.report.tables import number, size
 
@@ -95,7 +105,7 @@ def document(
 
 
 def names(*documents: Document) -> list[str]:
-    return [s.name for s in sections(Inputs(list(documents))) if s.name != "published"]
+    return [s.name for s in sections(Inputs(list(documents)))]
 
 
 def text_of(*documents: Document) -> str:
@@ -250,23 +260,6 @@ def test_the_page_holds_everything_it_shows() -> None:
     assert "<text" in text and "prefers-color-scheme: dark" in text
 
 
-def test_rows_of_the_same_model_and_residency_stand_beside_the_published_ones() -> None:
-    table = published_table([document()])
-    assert table is not None
-    of = [line.cells[table.columns.index("Published")].partition(":")[0] for line in table.lines]
-    assert [of.count(f"table {n}") for n in range(2, 10)] == [1, 1, 5, 0, 0, 0, 0, 0]
-    mine = "| outcore, 75 % resident, Intel Xeon 8481C, 2 cores | 1.21 | 7.15 GB "
-    assert mine + "| table 4: Qwen3.5-9B-8bit, 24 of 32 layers | 5.9 mac-studio-m2-ultra | 7.44 GB |" in text_of(
-        document()
-    )
-    assert 'id="published"' in page_of(document())
-
-
-def test_published_tables_are_left_out_where_no_model_compares() -> None:
-    other = dataclasses.replace(MODEL, name="llama-3-8b", model_type="llama")
-    assert "ublished" not in text_of(document(model=other)) and "published" not in page_of(document(model=other))
-
-
 def noisy(row: BenchRow) -> BenchRow:
     return dataclasses.replace(row, notes=[f"{BUSY} 40 % of the cores right before"])
 
@@ -282,23 +275,6 @@ def test_no_headline_has_a_figure_of_a_busy_machine() -> None:
     d.rows[:5] = map(noisy, d.rows[:5])
     told = summary(Inputs([d]))
     assert "tokens per second" not in told
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "dtype", "key"),
-    [
-        ("mlx-community/Qwen3.5-9B-MLX-8bit", None, None, "qwen3.5-9b-8bit"),
-        ("/models/qwen3.5-9b-8-bit/", None, None, "qwen3.5-9b-8bit"),
-        ("Qwen3.5_0.8B-bf16", None, None, "qwen3.5-0.8b-bf16"),
-        ("Qwen3.5-4B", 4, "bfloat16", "qwen3.5-4b-4bit"),
-        ("Qwen3.5-4B", None, "bfloat16", "qwen3.5-4b-bf16"),
-        ("Qwen3.5-35B-A3B-4bit", None, None, "qwen3.5-35b-a3b-4bit"),
-        ("Qwen3.5-9B-18bit", None, None, "qwen3.5-9b-18bit"),
-        ("Llama-3-8B", 4, None, "llama-3-8b"),
-    ],
-)
-def test_names_of_a_model_however_spelled(name: str, bits: int | None, dtype: str | None, key: str) -> None:
-    assert model_key(name, bits, dtype) == key
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
 from . import fingerprint
+from .disk import weight_files
 from .document import BenchRow, Document, writable, write_record
 from .jobs import BenchJob, BenchSettings, RunSettings, listed, make_jobs, numbers
-from .page_cache import weight_files
 from .processes import failed, measure_disk, measure_row, names_only
 from .report.tables import BUSY_LEGEND, LEGEND, ReportTable, main_table, notes
 from .words import AUTO, OUTCORE
@@ -68,7 +68,6 @@ def finish(document: Document, shown: Document, verdict: Sequence[str] = ()) -> 
 
 
 def settings(args: argparse.Namespace) -> BenchSettings:
-    """Checks the flags."""
     return BenchSettings(
         modes=listed(args.modes),
         memory=listed(args.memory),
@@ -80,11 +79,9 @@ def settings(args: argparse.Namespace) -> BenchSettings:
 
 
 WIDTH = 100
-"""Most characters of a table's line."""
 
 
 def show(document: Document, console: Console) -> None:
-    """Prints the model, the machine, the table and the notes."""
     m, model = document.machine, document.model
     computes_on = f"{m.gpu}, {m.cpu}" if m.gpu else m.cpu
     rates = [f"{r['best_gbps']:.2f}" for r in document.disk.get("measurements", [])]
@@ -143,8 +140,6 @@ def bench(
 
 
 class Runner:
-    """Measures rows of one model and adds them to ``document``."""
-
     def __init__(
         self, folder: Path, name: str, prepared: Preparation, settings: Mapping[str, Any], command: str
     ) -> None:

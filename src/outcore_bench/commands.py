@@ -39,4 +39,3 @@ COMMANDS = dict([
     ),
 ])  # fmt: skip
 FLAGS = {"plan": "outcore_bench.flags:plan"}
-"""Adds ``outcore plan --device``."""

@@ -1,4 +1,4 @@
-"""The devices and tables of the published paper, for ``outcore plan --device`` and reports.
+"""The devices and tables of the published paper, for ``outcore plan --device``.
 
 None of these numbers was measured by this project.
 """
@@ -28,9 +28,7 @@ paper's own rows only say that its phone's cliff lies between 4.28 and 5.28 GB, 
 """
 
 WHOLE = (2, 5)
-"""The paper's tables of fully resident models."""
 BY_RESIDENCY = (4, 7, 8, 9)
-"""The paper's tables of speed by number of resident layers."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,6 @@ class Device:
         return Calibration(read_gbps=self.ssd_gbps, weight_gbps=weight_gbps)
 
     def published(self) -> list[PublishedRow]:
-        """Returns the paper's rows of speed by resident layers on this device."""
         rows = [r for r in published_rows() if r.table in BY_RESIDENCY and self.name in r.tps]
         return sorted(rows, key=lambda row: (row.table, row.resident))
 

@@ -1,20 +1,21 @@
-"""Measures the disk's read rate, the ceiling for streaming."""
+"""Measures the disk's read rate, the ceiling for streaming, and empties the page cache."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.checkpoint.checkpoint import open_checkpoint
+from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
+from outcore.disk import disk_calls
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader, Read
 from outcore.disk.ring import Slot
 from outcore.machine.device import device_kind
 from outcore.sizes import BLOCK, round_up
-
-from .page_cache import drop_page_cache
 
 THREADS = (4, 8)
 PIECE = 128 << 20
@@ -75,7 +76,6 @@ def disk_rate(
 
 
 def _pass(reader: FileReader, pieces: Sequence[Extent], slots: Sequence[Slot]) -> float:
-    """Reads all pieces, two at a time, and returns the seconds."""
     began = time.perf_counter()
     in_flight: list[Read] = []
     for i, extent in enumerate(pieces):
@@ -85,3 +85,22 @@ def _pass(reader: FileReader, pieces: Sequence[Extent], slots: Sequence[Slot]) -
     for read in in_flight:
         read.wait()
     return time.perf_counter() - began
+
+
+def drop_page_cache(files: Iterable[Path]) -> None:
+    """Drops files from the page cache, except pages that are mapped."""
+    calls = disk_calls.system()
+    for path in files:
+        fd = calls.open(path)
+        try:
+            calls.fsync(fd)
+            calls.forget(fd, 0, path.stat().st_size)
+        finally:
+            calls.close(fd)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Returns the files of a model's weights, also of a packed copy."""
+    if is_packed(folder):
+        return tuple(folder / name for name in sorted(read_manifest(folder / MANIFEST).files))
+    return open_checkpoint(folder).files

@@ -35,8 +35,6 @@ class DocumentError(OutcoreError):
 
 @dataclass(frozen=True)
 class Stat:
-    """Median and spread of ``n`` repeats."""
-
     median: float
     least: float
     most: float
@@ -219,7 +217,6 @@ class Document:
 
 
 def writable(path: Path) -> Path:
-    """Returns the path if a file can be written there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"--output {path}: {'a folder; name a file' if path.is_dir() else 'no such folder'}")
     return path
@@ -271,3 +268,43 @@ def validated(kind: type[T], raw: Any) -> T:
 def _adapter(kind: Hashable) -> TypeAdapter[Any]:
     # In a list, as pydantic applies the configuration to nested dataclasses only.
     return TypeAdapter(list[kind], config=ConfigDict(strict=True, allow_inf_nan=False))  # type: ignore[valid-type]
+
+
+PERPLEXITY_SCHEMA = "outcore-perplexity/1"
+
+
+@dataclass(frozen=True)
+class PerplexityRow:
+    """One model's perplexity. ``bits`` None: not quantized; ``streamed_ppl``: with streamed weights."""
+
+    model: str
+    bits: int | None = None
+    dtype: str | None = None
+    ppl: float | None = None
+    ppl_error: float | None = None
+    weight_bytes: int | None = None
+    streamed_ppl: float | None = None
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """The result of ``outcore perplexity --json``; ``machine`` has the fields of ``document.Machine``."""
+
+    created: str
+    machine: dict[str, Any]
+    rows: tuple[PerplexityRow, ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    documents: list[Document] = field(default_factory=list)
+    perplexities: list[Perplexities] = field(default_factory=list)
+
+
+def read_inputs(paths: Sequence[Path]) -> Inputs:
+    inputs = Inputs()
+    parsers: dict[str, Any] = {SCHEMA: Document.of, PERPLEXITY_SCHEMA: lambda raw: validated(Perplexities, raw)}
+    for path in paths:
+        found: Any = read_record(path, parsers)
+        (inputs.perplexities if isinstance(found, Perplexities) else inputs.documents).append(found)
+    return inputs

@@ -25,7 +25,6 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 def machine(folder: Path) -> Machine:
-    """Describes this machine and the file system of ``folder``."""
     commit, changed = _git()
     return Machine(
         cpu=cpu_name(),

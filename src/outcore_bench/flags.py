@@ -12,7 +12,6 @@ from .words import AUTO, BUDGETS, IO, WAYS
 
 
 def runs(tokens: int, *more: Flag) -> list[Flag]:
-    """Returns the flags of how each row is measured."""
     return grouped(
         "each run",
         flag("--tokens", "Tokens to generate and time.", tokens),
@@ -100,7 +99,6 @@ REPORT: list[str | Flag] = [
 
 
 def plan(parser: ArgumentParser) -> None:
-    """Adds ``--device``."""
     about = "Predict for a published device instead of this machine; without a model, show its published results."
     parser.add(flag("--device", about, metavar="NAME"))
     parser.run = "outcore_bench.plan:run"

@@ -13,7 +13,6 @@ from outcore.options import DTYPES, IO_MODES
 from .words import AUTO, OUTCORE, WAYS
 
 RESIDENT = ("0%", "50%", "100%")
-"""Residencies to measure by default."""
 _LEAST = {"tokens": 1, "prompt_tokens": 1, "repeats": 1, "warmup": 0, "prefill_step_size": 1, "cpu_streams": 1}
 _LEAST |= {"slots": 2, "threads": 1}
 
@@ -47,7 +46,6 @@ class RunSettings:
 
     @property
     def context(self) -> int:
-        """Tokens of one sequence, prompt included."""
         return self.prompt_tokens + self.tokens + 1
 
     @property
@@ -137,7 +135,9 @@ def make_jobs(
     """
     jobs = []
     for batch in settings.batch:
-        context = _context(settings.run.context, batch, longest)
+        context = settings.run.context
+        if batch > 1:  # each sequence's cache grows by 256 tokens at a time
+            context = min(batch * -(-context // 256) * 256, longest or 2**31)
         for name in settings.modes or WAYS:
             # Slots and threads mean nothing to the other modes.
             run = settings.run if name == OUTCORE else replace(settings.run, slots=None, threads=None)
@@ -181,8 +181,3 @@ def _layers(text: str, layers: int) -> tuple[int, str]:
     if not 0 <= value <= layers:
         raise UsageError(f"--resident {text}: this model has {layers} layers")
     return int(value), f"{number} of {layers} layers"
-
-
-def _context(needed: int, batch: int, longest: int | None) -> int:
-    """Returns the tokens to plan for. In a batch each sequence's cache grows by 256 tokens at a time."""
-    return needed if batch == 1 else min(batch * -(-needed // 256) * 256, longest or 2**31)

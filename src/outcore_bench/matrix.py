@@ -59,7 +59,6 @@ def axes(args: argparse.Namespace) -> Grid:
 
 
 def each_run(args: argparse.Namespace) -> RunSettings:
-    """Returns the settings that all runs share."""
     names = ("tokens", "prompt_tokens", "repeats", "warmup", "dtype", "cpu_streams")
     return RunSettings(**{name: getattr(args, name) for name in names})
 
@@ -145,6 +144,5 @@ def choose_budgets(size: ModelSize, slots: int, available: int) -> tuple[int, ..
 
 
 def _rounded(nbytes: int) -> int:
-    """Rounds up to three digits."""
     digit = 10 ** max(0, len(str(nbytes)) - 3)
     return -(-nbytes // digit) * digit

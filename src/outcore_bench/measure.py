@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
+import mlx_lm.utils
+from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
+from mlx_lm.generate import generate_step as resident_step
 
+from outcore.decode.generate import generate_step
+from outcore.decode.loader import load_model
 from outcore.disk.metrics import Metrics
 from outcore.engine.session import Session
+from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.memory import peak_rss
+from outcore.options import LoadOptions
+from outcore.plan.planner import PREFILL_STEP
 
+from .disk import drop_page_cache, weight_files
 from .document import BenchRow, Reading, RowSetting, Speed, Stat, Use
 from .jobs import BenchJob
-from .modes import LOOPS, Loop
-from .page_cache import drop_page_cache, weight_files
+from .naive_streaming import NaiveStreaming
+from .words import AUTO, OUTCORE
 
 CACHES = {"direct": "bypassed", "cached": "cold", "none": None}
 """``RowSetting.cache`` by how weights are read; for ``cold``, the page cache is emptied before each token."""
@@ -89,7 +99,6 @@ def _repeat(job: BenchJob, loop: Loop, tokens: int, cold: Sequence[Path], clock:
 
 
 def _streamed_files(loop: Loop) -> list[Path]:
-    """Returns the files that a streamed model reads, which may be packed copies."""
     if loop.session is None or loop.session.streaming is None:
         return []
     units = loop.session.streaming.ring.units
@@ -119,7 +128,6 @@ def _row(job: BenchJob, loop: Loop, runs: Sequence[_Repeat]) -> BenchRow:
 
 
 def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
-    """Adds the plan."""
     plan, setting, speed = session.plan, row.setting, row.speed
     setting.budget_bytes, setting.slots = plan.budget_bytes, plan.slots
     setting.resident_units, setting.streamed_units = len(plan.resident), len(plan.streamed)
@@ -137,7 +145,6 @@ def _add_session(row: BenchRow, job: BenchJob, session: Session) -> None:
 
 
 def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Repeat]) -> None:
-    """Adds what the engine read."""
     seconds, read_s = sum(r.decode_s for r in runs), sum(r.read_s for r in runs)
     nbytes, sweeps = sum(r.bytes_read for r in runs), sum(r.sweeps for r in runs)
     speed.tokens_per_sweep = tokens / sweeps if sweeps else None
@@ -145,3 +152,91 @@ def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Re
     reading.read_gbps = nbytes / read_s / 1e9 if read_s else None
     reading.stall_share = sum(r.stall_s for r in runs) / seconds
     reading.io_share = min(1.0, read_s / seconds)
+
+
+Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None]]
+"""Called with one prompt per sequence and the number of tokens to generate for each. Yields the tokens of each step:
+in a batch one per sequence, for a single sequence all that the step gives."""
+
+
+@dataclass
+class Loop:
+    """A loaded model and its token loop; ``io`` says how weights are read: ``direct``, ``cached`` or ``none``."""
+
+    model: Any
+    steps: Steps
+    io: str = "none"
+    session: Session | None = None
+    close: Callable[[], None] = lambda: None
+
+
+def mlx_lm_steps(model: Any, prefill_step: int = PREFILL_STEP, one: Callable[..., Any] = resident_step) -> Steps:
+    """Returns greedy loops without an end token: ``one`` for one sequence, mlx-lm's ``BatchGenerator`` for several."""
+
+    def steps(prompts: Sequence[Sequence[int]], tokens: int) -> Generator[list[int], None, None]:
+        if len(prompts) == 1:
+            prompt = mx.array(list(prompts[0]), dtype=mx.int32)
+            with wired_limit(model, [generation_stream]):
+                for token, *_ in one(prompt, model, max_tokens=tokens, prefill_step_size=prefill_step):
+                    yield [int(token)]
+            return
+        generator = BatchGenerator(
+            model,
+            max_tokens=tokens,
+            completion_batch_size=len(prompts),
+            prefill_batch_size=len(prompts),
+            prefill_step_size=max(1, prefill_step // len(prompts)),
+        )
+        with closing(generator):
+            generator.insert([list(p) for p in prompts])
+            for _ in range(tokens):
+                yield [int(r.token) for r in sorted(generator.next_generated(), key=lambda r: r.uid)]
+
+    return steps
+
+
+def _open_mlx_lm(job: BenchJob) -> Loop:
+    run = job.run
+    model, _ = mlx_lm.utils.load_model(
+        Path(job.folder), model_config=run.model_config, trust_remote_code=run.trust_remote_code
+    )
+    if run.dtype is not None:
+        model.set_dtype(COMPUTE_DTYPES[run.dtype])
+        mx.eval(model.parameters())
+    return Loop(model, mlx_lm_steps(model, run.prefill_step_size or PREFILL_STEP))
+
+
+def _open_plain(job: BenchJob) -> Loop:
+    run = job.run
+    dtype = COMPUTE_DTYPES[run.dtype] if run.dtype is not None else None
+    options = {"model_config": run.model_config, "trust_remote_code": run.trust_remote_code}
+    plain = NaiveStreaming(Path(job.folder), dtype, **options)
+    steps = mlx_lm_steps(plain.model, run.prefill_step_size or PREFILL_STEP)
+    return Loop(plain.model, steps, "cached", None, plain.close)
+
+
+def _open_outcore(job: BenchJob) -> Loop:
+    run = job.run
+    options = LoadOptions(
+        memory=None if job.memory == AUTO else job.memory,
+        resident=job.resident,
+        slots=run.slots,
+        io=job.io,
+        context=job.context,
+        prompt=min(job.batch * run.prompt_tokens, job.context),
+        prefill_step_size=run.prefill_step_size,
+        model_config=run.model_config,
+        trust_remote_code=run.trust_remote_code,
+        dtype=run.dtype,
+        cpu_streams=run.cpu_streams,
+        threads=run.threads,
+        draft="none",
+    )
+    model: Any = load_model(job.folder, options)[0]
+    session: Session = model.outcore
+    one = generate_step if session.streaming is not None else resident_step
+    return Loop(model, mlx_lm_steps(model, session.plan.prefill_step, one), session.io, session, session.close)
+
+
+LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain": _open_plain, OUTCORE: _open_outcore}
+"""By mode, the function that loads a job's model; it raises OutcoreError if the mode cannot."""

@@ -33,7 +33,7 @@ from outcore.machine.allocator import peak_held
 from outcore.text import counted, one_line, printable
 
 from . import fingerprint
-from .report.inputs import PERPLEXITY_SCHEMA, Perplexities, PerplexityRow
+from .document import PERPLEXITY_SCHEMA, Perplexities, PerplexityRow
 
 
 def run(args: argparse.Namespace) -> None:
@@ -87,7 +87,6 @@ def _found(args: argparse.Namespace, data: mx.array, figure: tuple[float, float]
 
 
 def _print(found: dict[str, Any]) -> None:
-    """Prints the figures as mlx-lm does."""
     for line in (
         f"Model: {found['model']}",
         f"Perplexity: {found['perplexity']:.3f} ± {found['perplexity_error']:.3f}",

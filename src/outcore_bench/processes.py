@@ -20,10 +20,9 @@ import psutil  # type: ignore[import-untyped]
 
 from outcore.errors import OutcoreError
 
-from .disk import DiskRate, disk_rate
+from .disk import DiskRate, disk_rate, drop_page_cache
 from .document import BUSY, BenchRow, RowSetting
 from .jobs import BenchJob
-from .page_cache import drop_page_cache
 from .words import AUTO
 
 KILLED = "killed for memory"

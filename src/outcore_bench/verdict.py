@@ -22,14 +22,12 @@ def start(rows: Sequence[BenchRow]) -> BenchRow | None:
 
 
 def by_budget(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Returns the best row of each budget, smallest budget first."""
     budgets = sorted({_memory(r) for r in rows})
     found = (start([r for r in rows if _memory(r) == budget]) for budget in budgets)
     return [r for r in found if r is not None]
 
 
 def sentences(rows: Sequence[BenchRow]) -> list[str]:
-    """Returns lines that name the best row and count those without numbers."""
     lines, first = [], start(rows)
     if first is not None:
         peak = first.use.peak_memory_bytes
@@ -48,7 +46,6 @@ def sentences(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def place(row: BenchRow) -> tuple[int, str]:
-    """The key by which the rows of a grid are sorted."""
     return _memory(row), row.label
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 AUTO = "auto"
-"""The budget, or way of reading, that Outcore chooses."""
 
 OUTCORE = "outcore"
 
@@ -12,7 +11,6 @@ WAYS = {
     "plain": "naive streaming: load, compute and release layer by layer",
     OUTCORE: "Outcore at each budget",
 }
-"""The modes of a bench and their descriptions."""
 
 IO = ("direct", "cached")
 """A matrix's ways of reading by default."""

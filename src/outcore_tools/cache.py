@@ -181,7 +181,6 @@ class Entry:
 
 
 def contents() -> list[Entry]:
-    """Returns Outcore's entries in the cache folder, largest first. Does not follow links."""
     return sorted(_found(cache_dir()), key=lambda e: (-e.nbytes, e.name))
 
 

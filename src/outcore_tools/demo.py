@@ -29,7 +29,6 @@ from outcore.sizes import format_size
 DEMO_PACKAGE = "outcore_demo_model"
 
 WARM_UP = 8
-"""Tokens generated before timing starts."""
 
 
 def demo_model() -> AbstractContextManager[Path]:

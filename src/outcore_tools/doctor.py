@@ -47,7 +47,6 @@ REPORT = "please report this output"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}
 
 SCRATCH_BYTES = 512 << 20
-"""Size of the file that is written and read when no model is given."""
 
 OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
 
@@ -124,7 +123,6 @@ def _file_of(model: Path | None) -> Iterator[Path]:
 
 
 def _slots(file: Path, model: Path | None) -> Verdict:
-    """Checks that the device sees what is written into a slot."""
     if unseen := unseen_rewrites():
         advice = f"streaming does not work on this device, answers would be wrong; {REPORT}"
         return False, f"{unseen} of {REWRITES} rewrites were not seen by the device", advice
@@ -132,7 +130,6 @@ def _slots(file: Path, model: Path | None) -> Verdict:
 
 
 def _offsets(file: Path, model: Path | None) -> Verdict:
-    """Checks that reads at odd offsets return the file's bytes."""
     if wrong := sorted({*wrong_reads(file), *wrong_reads(file, "cached")}):
         places = ", ".join(f"{offset} (alignment {align}, {way})" for offset, align, way in wrong[:4])
         cached = "try --io cached, and " if {way for _, _, way in wrong} == {"direct"} else ""
@@ -141,7 +138,6 @@ def _offsets(file: Path, model: Path | None) -> Verdict:
 
 
 def _direct(file: Path, model: Path | None) -> Verdict:
-    """Checks whether reads can bypass the page cache."""
     with contextlib.closing(FileReader([file], threads=1)) as reader:
         direct = reader.direct
     return (True, "bypass the page cache") if direct else (None, "not possible here, so reads use the page cache")
@@ -164,7 +160,6 @@ def device_limits() -> dict[str, int]:
 
 
 def _limits(file: Path, model: Path | None) -> Verdict:
-    """Checks that the model's plan keeps the device's limits."""
     limits = device_limits()
     found = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in limits.items())
     if model is None:
@@ -183,7 +178,6 @@ def _limits(file: Path, model: Path | None) -> Verdict:
 
 
 def _overlap(file: Path, model: Path | None) -> Verdict:
-    """Checks that reads continue while the device computes."""
     weights = mx.full((1024, 1024), 1e-3, dtype=mx.float32)
     x = mx.ones((16, 1024), dtype=mx.float32)
     size = min(file.stat().st_size, OVERLAP_BYTES)
@@ -212,7 +206,6 @@ def _overlap(file: Path, model: Path | None) -> Verdict:
 
 
 def _answers(file: Path, model: Path | None) -> Verdict:
-    """Checks that a small random model gives the same logits, streamed and resident."""
     try:
         with tempfile.TemporaryDirectory(prefix="outcore-doctor-") as folder:
             save_random_checkpoint(Path(folder))

@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe(prepared: Preparation) -> dict[str, Any]:
-    """Returns the JSON document."""
     profile, plan = prepared.profile, prepared.plan
     size = profile.size
     dtypes: Counter[str] = Counter()

@@ -21,7 +21,6 @@ from outcore.sizes import format_size
 from outcore.text import one_line, shortened
 
 REASON = 90
-"""Most characters of a reason."""
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +28,6 @@ from outcore.sizes import format_size
 from outcore.text import counted, shown
 
 EVERY_S = 0.25
-"""Seconds between two updates."""
 
 SETTLED = 5
 """Updates that ``--once`` waits for, so that rates cover a second."""
@@ -41,7 +41,6 @@ STATES = {
     "l": ("▒", "cyan", "loading"),
     "d": ("·", "bright_black", "on disk"),
 }
-"""By letter of ``layers``: a layer's glyph, its colour and its meaning."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -86,22 +85,11 @@ def _drawn(processes: list[dict[str, Any]]) -> Group:
     return Group(*(view(process, model) for process in processes for model in process["models"]))
 
 
-class ShareBar:
-    """A bar of the full width, with coloured shares and a dim rest."""
-
-    def __init__(self, *shares: tuple[float, str]) -> None:
-        self.shares = shares
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        text, total = Text(), 0.0
-        for share, style in self.shares:
-            total = min(1.0, total + max(0.0, share))
-            text.append("█" * (round(total * options.max_width) - len(text)), style)
-        yield text.append("░" * (options.max_width - len(text)), "bright_black")
+def _bar(share: float, style: str) -> ProgressBar:
+    return ProgressBar(1.0, share, complete_style=style, finished_style=style)
 
 
 def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
-    """Draws one model of a process."""
     layers, head, m, d = model["layers"], model["head"], model["memory"], model["disk"]
     title = Text.assemble(
         (f" {model['state']} ", f"bold black on {'green' if model['state'] == 'working' else 'white'}"),
@@ -121,20 +109,20 @@ def view(process: Mapping[str, Any], model: Mapping[str, Any]) -> Group:
     budget, held = max(1, m["budget"]), m["active"] + m["kept"]
     style = "red" if held > budget else "dodger_blue2"
     memory = _grid()
-    memory.add_row("held", ShareBar((m["active"] / budget, style), (m["kept"] / budget, "magenta")), _of(held, budget))
-    memory.add_row("plan", ShareBar((m["planned"] / budget, "dodger_blue2")), _of(m["planned"], budget))
+    for name, nbytes, colour in (("held", held, style), ("plan", m["planned"], "dodger_blue2")):
+        memory.add_row(name, _bar(nbytes / budget, colour), f"{format_size(nbytes)} of {format_size(budget)}")
     use, read = _grid(), Text("nothing is streamed", "bright_black")
     if d["how"] != "none":
         # The disk's rate against its calibrated one, and the share of time spent waiting for reads.
         rate, ceiling, stalled, slots = d["gbps"] or 0.0, d["ceiling_gbps"], d["stalled"] or 0.0, model["slots"]
-        bar, most = (ShareBar((rate / ceiling, "cyan")), f" of {ceiling:.2f}") if ceiling else ("", "")
+        bar, most = (_bar(rate / ceiling, "cyan"), f" of {ceiling:.2f}") if ceiling else ("", "")
         use.add_row("SSD", bar, f"{rate:.2f}{most} GB/s")
-        use.add_row("waiting", ShareBar((stalled, "red")), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
+        use.add_row("waiting", _bar(stalled, "red"), f"{stalled:.0%}, {d['stall_s']:.1f} s in all")
         ring = f"{slots} slots of {format_size(m['slots'] // slots)}" if slots else "no slots"
         read = Text(f"{format_size(d['bytes'])} read, {d['how']}; {ring}", "bright_black")
     if (drafts := model["drafts"])["source"]:
         right = f"{drafts['accepted']} of {drafts['drafted']} accepted ({shown(drafts['source'])})"
-        use.add_row("drafts", ShareBar((drafts["accepted"] / max(1, drafts["drafted"]), "green")), right)
+        use.add_row("drafts", _bar(drafts["accepted"] / max(1, drafts["drafted"]), "green"), right)
     notes = "\n".join(f"• {shown(note)}" for note in reversed(model["notes"])) or "no notes"
     speed = _speed(model["tokens"], d["how"] != "none")
     return Group(title, strip, legend, memory, use, read, *speed, Text(notes), Text())
@@ -160,10 +148,6 @@ def _grid() -> Table:
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True, min_width=22)
     return grid
-
-
-def _of(some: int, budget: int) -> str:
-    return f"{format_size(some)} of {format_size(budget)}"
 
 
 LONGEST = 1 << 20

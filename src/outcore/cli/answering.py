@@ -77,7 +77,6 @@ def note_unquantized(args: argparse.Namespace, session: Session, tokens: int) ->
 
 
 def prompt_text(given: str) -> str:
-    """Returns ``--prompt``, or all of standard input for ``-``."""
     try:
         if given == "-":
             given = sys.stdin.read() if isinstance(sys.stdin, io.StringIO) else sys.stdin.buffer.read().decode("utf-8")

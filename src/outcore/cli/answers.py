@@ -76,7 +76,6 @@ class Chat:
         self.kept = KeptChat(self._session, self._conversation, self._tokenizer, name, self._say)
 
     def greet(self) -> None:
-        """Prints the model, its plan and the keys."""
         plan = self._session.plan
         layers = len(plan.resident) + len(plan.streamed)
         self._say(
@@ -87,7 +86,6 @@ class Chat:
         self._help()
 
     def handle(self, line: str) -> None:
-        """Runs a command, or answers a message."""
         word, _, rest = line.strip().partition(" ")
         if line.startswith("/") and COMMAND.fullmatch(word):
             self._command(word, rest.strip())
@@ -200,7 +198,6 @@ class Chat:
         return None
 
     def _print_turn(self, turn: dict[str, Any], prompt: int) -> None:
-        """Prints how long an answer to ``prompt`` tokens took."""
         found = f", {n} of them found on disk," if (n := turn["cached_tokens"]) else ""
         stopped = ", stopped" if turn["finish_reason"] == "interrupted" else ""
         self._say(
@@ -209,7 +206,6 @@ class Chat:
         )
 
     def _print_refusal(self, failed: Exception | None, prompt: int) -> None:
-        """Prints why ``prompt`` tokens got no answer."""
         if isinstance(failed, _Stopped):
             self._say("stopped before the answer began; the message was dropped")
             return

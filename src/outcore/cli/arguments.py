@@ -14,11 +14,9 @@ from ..text import half_character, one_line
 from .flags import OPTIONS
 
 QUANTIZED = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
-"""The values that MLX supports for a quantized KV cache."""
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the command's loading flags as arguments of ``LoadOptions``."""
     given = {name: getattr(args, name) for name in (*OPTIONS, "trust_remote_code", "ranks") if hasattr(args, name)}
     if "draft" in given:
         given["draft"] = args.draft or AUTO
@@ -28,7 +26,6 @@ def loading_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Checks ``--max-tokens`` and the flags of the KV cache, if the command has them."""
     if (tokens := getattr(args, "max_tokens", 1)) == 0 or tokens < -1:
         raise UsageError(f"--max-tokens {tokens}: give at least 1, or -1 for no limit")
     whole("--max-tokens", tokens, -1)
@@ -42,7 +39,6 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags of the prompt and its KV cache as arguments of ``stream_generate``."""
     names = ("max_kv_size", *QUANTIZED, "quantized_kv_start", "prefill_step_size")
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 

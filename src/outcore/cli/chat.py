@@ -121,7 +121,6 @@ def shared_lines(agreement: Agreement) -> Generator[str, None, None]:
 
 
 def lines() -> Generator[str, None, None]:
-    """Yields the messages that are typed, or the lines of standard input that are not empty."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Bytes that are not UTF-8 do not end the chat.
         sys.stdin.reconfigure(errors="replace")

@@ -28,7 +28,6 @@ TYPED_ELSEWHERE = "OUTCORE_RANK_TYPED"
 
 RUN, LOOK, KEEP = "run a model", "look at models, processes and this machine", "manage files on this machine"
 KINDS = (RUN, LOOK, KEEP, "measure", "several machines")
-"""Headings of ``outcore --help`` in order; those that packages add come last."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class Command:
 
 
 HUB = "mlx-community/Qwen3-8B-4bit"
-"""The model of examples."""
 
 _COMMON = "model max-tokens system-prompt temp top-p seed memory draft"
 

@@ -13,7 +13,6 @@ from rich.text import Text
 from ..text import shown
 
 WIDTH = 120
-"""Characters per line when standard output is not a terminal."""
 
 
 class PlainConsole(Console):
@@ -33,7 +32,6 @@ def console(least: int = WIDTH, *, soft_wrap: bool = True) -> PlainConsole:
 
 
 def listing(rows: Iterable[tuple[str, str]], justify: Literal["left", "right"] = "left") -> Table:
-    """Builds a table of two columns, the first in bold."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify=justify)

@@ -13,7 +13,6 @@ _DRAFT = "draft num-draft-tokens"
 _ROOM = "longer texts get room when they come. Default: 2048, or what fits"
 
 PLANNED = (FLAGS["context"].but(group=""), FLAGS["prompt-tokens"].but(group=""), FLAGS["draft"])
-"""The flags that describe the text to plan for."""
 
 _NETWORK = grouped(
     "network",

@@ -52,7 +52,6 @@ class ProgressBar(Progress):
         self._show(what, done, total, f"{format_size(done)} of {format_size(total)}")
 
     def count(self, what: str, done: int, total: int, more: str = "") -> None:
-        """Shows ``done`` of ``total`` things, followed by ``more``."""
         self._show(what, done, total, f"{done} of {total}{', ' if more else ''}{more}")
 
     def measuring(self, what: str, done: int, total: int, more: str = "") -> None:
@@ -118,7 +117,6 @@ def watched(model: Any, args: argparse.Namespace) -> Session:
 
 
 def engine_record(session: Session) -> dict[str, Any]:
-    """Returns the plan and the engine's counters for ``--json``."""
     m, plan, forecast, mirrors = session.metrics, session.plan, session.transport.forecast, session.reading.mirrors
     folders = () if mirrors is None else mirrors.all
     return {
@@ -150,7 +148,6 @@ def engine_record(session: Session) -> dict[str, Any]:
 
 
 def print_summary(lines: list[str], session: Session) -> None:
-    """Prints ``lines``, then the engine's statistics and the notes, to standard error."""
     plan, m, forecast = session.plan, session.metrics, session.transport.forecast
     read = f"{counted(m.sweeps, 'pass')}; SSD {m.read_gbps:.2f} GB/s ({session.io}), {m.stall_s:.2f} s waiting for it"
     streaming = f"Streaming: nothing, {plan.held} are resident"

@@ -15,7 +15,6 @@ MODEL = "A local folder, or a model of the Hugging Face Hub."
 
 
 def _option(name: str, *names: str, **settings: Any) -> Flag:
-    """Makes a flag of a field of ``LoadOptions``."""
     field = LoadOptions.__dataclass_fields__[name]
     found = {"help": said_of(name), "default": field.default, "metavar": field.metadata["metavar"]}
     found["type"] = int if field.metadata["least"] is not None else None

@@ -18,7 +18,6 @@ from ..machine.random_state import random_state, set_random_state
 from ..text import counted, one_line
 
 WARN = "yellow"
-"""The style of warnings."""
 
 
 class KeptChat:
@@ -54,7 +53,6 @@ class KeptChat:
         self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
 
     def load(self, path: Path) -> None:
-        """Continues the conversation in a file."""
         saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
         # Frees the present caches before others are loaded.
         self._conversation.goes_on(saved.tokens, None, 0)
@@ -96,7 +94,6 @@ class KeptChat:
         self._keep_text()
 
     def leave(self) -> None:
-        """Saves the session at the end of the chat."""
         if self._path is not None:
             self._keep_text()
             self._keep_caches()
@@ -114,7 +111,6 @@ class KeptChat:
         saved_conversation.save(path, **text, tokens=tokens, random=random_state())
 
     def _keep_caches(self) -> None:
-        """Stores the conversation's caches, so that continuing it computes nothing again."""
         conversation, prefix = self._conversation, self._session.prefix
         if prefix is not None and conversation.held and self._session.state is not State.CLOSED and not self.unsure:
             text = conversation.text[: conversation.held]

@@ -29,7 +29,6 @@ from .output import Result, failed, log_from, open_streams, spinner, streams
 from .parser import ArgumentParser
 
 WIDEST = 110
-"""Most characters per line of help."""
 
 FOR_ALL = (
     "Defaults for all commands: set OUTCORE_MEMORY, OUTCORE_MODEL, OUTCORE_CACHE and OUTCORE_MONITOR (off hides "

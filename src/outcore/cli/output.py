@@ -119,7 +119,6 @@ def _unwritten(name: str, error: OSError, quiet: bool = False) -> int:
 
 
 def _line(error: BaseException) -> str:
-    """Returns the error as one line that says what to do."""
     if isinstance(error, OutcoreError):
         return " ".join(str(error).split())
     if isinstance(error, MemoryError):
@@ -160,7 +159,6 @@ def streams(as_json: bool, quiet: bool, stderr: TextIO) -> Iterator[None]:
 
 
 def log_from(level: str | None) -> None:
-    """Sets up logging for ``--log-level``."""
     if level is None:
         return
     name = choice("--log-level", level.upper() if level.isascii() else level, LOG_LEVELS)

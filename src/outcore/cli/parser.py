@@ -93,7 +93,6 @@ class ArgumentParser(argparse.ArgumentParser):
         self._groups[flag.group].add_argument(*flag.names, **flag.arguments())
 
     def show_only(self, names: Collection[str]) -> None:
-        """Hides all other flags from the help."""
         for action in self._actions:
             if action.option_strings and not {f"--{name}" for name in names} & set(action.option_strings):
                 action.help = argparse.SUPPRESS

@@ -33,7 +33,6 @@ not. Source: every run in predictions-cpu.json and predictions-qwen3.5-9b-8bit-h
 
 
 def token_range_s(plan: Plan) -> tuple[float, float]:
-    """Returns the least and the most seconds that a token may take."""
     spread = SPREAD if plan.calibrated else ASSUMED_SPREAD
     return plan.token_s / spread, plan.token_s * spread
 
@@ -146,7 +145,6 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def _row(p: Plan, device: bool) -> dict[str, Any]:
-    """Returns a plan's row of the table; speeds are None if they cannot be predicted."""
     known = device or p.foretold
     return {
         "budget_bytes": p.budget_bytes,
@@ -172,7 +170,6 @@ def _items(plan: Plan) -> dict[str, int]:
 
 
 def _drafts(choices: Sequence[Choice], taken: Choice | None) -> list[dict[str, Any]]:
-    """Returns a record for each way to draft that was considered, in bytes and tokens per second."""
 
     def not_weights(plan: Plan) -> int:
         return plan.cache_bytes + plan.activation_bytes
@@ -216,7 +213,6 @@ def _headline(record: dict[str, Any], plan: Plan) -> str:
 def _sentences(
     record: dict[str, Any], plans: Sequence[Plan], best: Plan | None, computing: Plan | None
 ) -> Iterator[str]:
-    """Yields the sentences below the table of budgets."""
     if folders := len(record["mirrors"]):
         yield f"Read from {folders + 1} folders at once; the prediction counts the first one's disk only."
     if computing is not None and all(row["tps"] is not None for row in record["curve"]):
@@ -240,7 +236,6 @@ def _sentences(
 
 
 def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
-    """Yields a line for each way to draft: its speed, or why it cannot be used."""
     if rows:
         yield "Drafts (--draft):"
     for row in rows:
@@ -259,7 +254,6 @@ def _draft_lines(rows: Collection[dict[str, Any]]) -> Iterator[str]:
 
 
 def held(plan: Plan) -> str:
-    """Describes what a plan keeps in memory and what it streams."""
     if not plan.streams:
         return "everything resident"
     if plan.pools:

@@ -38,11 +38,9 @@ class Preset:
         return most
 
     def options(self) -> dict[str, Any]:
-        """Returns arguments of ``stream_generate``."""
         return {}
 
     def defaults(self, defaults: Defaults) -> Defaults:
-        """Returns a server's defaults for requests."""
         return defaults
 
     def service(self, service: ModelService) -> ModelService:

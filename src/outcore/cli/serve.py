@@ -43,7 +43,6 @@ KEEP_S = 300.0
 """Seconds that an unused model stays in memory, if several are served."""
 
 KEY_BYTES = 4096
-"""Largest API key file."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -110,7 +109,6 @@ def names_of(args: argparse.Namespace) -> list[str]:
 
 
 def defaults_of(args: argparse.Namespace) -> Defaults:
-    """Returns the defaults for requests."""
     check_numbers(args)
     check_sampling(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k)
     sampling = Sampling(

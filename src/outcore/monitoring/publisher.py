@@ -49,7 +49,6 @@ class Board:
         return {"type": "snapshot", "at": at, "pid": pid, "command": self.command, "models": models}
 
     def add(self, session: Session, name: str) -> None:
-        """Publishes a model until it is closed or dropped."""
         with self._lock:
             if not any(r.session is session for r in self._recorders):
                 recorder = SnapshotRecorder(session, name)

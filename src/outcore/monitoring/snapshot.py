@@ -25,7 +25,6 @@ TOKENS_S = 10.0
 """Seconds over which rates of tokens and forward passes are averaged; one pass may take that long."""
 
 NOTES = 8
-"""Most notes in a snapshot; the newest are kept."""
 
 Counters = dict[str, float]
 """A model's counters, and the monotonic time ``at`` which they were read, in seconds."""
@@ -109,7 +108,6 @@ class SnapshotRecorder:
         return now
 
     def _since(self, seconds: float) -> Counters:
-        """Returns the counters of that many seconds ago, or the oldest."""
         older = [c for c in self._past if c["at"] <= self._past[-1]["at"] - seconds]
         return older[-1] if older else self._past[0]
 

@@ -1,1 +1,1 @@
-"""``outcore report``: ``inputs`` reads results, ``sections`` builds the content, ``page`` and ``markdown`` write it."""
+"""``outcore report``: ``sections`` builds the content, ``page`` and ``markdown`` write it."""

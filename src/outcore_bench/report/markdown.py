@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from outcore.text import shown
 
 from .sections import Section
-from .tables import Line, ReportTable
+from .tables import ReportTable
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
 
@@ -34,15 +34,8 @@ def escape(text: str) -> str:
 
 
 def _table(table: ReportTable) -> str:
-    rule = ["---" if kind == "text" else "---:" for kind in table.kinds]
-    head = [_line(list(table.columns)), _line(rule, escaped=True)]
-    return "\n".join(head + [_table_line(line, len(table.columns)) for line in table.lines])
-
-
-def _table_line(line: Line, columns: int) -> str:
-    cells = [f"**{escape(c)}**" if line.kind == "group" else escape(c) for c in line.cells]
-    return _line(cells + [""] * (columns - len(cells)), escaped=True)
-
-
-def _line(cells: Sequence[str], *, escaped: bool = False) -> str:
-    return "| " + " | ".join(cells if escaped else map(escape, cells)) + " |"
+    rows = [list(map(escape, table.columns)), ["---" if kind == "text" else "---:" for kind in table.kinds]]
+    for line in table.lines:
+        cells = [f"**{escape(c)}**" if line.kind == "group" else escape(c) for c in line.cells]
+        rows.append(cells + [""] * (len(table.columns) - len(cells)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -12,7 +12,7 @@ import jinja2
 from outcore.errors import OutcoreError
 from outcore.text import printable, shown
 
-from .inputs import read_inputs
+from ..document import read_inputs
 from .markdown import markdown
 from .sections import Section, sections, summary
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..devices import published_data
-from ..document import BenchRow, Document, Stat
+from ..document import BenchRow, Document, Inputs, Stat
 from ..verdict import by_budget, place, sentences
 from . import tables
 from .charts import ChartCurve, curves_chart
-from .inputs import Inputs
-from .published import published_table
 from .tables import ReportTable, ceiling, document_name, number, size, speed, streams
 
 _MODES = {"outcore": "Outcore", "plain": "naive streaming", "mlx-lm": "mlx-lm, all in memory"}
@@ -42,14 +39,13 @@ def sections(inputs: Inputs) -> list[Section]:
     text = tables.LEGEND + tables.BUSY_LEGEND * any(r.busy for d in documents for r in d.rows)
     many = "s" * (len(documents) > 1)
     verdicts = tuple(line for d in documents if _is_matrix(d) for line in sentences(d.rows))
-    main, published = tables.main_table(documents), published_table(documents)
+    main = tables.main_table(documents)
     charts = [_chart(d, document_name(d, documents) if many else "") for d in _best(documents)]
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
         Section("results", "Results", text, main, said=verdicts, notes=tables.notes(documents)),
         Section("memory", "Speed against memory", charts=tuple(chart for chart in charts if chart is not None)),
         Section("perplexity", "Perplexity", "", tables.perplexity_table(inputs.perplexities)),
-        Section("published", "Comparison with the paper's tables", published_data()["source"], published),
     ]
     return [s for s in found if s.table or s.charts]
 
@@ -59,7 +55,6 @@ def _is_matrix(document: Document) -> bool:
 
 
 def _best(documents: Sequence[Document]) -> list[Document]:
-    """Reduces each matrix to the best row of each budget."""
     return [replace(d, rows=by_budget(d.rows)) if _is_matrix(d) else d for d in documents]
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from outcore.sizes import format_size
 
-from ..document import BenchRow, Document, Machine, Stat
-from .inputs import Perplexities
+from ..document import BenchRow, Document, Machine, Perplexities, Stat
 
 NOTHING = ""
 LEGEND = (
@@ -38,7 +37,6 @@ class ReportTable:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``text`` or ``number`` for each column."""
         return tuple("text" if i == 0 or c in self.text else "number" for i, c in enumerate(self.columns))
 
     def without_empty_columns(self) -> ReportTable:
@@ -77,12 +75,10 @@ def spread(stat: Stat | None) -> str:
 
 
 def speed(row: BenchRow) -> float | None:
-    """Returns the tokens per second of decoding."""
     return row.speed.decode_tps.median if row.speed.decode_tps else None
 
 
 def ceiling(row: BenchRow) -> float | None:
-    """Returns the ceiling in tokens per second."""
     return 1 / row.ceiling.ceiling_s if row.ceiling.ceiling_s else None
 
 
@@ -114,7 +110,6 @@ def document_name(document: Document, documents: Sequence[Document]) -> str:
 
 
 def machines_table(documents: Sequence[Document]) -> ReportTable | None:
-    """Lists each machine once, with the disk rates measured there."""
     groups: dict[tuple[object, ...], list[Document]] = {}
     for d in documents:
         m = d.machine
@@ -138,7 +133,6 @@ def machines_table(documents: Sequence[Document]) -> ReportTable | None:
 
 
 def asked(row: BenchRow) -> str:
-    """Returns the budget as the user gave it."""
     setting = row.setting
     if setting.memory == "auto":
         return f"auto ({size(setting.budget_bytes)})" if setting.budget_bytes else "auto"
@@ -146,7 +140,6 @@ def asked(row: BenchRow) -> str:
 
 
 def notes(documents: Sequence[Document]) -> tuple[str, ...]:
-    """Returns each note once, with the labels of its rows."""
     found: dict[tuple[str, str], list[str]] = {}
     for d in documents:
         heading = f"{document_name(d, documents)}, " if len(documents) > 1 else ""
