@@ -132,7 +132,7 @@ def test_a_flag_about_this_machine_is_refused_where_another_is_planned_for(
     name = "--" + flag.replace("_", "-")
     status = main(["plan", str(demo_model), "--device", "ipad-air-m3", name, given(flag)])
     err = capsys.readouterr().err
-    assert status == 2 and err.count("\n") == 1 and f"{name} is about this machine, and --device" in err
+    assert status == 2 and err.count("\n") == 1 and f"{name} is about this machine, --device" in err
 
 
 RUN_FLAGS = {"dtype": "float32", "cpu_streams": 1, "slots": 2, "threads": 3, "io": "cached"}

@@ -80,7 +80,7 @@ def test_a_key_that_others_can_read_is_refused(hosts: Path, tmp_path: Path) -> N
     given = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts), "OUTCORE_LINK_KEY_FILE": str(key)}
     for mode in (0o640, 0o604, 0o620):
         key.chmod(mode)
-        with pytest.raises(UsageError, match="other users can read or write it"):
+        with pytest.raises(UsageError, match="others can read it, or write to it"):
             e.from_environment(given)
     key.chmod(0o600)
     assert e._key(given) == KEY.encode()

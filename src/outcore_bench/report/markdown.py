@@ -19,8 +19,8 @@ def markdown(summary: str, sections: Sequence[Section]) -> str:
         parts.append(f"## {escape(section.title)}")
         if section.text and (section.table or not section.charts):
             parts.append(escape(section.text))
-        if section.said:
-            parts.append("\n".join(f"- {escape(text)}" for text in section.said))
+        if section.verdict:
+            parts.append("\n".join(f"- {escape(text)}" for text in section.verdict))
         if section.table:
             parts.append(_table(section.table))
         if section.notes:

@@ -23,14 +23,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. ``said`` are sentences before the table, ``notes`` are about single rows."""
+    """A part of a report. ``verdict`` are sentences before the table, ``notes`` are about single rows."""
 
     name: str
     title: str
     text: str = ""
     table: ReportTable | None = None
     charts: tuple[Chart, ...] = ()
-    said: tuple[str, ...] = ()
+    verdict: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -43,7 +43,7 @@ def sections(inputs: Inputs) -> list[Section]:
     charts = [_chart(d, document_name(d, documents) if many else "") for d in _best(documents)]
     found = [
         Section("machines", f"Machine{many}", "", tables.machines_table(documents)),
-        Section("results", "Results", text, main, said=verdicts, notes=tables.notes(documents)),
+        Section("results", "Results", text, main, verdict=verdicts, notes=tables.notes(documents)),
         Section("memory", "Speed against memory", charts=tuple(chart for chart in charts if chart is not None)),
         Section("perplexity", "Perplexity", "", tables.perplexity_table(inputs.perplexities)),
     ]

@@ -132,7 +132,7 @@ def machines_table(documents: Sequence[Document]) -> ReportTable | None:
     return ReportTable(columns, tuple(lines), text=columns[3:]).without_empty_columns() if lines else None
 
 
-def asked(row: BenchRow) -> str:
+def budget(row: BenchRow) -> str:
     setting = row.setting
     if setting.memory == "auto":
         return f"auto ({size(setting.budget_bytes)})" if setting.budget_bytes else "auto"
@@ -173,7 +173,7 @@ def _rate(row: BenchRow) -> str:
 
 
 _MAIN: dict[str, Callable[[BenchRow], str]] = {
-    "Memory": asked,
+    "Memory": budget,
     "Layers": _layers,
     "Tokens/s": lambda row: spread(row.speed.decode_tps),
     "TTFT": lambda row: f"{number(row.speed.ttft_s.median)} s" if row.speed.ttft_s else NOTHING,
