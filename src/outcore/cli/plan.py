@@ -280,4 +280,4 @@ def _curve_table(plans: Sequence[Plan], plan: Plan, best: Plan | None, foretold:
             f"{1 / p.token_s:.2f}" if known else "-",
             " ".join(marks),
         ])  # fmt: skip
-    return table([">memory", ">resident", ">read\nper token", ">first\ntoken", ">tokens/s", ""], rows)
+    return table([">memory", ">resident", ">read/\ntoken", ">first\ntoken", ">tokens/s", ""], rows)
