@@ -50,9 +50,9 @@ class Draft:
     chance: float = ASSUMED_CHANCE
     detail: Any = field(default=None, compare=False, repr=False)
 
-    def beside(self, size: ModelSize, head_streamed: bool) -> ModelSize:
+    def added_to(self, size: ModelSize, head_streamed: bool) -> ModelSize:
         """Returns the model's size including this draft."""
-        return size.beside(self.weights + (self.head if head_streamed else 0), self.cache, self.growing)
+        return size.with_model(self.weights + (self.head if head_streamed else 0), self.cache, self.growing)
 
 
 def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:

@@ -92,8 +92,8 @@ class Planning:
         """The model's size with its draft where memory suffices for everything."""
         if self.kind in (AUTO, NONE) or self.draft is None:
             return self.size
-        drafted = drafted_tokens(self.size, resident_budget(self.draft.beside(self.size, False)), explicit=True)
-        return self.draft.beside(replace(self.size, drafted=drafted), False)
+        drafted = drafted_tokens(self.size, resident_budget(self.draft.added_to(self.size, False)), explicit=True)
+        return self.draft.added_to(replace(self.size, drafted=drafted), False)
 
     def _ways(self, budget: int) -> Iterator[tuple[ModelSize, bool | None]]:
         """Yields the model's size with its draft, and whether the head stays, in order of preference.
@@ -111,7 +111,7 @@ class Planning:
         for drafted in dict.fromkeys(drafted_tokens(self.size, b, explicit=True) for b in (budget, 0)):
             for stays in heads:
                 streamed = stays is False and bool(draft.head) and self.size.head is not None
-                yield draft.beside(replace(self.size, drafted=drafted), streamed), stays
+                yield draft.added_to(replace(self.size, drafted=drafted), streamed), stays
 
     def _with_drafted_tokens(self, plan: Plan, budget: int, calibration: Calibration) -> Planned:
         """Adds room for drafted tokens where something is streamed and it fits; not in place of experts, since each
@@ -142,11 +142,11 @@ class Planning:
 
     def refusal(self, budget: int) -> str:
         """Returns the message for a budget that is too small."""
-        beside = ""
+        also = ""
         if self.draft is not None and self.kind != AUTO:
             weights = f" (its weights take {format_size(self.draft.weights)})" if self.draft.weights else ""
-            beside = f", and {called('draft')} {self.draft.name}{weights}"
-        return refusal(self.size, budget, self.smallest, self.options.get("resident"), beside)
+            also = f", and {called('draft')} {self.draft.name}{weights}"
+        return refusal(self.size, budget, self.smallest, self.options.get("resident"), also)
 
 
 def _read_ahead(size: ModelSize, plan: Plan, calibration: Calibration) -> Plan:

@@ -178,7 +178,7 @@ class ModelSize(ActivationSize):
         shared = max(self.shared, context) if self.shared else 0
         return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
 
-    def beside(self, weights: int, cache: int, growing: tuple[Growing, ...]) -> ModelSize:
+    def with_model(self, weights: int, cache: int, growing: tuple[Growing, ...]) -> ModelSize:
         """Returns this model's size including a second model in memory, with its weights' bytes and its caches."""
         return replace(
             self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing

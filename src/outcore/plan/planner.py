@@ -232,11 +232,11 @@ def _smallest_budget(size: ModelSize, asked: Fixed) -> int:
     return min([candidates.smallest(counts, head, step, slots, unit) for head in asked.heads(size) for unit in units])
 
 
-def refusal(size: ModelSize, budget: int, least: int, resident: int | None = None, beside: str = "") -> str:
+def refusal(size: ModelSize, budget: int, least: int, resident: int | None = None, also: str = "") -> str:
     """Returns the message for a budget that is too small, also naming layers that no slot is large enough for.
 
     Args:
-        beside: appended to what the budget has to cover.
+        also: appended to what the budget has to cover.
     """
     what = f" with {counted(resident, 'resident layer')}" if resident else ""
     what += f" and a context of {size.context} tokens"
@@ -253,7 +253,7 @@ def refusal(size: ModelSize, budget: int, least: int, resident: int | None = Non
         memory, unit = called("memory"), "GB" if budget < 1000 else "MB"
         few = f' ({memory}={budget} is {budget} bytes: write {memory}="{budget}{unit}")'
     return (
-        f"a budget of {format_size(budget)}{few} is too small for this model{what}{beside}: "
+        f"a budget of {format_size(budget)}{few} is too small for this model{what}{also}: "
         f"the smallest that works is {format_size(least, round_up=True)}{stay}"
     )
 
