@@ -230,16 +230,16 @@ def failing(link: Link | None, folder: Path, options: dict[str, Any]) -> tuple[l
     model = loaded(link, folder, **options)
     reserve = one_text.OneText.reserve
 
-    def short(self: Any, tokens: int) -> None:
-        if tokens > len(PROMPT) + 5:
+    def short(self: Any, more: int = 0) -> None:
+        if len(self.sampler.text) + more > len(PROMPT) + 5:
             raise BudgetError("no room")
-        reserve(self, tokens)
+        reserve(self, more)
 
     first: list[int] = []
     with model.outcore:
         cache = make_prompt_cache(model)
         how = {"prompt_cache": cache, "prefill_step_size": 16}
-        one_text.OneText.reserve = short  # type: ignore[assignment, method-assign]
+        one_text.OneText.reserve = short  # type: ignore[method-assign]
         try:
             for r in outcore.stream_generate(model, TokensOnly(), PROMPT, max_tokens=9, **how):
                 first.append(r.token)
