@@ -495,11 +495,11 @@ def test_a_text_that_outgrows_memory_goes_on_on_disk(deep: Path) -> None:
     def text(memory: int | str, **options: Any) -> tuple[list[int], bool]:
         model, tokenizer = outcore.load(str(deep), memory=memory, context=64, prompt=8, draft="none", **options)
         with model.outcore as session:
-            found = outcore.stream_generate(model, tokenizer, ids(2000), 8, prompt_cache=make_prompt_cache(model))
+            found = outcore.stream_generate(model, tokenizer, ids(900), 4, prompt_cache=make_prompt_cache(model))
             return [r.token for r in found], session.plan.kv_slot > 0
 
     with pytest.raises(BudgetError) as least:
-        outcore.load_model(deep, memory="100KB", context=2100, prompt=2000, draft="none")
+        outcore.load_model(deep, memory="100KB", context=950, prompt=900, draft="none")
     assert least.value.smallest is not None
     memory = int(least.value.smallest * 1.02)
     with pytest.raises(BudgetError, match="does not fit"):

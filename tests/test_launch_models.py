@@ -45,28 +45,22 @@ def by_one(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        ("3", ["--draft", "none", "--temp", "0.8"]),
-        ("2", ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]),
-    ],
-    ids=["3 drawn", "2 drafted"],
-)
-def test_several_ranks_give_one_ranks_text(ranks: str, more: list[str], spoken: Path, capsys: Any) -> None:
+def test_several_ranks_give_one_ranks_text(spoken: Path, capsys: Any) -> None:
+    """Of three ranks, and without drafts, test_ranks.py."""
+    more = ["--memory", "80MB", "--draft", "self:3", "--temp", "1"]
     words = ["generate", "--model", str(spoken), *ASK, "-m", "30", *more, "--json"]
     alone = by_one(capsys, *words)
-    shared = outcore("launch", "--hosts", "local", "-n", ranks, "--", *words)
+    shared = outcore("launch", "--hosts", "local", "-n", "2", "--", *words)
     assert shared.returncode == 0, shared.stderr
     # Standard output holds one line: of the first rank.
     one, several = json.loads(alone), json.loads(shared.stdout)
     assert several["tokens"] == one["tokens"] and len(one["tokens"]) == 30
     # What the first line tells is not told again.
     assert "layers are this machine's" not in shared.stderr
-    assert several["draft"] == one["draft"] or "--draft" not in more
+    assert several["draft"] == one["draft"]
     foreseen = several["shared"]
-    assert [part["host"] for part in foreseen["ranks"]] == ["local"] * int(ranks) and "shared" not in one
-    assert f"{ranks} machines share the layers" in shared.stderr.splitlines()[0]
+    assert [part["host"] for part in foreseen["ranks"]] == ["local"] * 2 and "shared" not in one
+    assert "2 machines share the layers" in shared.stderr.splitlines()[0]
     assert foreseen["predicted_token_s"] > 0 < foreseen["predicted_ttft_s"] and foreseen["latency_s"] > 0
 
 
@@ -134,7 +128,7 @@ def test_what_ends_one_rank_is_told_by_all(spoken: Path) -> None:
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken: Path) -> None:
     words = ["generate", "--model", str(spoken), *ASK, "--memory", "30MB", "--resident", "0", "-m", "3000"]
-    command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local,local", "--", *words]
+    command = [sys.executable, "-m", "outcore", "launch", "--hosts", "local,local", "--", *words]
     pipe = subprocess.PIPE
     launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
     try:
@@ -142,16 +136,16 @@ def test_a_run_that_is_disturbed_ends_on_all_ranks(sign: signal.Signals, spoken:
         assert launcher.stdout.readline()
         processes = psutil.Process(launcher.pid).children(recursive=True)
         ranks = [p for p in processes if "generate" in p.cmdline()]
-        assert len(ranks) == 3
+        assert len(ranks) == 2
         if sign == signal.SIGKILL:
-            next(p for p in ranks if p.environ()["MLX_RANK"] == "2").kill()
+            next(p for p in ranks if p.environ()["MLX_RANK"] == "1").kill()
         else:
             launcher.send_signal(sign)
         _, errors = launcher.communicate(timeout=10)
     finally:
         launcher.kill()
     assert launcher.returncode == {signal.SIGKILL: 1, signal.SIGINT: 130}[sign]
-    assert ("rank 2 (local)" in errors) == (sign == signal.SIGKILL)
+    assert ("rank 1 (local)" in errors) == (sign == signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=2)
     assert not alive
 
@@ -233,10 +227,6 @@ def test_a_line_that_one_machine_has_no_room_for_is_no_other_lines_harm(spoken: 
     assert found["huge"]["error"]["code"] == "insufficient_memory"
     for name in ("small", "another"):
         assert found[name]["response"]["body"]["usage"]["completion_tokens"] == asked[name]
-    source.write_text(json.dumps(lines[1]) + "\n")
-    output.unlink()
-    done = outcore("launch", "--hosts", "local,local", "--", *words)
-    assert done.returncode == 1 and "there is room for none of 1 requests" in done.stderr, done.stderr
 
 
 CHAT = """

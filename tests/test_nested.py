@@ -323,8 +323,11 @@ def test_a_draft_whose_files_are_others_is_not_given_up(
         assert session.drafting.name == "self:2" and same(model, wanted)
 
 
-@pytest.mark.parametrize("where", ["FileReader", "Ring", "forget", "make_resident"])
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("FileReader", OSError(5, "Input/output error")), ("Ring", KeyboardInterrupt()), ("forget", KeyboardInterrupt()),
+     ("make_resident", OSError(5, "Input/output error"))],
+)  # fmt: skip
 def test_what_breaks_off_giving_up_changes_no_answer(
     where: str, error: BaseException, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,8 +217,10 @@ def test_only_so_many_texts_are_tried_as_calls() -> None:
     assert len(tried) == TRIES
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("before", ["", "Let me see.\n", "<think>\nHm.\n</think>\n\n"], ids=["", "text", "thought"])
+BEFORE = ("", "Let me see.\n", "<think>\nHm.\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("name", "before"), list(zip(CALLS, itertools.cycle(BEFORE), strict=False)))
 def test_of_a_call_that_was_cut_nothing_is_shown(name: str, before: str) -> None:
     """Wherever in it the answer ends; calls before it stay."""
     text, calls = CALLS[name]

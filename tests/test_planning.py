@@ -55,7 +55,7 @@ def load(folder: Path, memory: int | str, draft: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "draft"),
     [
-        *(("qwen3_5", draft) for draft in ("auto", "ngram", "self:4", "other")),
+        *(("qwen3_5", draft) for draft in ("auto", "self:4", "other")),
         ("llama", "none"),
         ("gemma3_text", "self:4"),
     ],

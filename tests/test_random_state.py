@@ -201,25 +201,26 @@ def several_texts(stream_generate: Any, model: Any, tokenizer: Any, caches: Any,
     return found
 
 
+TOP_P, XTC = {"temp": 0.7, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}
+
+
 @pytest.mark.parametrize(
-    "drawing", [{"temp": 0.7, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}], ids=["p", "xtc"]
-)
-@pytest.mark.parametrize(
-    ("options", "cached"),
+    ("options", "cached", "drawing"),
     [
-        ({"resident": 1}, False),
-        ({"resident": 1}, True),
-        ({"resident": 1, "prefix_cache": "on"}, False),
-        ({"resident": 1, "draft": "ngram"}, True),
-        ({"resident": 1, "draft": "self:4"}, False),
-        ({}, True),
-        ({"draft": "ngram"}, False),
+        ({"resident": 1}, False, XTC),
+        ({"resident": 1}, True, TOP_P),
+        ({"resident": 1, "prefix_cache": "on"}, False, TOP_P),
+        ({"resident": 1, "draft": "ngram"}, True, XTC),
+        ({"resident": 1, "draft": "self:4"}, False, TOP_P),
+        ({}, True, XTC),
+        ({"draft": "ngram"}, False, TOP_P),
     ],
     ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else str(value),
 )
 def test_mlx_lms_own_sampler_draws_what_it_draws_there_text_after_text(
-    served: Path, options: dict[str, Any], cached: bool, drawing: dict[str, Any]
+    quick_models: Callable[[int], Path], options: dict[str, Any], cached: bool, drawing: dict[str, Any]
 ) -> None:
+    served = quick_models(2)
     sampler = mlx_lm.sample_utils.make_sampler(**drawing)
     theirs, tokenizer = mlx_lm.load(str(served))
     expected = several_texts(

@@ -32,9 +32,10 @@ from outcore_drafts.self_draft import CopyProposer
 from stand_ins import Oracle, TokensOnly
 
 TYPES = [
-    "llama", "gemma2", "gemma3_text", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "mamba2", "nemotron_h", "rwkv7",
-    "falcon_h1", "lfm2", "gpt_oss", "olmo2", "phi3", "cohere2", "recurrent_gemma", "jamba", "deepseek_v3", "qwen3_next",
+    "llama", "gemma3_text", "qwen3_5", "qwen3_5_moe", "mamba2", "nemotron_h", "rwkv7", "falcon_h1", "lfm2", "gpt_oss",
+    "recurrent_gemma", "jamba", "deepseek_v3", "qwen3_next",
 ]  # fmt: skip
+"""A type for each set of caches."""
 
 
 def tokens(model: Any, prompt: list[int], n: int, **kwargs: Any) -> list[int]:
@@ -102,8 +103,7 @@ def test_a_copy_goes_on_from_any_cache_and_leaves_it_alone(
 @pytest.mark.parametrize(
     ("model_type", "draft"),
     [
-        ("llama", "self:2"), ("qwen3_5", "ngram"), ("qwen3_5", "self:4"), ("qwen3_5_moe", "self:2"),
-        ("gemma3_text", "ngram"), ("gemma3_text", "self:4"),
+        ("llama", "self:2"), ("qwen3_5", "ngram"), ("qwen3_5_moe", "self:2"), ("gemma3_text", "self:4"),
     ],
 )  # fmt: skip
 def test_every_source_gives_the_text_of_plain_decoding(
@@ -231,8 +231,8 @@ def test_one_seed_gives_one_text_drafted_or_not(
     options: dict[str, Any], short_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: list[list[int]] = []
-    drafted = [(draft, "80MB", most) for draft, most in (("ngram", 6), ("self:2", 3), ("self:8", 6))]
-    for way, memory, most in (("none", "500MB", 1), ("none", "80MB", 1), *drafted):
+    drafted = [(draft, "80MB", most) for draft, most in (("ngram", 6), ("self:2", 3))]
+    for way, memory, most in (("none", "500MB", 1), *drafted):
         monkeypatch.setattr(text_drafts, "DraftLengthPolicy", lambda *_, most=most: DraftLengthPolicy(most, fixed=True))
         # So much that nothing depends on it but what drafts and what is streamed.
         resident: dict[str, Any] = {"dtype": "float32"} | ({"resident": 2} if memory == "80MB" else {})
