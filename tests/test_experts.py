@@ -110,7 +110,7 @@ def test_without_its_package_experts_are_streamed_with_their_layer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outcore.engine.extensions.modules", lambda _: {})
-    with pytest.raises(UsageError, match="the package outcore_experts is missing"):
+    with pytest.raises(UsageError, match="needs the package outcore_experts, which is missing"):
         held(folder, 2)
     theirs, _ = mlx_lm.utils.load_model(folder)
     model, _ = outcore.load_model(folder, memory="1GB", resident=1, context=128, govern=False)

@@ -177,7 +177,7 @@ def test_an_answer_goes_on_while_anothers_prompt_is_streamed_for(served: Path) -
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(served: Path) -> None:
     with serving(served) as service:
-        expected = [text_of(asyncio.run(heard(service, ask))) for ask in (SHORT, long(40))]
+        expected = [text_of(asyncio.run(heard(service, ask))) for ask in (SHORT, long(20))]
         ended: list[str] = []
 
         async def ask(name: str, what: GenerationRequest) -> str:
@@ -186,7 +186,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(served: Path) -> None:
             return text
 
         async def both() -> list[str]:
-            first = asyncio.create_task(ask("long", long(40)))
+            first = asyncio.create_task(ask("long", long(20)))
             await until(lambda: service.engine.running)
             return [await ask("short", SHORT), await first]
 
@@ -199,7 +199,7 @@ def test_long_prompts_are_computed_in_their_order(served: Path) -> None:
         begun: list[int] = []
 
         async def ask(number: int) -> float:
-            async for event in service.answer(long(40)):
+            async for event in service.answer(long(16)):
                 begun.extend([number] * isinstance(event, Begun))
                 if isinstance(event, Finished):
                     return event.queued_s
@@ -217,7 +217,7 @@ def test_long_prompts_are_computed_in_their_order(served: Path) -> None:
             asyncio.run(all_of_them())
         assert begun == [0, 1, 2]
         # The first is answered when its own prompt is computed, not all three.
-        assert seen.index(1) <= 40 + 1
+        assert seen.index(1) <= 16 + 1
 
 
 @pytest.mark.parametrize(("memory", "resident"), [("10MB", None), ("9MB", 1)])

@@ -83,7 +83,7 @@ KINDS = ("llama", "gemma3_text", "qwen3_5", "llama4", "gpt_oss", "jamba", "longc
 
 @pytest.mark.parametrize(
     ("model_type", "resident"),
-    [*((kind, 1) for kind in KINDS), ("llama", None), ("qwen3_5", None)],
+    [*((kind, 1) for kind in KINDS), ("qwen3_5", None)],
 )
 def test_every_kind_of_cache_comes_back_to_the_bit(
     model_type: str, resident: int | None, tmp_path: Path, tokenizer: Any
@@ -380,7 +380,7 @@ def _busy(number: int, queue: Any) -> None:
     """Writes, reads and drops, and counts what it read that was not right."""
     kept = BlockFiles("model-0000000000000000-00000000", 60_000)
     rng, wrong, read = random.Random(number), 0, 0
-    for _ in range(150):
+    for _ in range(60):
         name = f"{rng.randrange(40)}.kv"
         value = int(name.split(".")[0])
         kept.write(name, {"0.k": mx.full((1, 1, 16, 32), value, mx.float32)})

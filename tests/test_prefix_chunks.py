@@ -53,12 +53,10 @@ def run(folder: Path, ids: list[int], **options: Any) -> tuple[list[int], list[A
     ("model_type", "memory", "prompt"),
     [
         ("llama", "7.4MB", 1100),
-        ("llama", "9.6MB", 600),
         ("llama", "17.8MB", 600),
         ("llama", "60MB", 600),
         ("qwen3_5", "7.8MB", 600),
         ("gemma3_text", "7.2MB", 1100),
-        ("gemma3_text", "30MB", 600),
     ],
 )
 def test_a_second_run_finds_what_the_first_one_kept(
