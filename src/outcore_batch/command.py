@@ -43,8 +43,8 @@ from outcore.text import counted, printable
 from . import files
 from .files import CHAT, NO_MEMORY, BatchRequest, Output, OutputElsewhere
 
+# Requests by ``uid``, with the reason why they cannot be answered.
 Refused = list[tuple[int, Exception]]
-"""Requests by ``uid``, with the reason why they cannot be answered."""
 
 
 def run(args: argparse.Namespace) -> None:

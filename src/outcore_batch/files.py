@@ -29,8 +29,8 @@ from outcore.text import one_line, shortened
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETION)
 
+# Codes of errors that are not the line's own fault: with more memory, or the next version, it may be answered.
 NO_MEMORY, UNFORESEEN = "insufficient_memory", "internal_error"
-"""Codes of errors that are not the line's own fault: with more memory, or the next version, it may be answered."""
 
 TRIED_AGAIN = {NO_MEMORY, UNFORESEEN}
 

@@ -34,14 +34,14 @@ from outcore.plan.planner import resident_budget
 
 MODEL = "model"
 
+# Prompt tokens per chunk of a draft model.
 PROMPT_STEP = 256
-"""Prompt tokens per chunk of a draft model."""
 
+# New tokens of a text beyond which they count as a prompt.
 CATCH_UP = 64
-"""New tokens of a text beyond which they count as a prompt."""
 
+# Guesses between two cache snapshots, and the most snapshots held: those of the longest draft.
 SNAPSHOT_STEP, HELD = 16, 4
-"""Guesses between two cache snapshots, and the most snapshots held: those of the longest draft."""
 
 
 class DraftModels(DraftSource):

@@ -39,11 +39,11 @@ from outcore_packs.code_planes import high_plane
 from .nested_layers import high_planes, nested_modules
 from .nested_linear import coarsen
 
+# Weights that share a scale and a bias, where the model's own are not quantized (affinely).
 GROUP_SIZE = 64
-"""Weights that share a scale and a bias, where the model's own are not quantized (affinely)."""
 
+# Fraction of a layer's weights below which a matrix (a router, a gate) keeps its own precision.
 SMALL = 1 / 64
-"""Fraction of a layer's weights below which a matrix (a router, a gate) keeps its own precision."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from outcore_packs.stored_planes import Planes, cut_modules
 
 from .nested_linear import NestedLinear, nest
 
+# The parameters that a draft's layer has of its own.
 KEYS = ("weight", "scales")
-"""The parameters that a draft's layer has of its own."""
 
 
 def nested(profile: ModelProfile, high: int, opening: Opening) -> ModelProfile:
@@ -105,8 +105,8 @@ def share_high_bits(model: nn.Module, draft: nn.Module) -> None:
         module.settle()
 
 
+# A file's inode, bytes and time of the last change in nanoseconds.
 Stamp = tuple[int, int, int]
-"""A file's inode, bytes and time of the last change in nanoseconds."""
 
 
 def file_stamps(tensors: Mapping[str, TensorInfo]) -> dict[Path, Stamp | None]:

@@ -29,17 +29,17 @@ from outcore.errors import StoreError
 from outcore.machine.cache_folder import make_cache
 
 MAGIC, SCHEMA = b"OUTCTX1\n", 1
+# The longest head that is read.
 HEAD_BYTES = 16_000_000
-"""The longest head that is read."""
 
+# Bytes that must be free on the disk for anything to be written.
 LEAST_FREE = 10_000_000_000
-"""Bytes that must be free on the disk for anything to be written."""
 
+# The most bytes of all files together, or a tenth of what is free, if that is less.
 MOST = 20_000_000_000
-"""The most bytes of all files together, or a tenth of what is free, if that is less."""
 
+# Share of the limit that remains after dropping files, so that not every answer has to look for the oldest ones.
 KEPT = 0.9
-"""Share of the limit that remains after dropping files, so that not every answer has to look for the oldest ones."""
 
 FOLDER, LOCK = "prefix", "lock"
 

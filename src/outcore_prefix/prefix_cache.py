@@ -21,8 +21,8 @@ from outcore.options import LoadOptions
 from .blocks import FOLDER, BlockFiles
 from .prompts import StoredPrompts
 
+# Part of every name: a version that computes differently gets another one.
 FORMAT = "prompts 1"
-"""Part of every name: a version that computes differently gets another one."""
 
 
 def make(lazy: LazyModel, o: LoadOptions) -> StoredPrompts:

@@ -30,20 +30,20 @@ from outcore.modules.call_values import flat
 
 from .blocks import Block, BlockFiles
 
+# The most bytes of all states of a prompt, for each byte of its keys and values.
 STATE_SHARE = 1.0
-"""The most bytes of all states of a prompt, for each byte of its keys and values."""
 
+# The most states of a model without keys and values.
 STATES_ALONE = 4
-"""The most states of a model without keys and values."""
 
+# Tokens by which mlx-lm's caches grow (``KVCache.step``); a restored one has the same spare room.
 STEP = 256
-"""Tokens by which mlx-lm's caches grow (``KVCache.step``); a restored one has the same spare room."""
 
+# A cache's state: its structure for JSON, with numbers in place of arrays; and the arrays.
 Packed = tuple[Any, list[mx.array]]
-"""A cache's state: its structure for JSON, with numbers in place of arrays; and the arrays."""
 
+# Errors of a file that does not fit the caches it is read into.
 MISFIT = (KeyError, IndexError, ValueError, TypeError, AttributeError)
-"""Errors of a file that does not fit the caches it is read into."""
 
 
 class StoredPrompts:

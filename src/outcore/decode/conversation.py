@@ -17,8 +17,8 @@ from ..errors import CheckpointError, PromptError, UsageError
 from ..text import one_line
 from .prompt import same_tokens
 
+# Placeholders for messages, which show what a template writes after an answer.
 QUESTION, ANSWER = "question", "the-answer-stands-here"
-"""Placeholders for messages, which show what a template writes after an answer."""
 
 
 class ChatTemplate:

@@ -33,8 +33,8 @@ from .speculative.drafting import check_draft_length
 
 Tokens = Generator[Token, None, None]
 
+# Stands for an answer without a limit of tokens.
 ENDLESS = 2**62
-"""Stands for an answer without a limit of tokens."""
 
 _KNOWN = {*signature(generate_step_resident).parameters, *signature(generate_resident).parameters} | {
     "num_draft_tokens", "history", "leave_last", "shared_prefix",

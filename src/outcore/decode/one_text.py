@@ -36,9 +36,9 @@ from .sampling import Draw, MlxLmSampler, Processor, judge
 from .speculative.proposers import Guess
 from .text_drafts import TextDrafts
 
+# Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
+# first cuts windows to their size, which frees the prompt's part of them.
 CLEAR_TOKENS = 256
-"""Tokens after which freed memory is given back, beginning with the first, as in ``mlx_lm.generate.generate_step``: the
-first cuts windows to their size, which frees the prompt's part of them."""
 
 
 @dataclass

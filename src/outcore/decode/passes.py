@@ -22,8 +22,8 @@ from ..machine.allocator import limits
 from ..machine.device import on_cpu
 from ..machine.interrupts import check
 
+# Prompt tokens per chunk in mlx-lm's ``generate_step``, after which it looks whether to quantize.
 MLX_LM_STEP = 2048
-"""Prompt tokens per chunk in mlx-lm's ``generate_step``, after which it looks whether to quantize."""
 
 
 @dataclass(frozen=True)

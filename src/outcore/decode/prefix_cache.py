@@ -16,11 +16,11 @@ from ..packages import modules
 from .one_text import make_room
 from .request import CachedPrefix, Recorder
 
+# Tokens of a block, and the most tokens of a chunk of a prompt.
 GRID = 512
-"""Tokens of a block, and the most tokens of a chunk of a prompt."""
 
+# States that are held in memory until a prompt is computed, in addition to the final ones.
 CAPTURED = 2
-"""States that are held in memory until a prompt is computed, in addition to the final ones."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..errors import RequestError
 from ..text import half_character
 
+# Arguments of ``apply_chat_template`` that no request may give: they would run code from the request, or return no
+# text.
 TEMPLATE_OWN = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
      "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
      "tokenizer_kwargs", "tools", "truncation"}
 )  # fmt: skip
-"""Arguments of ``apply_chat_template`` that no request may give: they would run code from the request, or return no
-text."""
 
 
 def checked_text(text: str, where: str) -> str:

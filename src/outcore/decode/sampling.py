@@ -24,11 +24,11 @@ from mlx_lm import sample_utils
 from ..checks import COUNT, LEAST_TEMPERATURE, real, whole
 from ..errors import UsageError
 
+# mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,).
 Draw = Callable[[mx.array], mx.array]
-"""mlx-lm's sampler: log-probabilities of shape (rows, vocabulary) to tokens of shape (rows,)."""
 
+# mlx-lm's logits processor: all tokens so far and logits (1, vocabulary) to logits.
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""mlx-lm's logits processor: all tokens so far and logits (1, vocabulary) to logits."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class MlxLmSampler:
         return mx.softmax(logprobs.astype(mx.float32) / self.temp, axis=-1)
 
 
+# mlx-lm's function of that name, with its arguments in the same order.
 make_sampler = MlxLmSampler
-"""mlx-lm's function of that name, with its arguments in the same order."""
 
+# The maximum of each.
 SHARES = {"top_p": 1.0, "min_p": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.5}
-"""The maximum of each."""
 
 SAMPLING = "temp", *SHARES, "min_tokens_to_keep", "top_k"
 
@@ -115,8 +115,8 @@ class OwnSampler:
     """A sampler with its own random numbers, so that its tokens do not depend on other sequences or on what is computed
     ahead. Its temperature is above 0; ``seed`` None: another one each time."""
 
+    # Draws that can be taken back.
     REMEMBERED = 8
-    """Draws that can be taken back."""
 
     def __init__(self, sampler: MlxLmSampler, seed: int | None = None) -> None:
         self.drawn = 0

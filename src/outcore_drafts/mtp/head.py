@@ -108,8 +108,8 @@ def has_mtp(lazy: LazyModel) -> bool:
     return find_mtp(lazy.checkpoint.tensors, count) is not None
 
 
+# From a parameter's path and dtype to the dtype that it is computed in; None: its own.
 ComputeDtype = Callable[[str, mx.Dtype], mx.Dtype | None]
-"""From a parameter's path and dtype to the dtype that it is computed in; None: its own."""
 
 
 def open_mtp(

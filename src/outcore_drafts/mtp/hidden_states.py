@@ -17,8 +17,8 @@ import mlx.nn as nn
 from outcore.modules.call_values import copy_of
 from outcore.modules.hooks import swap
 
+# The most tokens whose states are held.
 WINDOW = 256
-"""The most tokens whose states are held."""
 
 
 class HiddenTap:

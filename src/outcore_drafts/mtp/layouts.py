@@ -20,8 +20,8 @@ from mlx_lm.models.cache import CacheList, KVCache
 from outcore.checkpoint.checkpoint import TensorInfo, read_header
 from outcore.errors import MissingFileError
 
+# Keys and values of a head. No sliding windows: guessed tokens have to be trimmed.
 Cache: TypeAlias = KVCache | CacheList
-"""Keys and values of a head. No sliding windows: guessed tokens have to be trimmed."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ DEEPSEEK = Layout(
     "DeepSeek's", r"(?:.+\.)?layers\.LAYERS\.(.+)", "enorm.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
 
+# The modules of a head outside of its layer, in the order of ``Layout.own``.
 OWN = ("embedding_norm", "hidden_norm", "project", "norm")
-"""The modules of a head outside of its layer, in the order of ``Layout.own``."""
 
 _SHARED = ("embed_tokens.", "shared_head.head.")
 _MTP = re.compile(r"(?:.+\.)?mtp[._].+")

@@ -15,9 +15,9 @@ from .layouts import Cache, leaves
 
 MTP = "mtp"
 
+# Tokens that the head follows at a time: few, since a plan has room for a chunk of the model's own activations, at
+# least as many, and none for the draft's.
 STEP = 16
-"""Tokens that the head follows at a time: few, since a plan has room for a chunk of the model's own activations, at
-least as many, and none for the draft's."""
 
 
 class MtpProposer:

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 
 from .proposers import Key
 
+# The chance of a kind of guess that was never tried; how many guesses that prior counts for; the factor by which old
+# guesses fade.
 PRIOR, WEIGHT, FADE = 0.6, 2.0, 0.98
-"""The chance of a kind of guess that was never tried; how many guesses that prior counts for; the factor by which old
-guesses fade."""
 
+# How fast a longer measured time replaces the one before, and how much of the old sums stays with each new pass.
 NEAR, LAST = 0.3, 0.8
-"""How fast a longer measured time replaces the one before, and how much of the old sums stays with each new pass."""
 
+# A time counts as at most so many times the expected one; one shorter by that factor replaces all before it.
 FAR = 3.0
-"""A time counts as at most so many times the expected one; one shorter by that factor replaces all before it."""
 
+# Guesses that the statistics of earlier texts count for.
 KEPT = 8
-"""Guesses that the statistics of earlier texts count for."""
 
 
 @dataclass

@@ -19,12 +19,12 @@ from ...sizes import format_size
 from ..opening import Opening
 from .sources import DraftSource, draft_sources
 
+# Bytes of the cache's disk that stay free.
 ROOM = 1_000_000_000
-"""Bytes of the cache's disk that stay free."""
 
 
+# A way to draft, with its expected speed, and the model opened for it.
 Way = tuple[Choice, ModelProfile]
-"""A way to draft, with its expected speed, and the model opened for it."""
 
 
 def ways_to_draft(profile: ModelProfile, planning: Planning, base: Planned, opening: Opening, budget: int) -> list[Way]:

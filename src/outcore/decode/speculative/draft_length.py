@@ -15,14 +15,14 @@ from ...plan.draft_cost import MOST
 from .acceptance import AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 
+# Guesses for the first pass.
 UNTRIED = 4
-"""Guesses for the first pass."""
 
+# Drafts of a source after which its cost is known; the first ones include compiling kernels.
 SURE = 3
-"""Drafts of a source after which its cost is known; the first ones include compiling kernels."""
 
+# Share of time for probing: trying a token where drafting did not pay, or passes without a draft where it does.
 PROBE = 0.01
-"""Share of time for probing: trying a token where drafting did not pay, or passes without a draft where it does."""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from ..sampling import MlxLmSampler
 from .draft_length import DraftLengthPolicy
 from .proposers import Both, Draw, NGram, Proposer, drawn
 
+# The most drafted tokens that can be asked for; no text can be predicted that far.
 LONGEST = 256
-"""The most drafted tokens that can be asked for; no text can be predicted that far."""
 
+# Returns the model's caches of a text, and its tokens that they do not hold yet, without the last one.
 TextState = Callable[[], tuple[list[Any], list[int]]]
-"""Returns the model's caches of a text, and its tokens that they do not hold yet, without the last one."""
 
 
 class DroppableProposer(Proposer, Protocol):

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from ..sampling import MlxLmSampler
 
+# A kind of guesses that are about equally good: the source, and how sure it is.
 Key = tuple[str, int]
-"""A kind of guesses that are about equally good: the source, and how sure it is."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Proposer(Protocol):
         """The token that may follow the text and the tokens drafted since; None if there is none."""
 
 
+# Tokens that must agree before a repetition is followed, and the most that are compared.
 SHORTEST, LONGEST = 2, 24
-"""Tokens that must agree before a repetition is followed, and the most that are compared."""
 
+# Earlier places that are compared, latest first.
 PLACES = 8
-"""Earlier places that are compared, latest first."""
 
 
 class NGram:
@@ -100,11 +100,11 @@ class NGram:
         return length
 
 
+# Chance of a repetition from which the model is not asked.
 SURE = 0.95
-"""Chance of a repetition from which the model is not asked."""
 
+# Source of repetitions that differ from the model's guess; they are right less often than those that agree.
 AGAINST = "against"
-"""Source of repetitions that differ from the model's guess; they are right less often than those that agree."""
 
 
 class Both:
@@ -135,8 +135,8 @@ class Both:
         return replace(found, others=(*seen, (repeated.token, against)))
 
 
+# Makes a guess from a draft model's logits, as many as it has (``drawn``).
 Draw = Callable[[mx.array], Guess | None]
-"""Makes a guess from a draft model's logits, as many as it has (``drawn``)."""
 
 
 def drawn(logits: mx.array, *, how: MlxLmSampler | None, vocabulary: int, name: str) -> Guess | None:

@@ -24,8 +24,8 @@ from ...text import shortened
 from ..opening import Opening
 from .drafting import Drafting
 
+# The kinds that the core has itself.
 OWN = (AUTO, NONE, NGRAM)
-"""The kinds that the core has itself."""
 
 MISSING = "needs the package outcore_drafts, which is not there; install outcore whole, or draft ngram"
 
