@@ -14,11 +14,11 @@ from .errors import UsageError
 from .sizes import MOST_BYTES
 from .text import meant, shortened
 
+# Largest count: MLX's shapes and indices are 32 bits.
 COUNT = 2**31 - 1
-"""Largest count: MLX's shapes and indices are 32 bits."""
 
+# Smallest temperature except 0: dividing log-probabilities by less overflows float32.
 LEAST_TEMPERATURE = 1e-30
-"""Smallest temperature except 0: dividing log-probabilities by less overflows float32."""
 
 
 def whole(name: str, value: Any, least: int = 1, most: int = COUNT) -> int:

@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+# Start of every entry point group's name.
 PREFIX = "outcore."
-"""Start of every entry point group's name."""
 
 
 @cache

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 MOST_BYTES = 2**63 - 1
+# Bytes of MLX's largest uint8 array: shapes are int32 (``OverflowError`` one byte beyond, MLX 0.32.4).
 ARRAY_BYTES = 2**31 - 1
-"""Bytes of MLX's largest uint8 array: shapes are int32 (``OverflowError`` one byte beyond, MLX 0.32.4)."""
 
 
 def format_size(n: int, *, round_up: bool = False) -> str:
@@ -28,14 +28,14 @@ def format_size(n: int, *, round_up: bool = False) -> str:
     return f"{'-' if n < 0 else ''}{Decimal(size) / 1000**power:.{decimals}f} {' KMGT'[power]}B"
 
 
+# Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096).
 BLOCK = 4096
-"""Bytes. Direct I/O moves whole blocks; 4096 is a multiple of every logical block size in use (512 and 4096)."""
 
+# Bytes of a large page. Slots of several pages begin at one, so that direct reads run at the disk's full rate.
 PAGE = 2 << 20
-"""Bytes of a large page. Slots of several pages begin at one, so that direct reads run at the disk's full rate."""
 
+# Bytes. Two tensors of a unit no further apart in a file are read as one extent, including the gap.
 GAP = 64 * 1024
-"""Bytes. Two tensors of a unit no further apart in a file are read as one extent, including the gap."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -58,11 +58,11 @@ def most_unit(slot: int) -> int:
     return whole if whole >= 4 * PAGE else max(0, min(4 * PAGE - BLOCK, slot // BLOCK * BLOCK - BLOCK))
 
 
+# Tokens by which mlx-lm's KV caches grow (``KVCache.step``).
 KV_STEP = 256
-"""Tokens by which mlx-lm's KV caches grow (``KVCache.step``)."""
 
+# Bytes per token, and the most tokens (None: unlimited).
 Growing = tuple[int, int | None]
-"""Bytes per token, and the most tokens (None: unlimited)."""
 
 
 def held_tokens(context: int, most: int | None = None) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+# Characters shown of an error raised by another library.
 LONGEST = 200
-"""Characters shown of an error raised by another library."""
 
 
 def one_line(error: BaseException | str) -> str:

@@ -22,11 +22,11 @@ from .device_rates import decode_gbps, product_gbps, sync_seconds
 from .disk_rate import Bench, best_setting
 from .layer_times import Progress, rig, times_of
 
+# Receives a line for the user: what could not be measured, and why.
 Note = Callable[[str], None]
-"""Receives a line for the user: what could not be measured, and why."""
 
+# As in ``Calibration``.
 Kinds = dict[str, dict[int, float]]
-"""As in ``Calibration``."""
 
 
 def calibrated(

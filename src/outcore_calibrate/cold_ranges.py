@@ -24,22 +24,22 @@ from outcore.disk.layout import Extent
 from outcore.errors import CalibrationError
 from outcore.sizes import BLOCK, format_size
 
+# Bytes of a model's files that suffice, of a scratch file, and of the smallest scratch file.
 ENOUGH_BYTES, SCRATCH_BYTES, LEAST_SCRATCH = 1_500_000_000, 2_000_000_000, 512_000_000
-"""Bytes of a model's files that suffice, of a scratch file, and of the smallest scratch file."""
 
+# Most seconds of writing a scratch file, and bytes between two waits for the disk.
 WRITE_S, SYNC_BYTES = 12.0, 128 << 20
-"""Most seconds of writing a scratch file, and bytes between two waits for the disk."""
 
+# How often files that are too small are read at most.
 MOST_TIMES = 100
-"""How often files that are too small are read at most."""
 
+# Most bytes of one range.
 STEP = 64 << 20
-"""Most bytes of one range."""
 
 SCRATCH = ".outcore-calibrate-"
 
+# Extents that are read into one slot.
 Piece = tuple[Extent, ...]
-"""Extents that are read into one slot."""
 
 
 class UnreadRanges:

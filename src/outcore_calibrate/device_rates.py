@@ -12,12 +12,12 @@ import numpy as np
 
 from outcore_packs.split_exponents import EXPONENTS, SplitDecoder
 
+# Bytes of weights between two uses of the same one, so that weights come from memory as in a real run: more than one
+# core's last-level cache (32 MiB here).
 PAST_CACHES = 128 << 20
-"""Bytes of weights between two uses of the same one, so that weights come from memory as in a real run: more than one
-core's last-level cache (32 MiB here)."""
 
+# Matrices used in turn, together past the caches; uses of each; and repeats of a single product.
 PARTS, ROUNDS, REPEATS = 8, 3, 5
-"""Matrices used in turn, together past the caches; uses of each; and repeats of a single product."""
 
 
 def seconds_of(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter, repeats: int = REPEATS) -> float:

@@ -20,27 +20,27 @@ from outcore.sizes import BLOCK, round_up
 from .cold_ranges import UnreadRanges, forget
 
 MIB = 1 << 20
+# Requests in flight to try, in addition to the default and ``DiskCalls.lanes``.
 IN_FLIGHT = (1, 2, 8, 16)
-"""Requests in flight to try, in addition to the default and ``DiskCalls.lanes``."""
 
+# Bytes read into a slot at once: a layer of a model of 2 to 4 GB.
 PIECE = 64 * MIB
-"""Bytes read into a slot at once: a layer of a model of 2 to 4 GB."""
 
+# Most and fewest bytes of one measurement, and measurements that the files must suffice for.
 MOST, LEAST, MEASUREMENTS = 256 * MIB, MIB, 20
-"""Most and fewest bytes of one measurement, and measurements that the files must suffice for."""
 
+# Factor for measurements with much in flight: they read twice what is in flight, or their end would count too much.
 LARGEST = 6
-"""Factor for measurements with much in flight: they read twice what is in flight, or their end would count too much."""
 
+# Seconds of one measurement, and of the final one.
 POINT_S, RATE_S = 0.4, 1.5
-"""Seconds of one measurement, and of the final one."""
 
+# Seconds between two checks of a pending read.
 LOOK_S = 0.05
-"""Seconds between two checks of a pending read."""
 
+# How many times faster cached reads, which push out other programs' pages, or a non-default setting must be to be
+# chosen; less is chance.
 GAIN = 1.1
-"""How many times faster cached reads, which push out other programs' pages, or a non-default setting must be to be
-chosen; less is chance."""
 
 Progress = Callable[[str, int, int], None]
 

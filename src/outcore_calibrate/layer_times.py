@@ -34,19 +34,19 @@ from outcore.sizes import format_size
 
 from .device_rates import PAST_CACHES, seconds_of
 
+# Timings of each kind of layer for a number of tokens, and whole forward passes, where there is time.
 SAMPLES, STEPS = 6, 5
-"""Timings of each kind of layer for a number of tokens, and whole forward passes, where there is time."""
 
+# Seconds after which no larger number of tokens is begun; and seconds of compiling a number's GPU kernels (24 to 62 s
+# on an H200) after which it is not measured.
 COMPUTE_S, COMPILE_S = 12.0, 20.0
-"""Seconds after which no larger number of tokens is begun; and seconds of compiling a number's GPU kernels (24 to 62 s
-on an H200) after which it is not measured."""
 
+# Random numbers drawn for a weight; larger weights repeat them.
 BLOCK = 1 << 20
-"""Random numbers drawn for a weight; larger weights repeat them."""
 
 Progress = Callable[[str, int, int], None]
+# Seconds of single calls, by kind of layer.
 Seconds = dict[str, list[float]]
-"""Seconds of single calls, by kind of layer."""
 
 
 class _Enough(Exception):

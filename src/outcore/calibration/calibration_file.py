@@ -24,12 +24,12 @@ from ..options import IO_MODES
 from ..plan.machine_profile import Calibration
 
 FORMAT = "outcore-calibration"
+# The version written, and the versions read.
 SCHEMA, READ = 2, (1, 2)
-"""The version written, and the versions read."""
 
 _WANTED = {"read_gbps", "read_latency_s", "sync_s", "weight_gbps", "io", "threads", "chunk", "kinds"}
+# Bounds of every number in a calibration.
 _LEAST, _MOST = 1e-12, 1e12
-"""Bounds of every number in a calibration."""
 
 _CALIBRATION = TypeAdapter(Calibration)
 

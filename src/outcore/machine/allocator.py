@@ -60,8 +60,8 @@ def clear_cache() -> None:
     despite_old_errors(mx.clear_cache)
 
 
+# Share of the cache limit from which on MLX may already have released some freed memory.
 FULL = 0.9
-"""Share of the cache limit from which on MLX may already have released some freed memory."""
 
 _most_held = 0
 

@@ -15,8 +15,8 @@ from platformdirs import PlatformDirs
 from ..errors import StoreError
 from .settings import setting
 
+# Folder of ``outcore chat --session``: NAME.json, and NAME.lock, which the running chat holds.
 SESSIONS = "sessions"
-"""Folder of ``outcore chat --session``: NAME.json, and NAME.lock, which the running chat holds."""
 
 _ADVICE = "set OUTCORE_CACHE to a folder of your own"
 

@@ -17,19 +17,19 @@ from pathlib import Path
 from ..errors import StoreError
 from .cache_folder import cache_dir, make_cache, require_own
 
+# Lock files in a folder: the writer's, and the users'.
 WRITER, USERS = ".lock", ".use"
-"""Lock files in a folder: the writer's, and the users'."""
 
+# State of the folder while each lock is held.
 _LOCKS = {WRITER: "being written", USERS: "in use"}
-"""State of the folder while each lock is held."""
 
+# Start of the name of a folder that is being removed.
 REMOVED = "removed-"
-"""Start of the name of a folder that is being removed."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
 
+# Lock descriptors by user (0: the process) and folder.
 _held: dict[tuple[int, Path], int] = {}
-"""Lock descriptors by user (0: the process) and folder."""
 
 
 class InUseError(StoreError):

@@ -9,8 +9,8 @@ import contextlib
 import ctypes
 import sys
 
+# ``CU_MEM_ADVISE_SET_PREFERRED_LOCATION``, ``CU_MEM_ADVISE_SET_ACCESSED_BY``, ``CU_DEVICE_CPU``
 PREFERRED_LOCATION, ACCESSED_BY, CPU = 3, 5, -1
-"""``CU_MEM_ADVISE_SET_PREFERRED_LOCATION``, ``CU_MEM_ADVISE_SET_ACCESSED_BY``, ``CU_DEVICE_CPU``"""
 
 
 def move(target: memoryview, source: memoryview) -> None:

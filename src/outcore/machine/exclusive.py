@@ -18,8 +18,8 @@ from .interrupts import POLL_S, check
 
 Item = TypeVar("Item")
 
+# Seconds that other threads wait for a generation whose next token nothing requests.
 PATIENCE_S = 60.0
-"""Seconds that other threads wait for a generation whose next token nothing requests."""
 
 
 class Exclusive:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+# Comma-separated numbers or identifiers (CUDA C++ Programming Guide, "CUDA Environment Variables").
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Comma-separated numbers or identifiers (CUDA C++ Programming Guide, "CUDA Environment Variables")."""
 
 
 def nvidia_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:

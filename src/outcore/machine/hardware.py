@@ -16,8 +16,8 @@ from . import mac
 from .device import on_cpu
 from .memory import text_of
 
+# Version of a package. Cached: parsing metadata each time took a tenth of loading a small model.
 version = functools.cache(importlib.metadata.version)
-"""Version of a package. Cached: parsing metadata each time took a tenth of loading a small model."""
 
 
 def cores() -> int:

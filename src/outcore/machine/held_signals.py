@@ -20,12 +20,12 @@ from typing import Any
 
 from .interrupts import moments
 
+# Signals whose handlers may raise: interrupts, timeouts, requests to end.
 SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Signals whose handlers may raise: interrupts, timeouts, requests to end."""
 
 # Skips the conversion to enumerations, which takes ten times as long; this runs before and after each token.
 _handler_of: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
@@ -102,8 +102,8 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+# ``with held:`` holds signals until the end of the block, or until ``interrupts.check``.
 held = _Held()
-"""``with held:`` holds signals until the end of the block, or until ``interrupts.check``."""
 
 moments.append(held.check)
 
@@ -118,8 +118,8 @@ def asking(call: Callable[[], None]) -> Iterator[None]:
         _asked.call = before
 
 
+# Where Linux lists a process's threads, and the most seconds to wait for an ended thread.
 TASKS, MOST_S = Path("/proc/self/task"), 10.0
-"""Where Linux lists a process's threads, and the most seconds to wait for an ended thread."""
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None, tasks: Path = TASKS) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+# Seconds between two checks of a wait.
 POLL_S = 0.05
-"""Seconds between two checks of a wait."""
 
+# Called at each check; an exception breaks off the work. ``held_signals`` adds to it.
 moments: list[Callable[[], None]] = []
-"""Called at each check; an exception breaks off the work. ``held_signals`` adds to it."""
 
 
 def check() -> None:

@@ -20,11 +20,11 @@ from .cache_use import keep
 from .device import on_cuda
 from .hardware import version
 
+# Environment variable for MLX's folder of CUDA kernels, read when it compiles the first.
 FOLDER = "MLX_PTX_CACHE_DIR"
-"""Environment variable for MLX's folder of CUDA kernels, read when it compiles the first."""
 
+# Seconds after which an unchanged incomplete kernel is considered abandoned.
 HALF_S = 120.0
-"""Seconds after which an unchanged incomplete kernel is considered abandoned."""
 
 
 def keep_kernels() -> Path | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 
+# Memory pressure levels: NOTE_MEMORYSTATUS_PRESSURE_* in xnu's bsd/sys/event_private.h; 1 is normal.
 WARNING, CRITICAL = 2, 4
-"""Memory pressure levels: NOTE_MEMORYSTATUS_PRESSURE_* in xnu's bsd/sys/event_private.h; 1 is normal."""
 
+# Most bytes of a value; processors' names are shorter.
 _LONGEST = 256
-"""Most bytes of a value; processors' names are shorter."""
 
 
 def sysctl(name: str) -> bytes | None:

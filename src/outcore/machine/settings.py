@@ -23,17 +23,17 @@ from ..errors import UsageError
 from ..text import one_line, shortened
 from .small_files import read_small
 
+# Whether running processes can be monitored.
 ON, OFF = "on", "off"
-"""Whether running processes can be monitored."""
 
+# Keys of the file, with an example of each.
 KEYS = {"memory": "4GB", "model": "mlx-community/Qwen3-8B-4bit", "cache": "~/outcore", "monitor": OFF}
-"""Keys of the file, with an example of each."""
 
+# Variable for the number of ranks that divide this host's memory.
 SHARED_BY = "OUTCORE_MEMORY_SHARED_BY"
-"""Variable for the number of ranks that divide this host's memory."""
 
+# Most bytes of a configuration file; devices have no end.
 LONGEST = 1 << 20
-"""Most bytes of a configuration file; devices have no end."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import Any
 
 from ..sizes import format_size
 
+# Most bytes of a configuration; one with an entry for each quantized matrix takes a few million.
 CONFIG_BYTES = 16 << 20
-"""Most bytes of a configuration; one with an entry for each quantized matrix takes a few million."""
 
+# Most bytes of an index of tensors, and of a safetensors header, as in the reference implementation.
 INDEX_BYTES = 100_000_000
-"""Most bytes of an index of tensors, and of a safetensors header, as in the reference implementation."""
 
+# Most bytes of a tokenizer file; the largest vocabularies take 35 million.
 TOKENIZER_BYTES = 1 << 28
-"""Most bytes of a tokenizer file; the largest vocabularies take 35 million."""
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | getattr(os, "O_CLOEXEC", 0)
 

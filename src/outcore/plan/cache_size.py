@@ -8,25 +8,25 @@ from functools import cached_property
 
 from ..sizes import BLOCK, KV_STEP, Growing, held_bytes, round_up, slot_bytes
 
+# Tokens by which caches of changing batches grow. With mlx-lm's step, 32 short sequences of an 8B model would take 1 GB
+# more, in place of layers.
 SHARED_STEP = 32
-"""Tokens by which caches of changing batches grow. With mlx-lm's step, 32 short sequences of an 8B model would take 1
-GB more, in place of layers."""
 
+# Recurrent states in flight at once, in addition to those of a chunk's tokens.
 STATES = 4
-"""Recurrent states in flight at once, in addition to those of a chunk's tokens."""
 
+# Copies of one layer's caches in memory while caches grow: a full buffer is copied into a larger one, and so is a
+# buffer that a chunk writes while the previous one is still held. Measured on the CPU device after prompts of 2,048
+# tokens: 0.2 to 1.0 layers' keys and values in memory; with KV offload 1.7, next to slots and pending writes. Plans for
+# a GPU assume the same.
 COPIED, COPIED_ELSEWHERE = 1.0, 1.75
-"""Copies of one layer's caches in memory while caches grow: a full buffer is copied into a larger one, and so is a
-buffer that a chunk writes while the previous one is still held. Measured on the CPU device after prompts of 2,048
-tokens: 0.2 to 1.0 layers' keys and values in memory; with KV offload 1.7, next to slots and pending writes. Plans for a
-GPU assume the same."""
 
+# Slots of KV offload: one layer computes while the next layer's keys and values are read.
 KV_SLOTS = 2
-"""Slots of KV offload: one layer computes while the next layer's keys and values are read."""
 
+# Copies of one layer's caches next to the old ones while sequences join (``BatchKVCache.extend`` pads, then
+# concatenates) or leave.
 MERGED = 2
-"""Copies of one layer's caches next to the old ones while sequences join (``BatchKVCache.extend`` pads, then
-concatenates) or leave."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from .partition import Cut, StreamedPart, cut_layer, spread
 from .plan import Plan
 from .prediction import predict
 
+# Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of everything else, at least
+# ``ALLOCATOR_LEAST`` and at most ``ModelSize.reuse`` bytes.
 ALLOCATOR_SHARE, ALLOCATOR_LEAST = 1 / 32, 100_000
-"""Freed memory that MLX may keep for reuse (``mx.set_cache_limit``): a share of everything else, at least
-``ALLOCATOR_LEAST`` and at most ``ModelSize.reuse`` bytes."""
 
 
 class Candidates:

@@ -16,14 +16,14 @@ from .model_size import ModelSize
 from .plan import Plan
 from .prediction import sweep_s
 
+# Draft lengths that are compared.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Draft lengths that are compared."""
 
+# Tokens per pass assumed for n-gram drafts, and guesses per pass.
 REPEATED, TRIED = 1.3, 2
-"""Tokens per pass assumed for n-gram drafts, and guesses per pass."""
 
+# A draft is chosen over a simpler one if it takes less than this share of its time.
 MARGIN = 0.97
-"""A draft is chosen over a simpler one if it takes less than this share of its time."""
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,17 @@ from .machine_profile import Calibration
 from .model_size import ModelSize
 from .prediction import computing_s
 
+# Values of ``--draft`` in addition to the kinds that packages provide.
 AUTO, NONE, NGRAM = "auto", "none", "ngram"
-"""Values of ``--draft`` in addition to the kinds that packages provide."""
 
+# One in ``SHARE`` bytes of the budget is for drafted tokens' logits; at least ``FEW`` tokens if the user chose a draft.
 SHARE, FEW = 32, 8
-"""One in ``SHARE`` bytes of the budget is for drafted tokens' logits; at least ``FEW`` tokens if the user chose a
-draft."""
 
+# Most drafted tokens per pass.
 MOST = 32
-"""Most drafted tokens per pass."""
 
+# Assumed chance that a draft model's guess is accepted, before any was observed.
 ASSUMED_CHANCE = 0.6
-"""Assumed chance that a draft model's guess is accepted, before any was observed."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Tokens per pass that are measured: a token, a draft, several sequences, and chunks of a prompt.
 TOKENS = (1, 4, 16, 128, 512)
-"""Tokens per pass that are measured: a token, a draft, several sequences, and chunks of a prompt."""
 
 
 @dataclass(frozen=True)

@@ -14,36 +14,36 @@ from .partition import LayerSize
 if TYPE_CHECKING:
     from .prediction import ExpertPlans
 
+# Float32 copies of a token's logits while it is sampled.
 LOGITS_COPIES = 6
-"""Float32 copies of a token's logits while it is sampled."""
 
+# Bytes for token ids, sampling, masks and other small arrays; more where caches are of an unknown class. On the CPU
+# device with 512 tokens, no tiny model of mlx-lm took more, except one with unknown caches, which took 0.7 MB more.
 REST_BYTES, UNKNOWN_BYTES = 500_000, 2_000_000
-"""Bytes for token ids, sampling, masks and other small arrays; more where caches are of an unknown class. On the CPU
-device with 512 tokens, no tiny model of mlx-lm took more, except one with unknown caches, which took 0.7 MB more."""
 
+# Operations that MLX queues on the CPU device before it waits for the first, each holding its memory (MAX_ACTIVE_TASKS,
+# transforms.cpp).
 UNDER_WAY_OPERATIONS = 10
-"""Operations that MLX queues on the CPU device before it waits for the first, each holding its memory
-(MAX_ACTIVE_TASKS, transforms.cpp)."""
 
+# ``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Several sequences hold three at once:
+# logits, the parts they are joined from, and log-probabilities (or logsumexp's copy); the others exist for one sequence
+# at a time.
 LOGITS_SHARE = 2
-"""``ModelSize.logits`` counts six float32 arrays as wide as the vocabulary. Several sequences hold three at once:
-logits, the parts they are joined from, and log-probabilities (or logsumexp's copy); the others exist for one sequence
-at a time."""
 
+# Layers decoded at once: the one that computes and the one queued behind it. A long run of resident layers would queue
+# more, but MLX then waits at its memory limit.
 UNDER_WAY = 2
-"""Layers decoded at once: the one that computes and the one queued behind it. A long run of resident layers would queue
-more, but MLX then waits at its memory limit."""
 
+# Most freed bytes kept for reuse: enough for one token. A miss costs a CPU or CUDA little.
 REUSE_BYTES = 64_000_000
-"""Most freed bytes kept for reuse: enough for one token. A miss costs a CPU or CUDA little."""
 
+# The same on Metal, where a miss creates a buffer (``newBuffer``, metal/allocator.cpp) and, while memory is wired,
+# commits a residency set. Never measured.
 METAL_REUSE_BYTES = 256_000_000
-"""The same on Metal, where a miss creates a buffer (``newBuffer``, metal/allocator.cpp) and, while memory is wired,
-commits a residency set. Never measured."""
 
+# Most bytes of MLX's graph for the passes of one shared reading of the weights. It is memory of the process, outside
+# the budget. A GPU computes small chunks so fast that reading the weights twice would be noticeable.
 GRAPH_BYTES = {"cpu": 64_000_000, "gpu": 256_000_000}
-"""Most bytes of MLX's graph for the passes of one shared reading of the weights. It is memory of the process, outside
-the budget. A GPU computes small chunks so fast that reading the weights twice would be noticeable."""
 
 
 def held_for_later(versions: int, masked: int, tokens: int, context: int) -> int:

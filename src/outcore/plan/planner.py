@@ -23,28 +23,28 @@ from .model_size import ModelSize
 from .partition import held_between, smallest_slot, unit_sizes
 from .plan import Plan
 
+# Tokens. mlx-lm's default prompt chunk; equal chunks give equal bits.
 PREFILL_STEP = 2048
-"""Tokens. mlx-lm's default prompt chunk; equal chunks give equal bits."""
 
+# Tokens. Larger chunks are hardly faster, since all chunks share one reading of the weights; resident layers come
+# first.
 ENOUGH_STEP = 256
-"""Tokens. Larger chunks are hardly faster, since all chunks share one reading of the weights; resident layers come
-first."""
 
+# Tokens of the smallest prompt chunk that is tried to save memory.
 SMALLEST_STEP = 16
-"""Tokens of the smallest prompt chunk that is tried to save memory."""
 
+# Numbers of slots to compare: one computes while two are read, or one where memory is short.
 SLOTS = (3, 2)
-"""Numbers of slots to compare: one computes while two are read, or one where memory is short."""
 
+# More slots to try with the best chunk: where reading and computing take about equally long, a short ring waits for
+# every slow unit.
 DEEPER = (4, 6)
-"""More slots to try with the best chunk: where reading and computing take about equally long, a short ring waits for
-every slow unit."""
 
+# A budget below this many bytes probably lacks its unit.
 FEW_BYTES = 1_000_000
-"""A budget below this many bytes probably lacks its unit."""
 
+# A plan with more units, fewer slots or smaller chunks must take less than this share of the time.
 WORTH = 0.99
-"""A plan with more units, fewer slots or smaller chunks must take less than this share of the time."""
 
 ASSUMED = Calibration()
 

@@ -71,13 +71,13 @@ def sweep_s(size: ModelSize, plan: Plan, calibration: Calibration, tokens: int, 
     return _timing(size, plan, calibration, passes, size.context).sweep_s
 
 
+# Share of a pass, over the square of the slots, lost to slow single reads and layers where reading and computing take
+# equally long (``llama-4gb``: 1.20 with two slots, 1.09 with three, 1.05 with four). Nothing is lost where one takes
+# half as long as the other (simulated, times varying by up to .8).
 UNEVEN = 0.8
-"""Share of a pass, over the square of the slots, lost to slow single reads and layers where reading and computing take
-equally long (``llama-4gb``: 1.20 with two slots, 1.09 with three, 1.05 with four). Nothing is lost where one takes half
-as long as the other (simulated, times varying by up to .8)."""
 
+# Tokens per pass, and the number of such passes: long prompts have thousands.
 Passes = Sequence[tuple[int, int]]
-"""Tokens per pass, and the number of such passes: long prompts have thousands."""
 
 
 def _passes(prompt: int, step: int) -> Passes:
@@ -155,8 +155,8 @@ def computing_s(kind: str, nbytes: int, calibration: Calibration, passes: Passes
     return seconds
 
 
+# Passes simulated until the ring is steady, after those that the initially full slots cover.
 BEFORE = 3
-"""Passes simulated until the ring is steady, after those that the initially full slots cover."""
 
 
 class Timing(NamedTuple):

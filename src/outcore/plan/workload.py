@@ -15,15 +15,14 @@ from .model_size import ModelSize
 from .plan import ANSWER, Plan
 from .planner import WORTH
 
+# Default limit of sequences: mlx-lm's number, and the most that compute is calibrated for.
 MOST = 32
-"""Default limit of sequences: mlx-lm's number, and the most that compute is calibrated for."""
 
+# Most tokens of prompts that join in one pass, except a single longer prompt: all of them are held at once.
 JOINING = 4096
-"""Most tokens of prompts that join in one pass, except a single longer prompt: all of them are held at once."""
 
+# Room for all sequences is tried for the longest requests, and for requests longer than these shares of all requests.
 SHARES = (1.0, 0.9, 0.5)
-"""Room for all sequences is tried for the longest requests, and for requests longer than these shares of all requests.
-"""
 
 
 def for_sequences(size: ModelSize, sequences: int, prompts: int | None = None) -> ModelSize:
@@ -109,8 +108,8 @@ class Workload:
         return self.sweeps(size) * plan.token_s
 
 
+# Tokens of context that memory is reserved for by default.
 CONTEXT = 2048
-"""Tokens of context that memory is reserved for by default."""
 
 
 def planned_context(longest: int | None, positions: int | None, asked: int | None, prompt: int | None) -> int:
