@@ -27,7 +27,7 @@ from outcore.decode.sampling import MlxLmSampler, make_sampler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting, TextState
 from outcore.decode.speculative.proposers import Proposer, drawn
-from outcore.plan.draft_cost import MOST
+from outcore.plan.joint_plan import MOST
 from result_file import write_result
 
 PROMPT = 256

@@ -21,8 +21,7 @@ from outcore.calibration.calibration_file import store_calibration
 from outcore.calibration.first_use import mark
 from outcore.checkpoint.packed_store import open_model
 from outcore.cli.main import main
-from outcore.machine.cache_folder import cache_dir
-from outcore.machine.cache_use import keep, remove_folder
+from outcore.machine.cache_folder import cache_dir, keep, remove_folder
 from outcore.plan.machine_profile import Calibration
 from outcore_packs.full_copy import pack_model
 from outcore_tools import cache

@@ -19,9 +19,7 @@ from outcore.decode.preparation import prepare
 from outcore.disk.disk_calls import DiskCalls
 from outcore.errors import StoreSpaceError
 from outcore.machine.hardware import cores
-from outcore.plan.draft_choice import REPEATED, Choice, expected, fastest
-from outcore.plan.draft_cost import MOST, NGRAM, Draft
-from outcore.plan.joint_plan import Planned, Planning
+from outcore.plan.joint_plan import MOST, NGRAM, REPEATED, Choice, Draft, Planned, Planning, expected, fastest
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
@@ -175,7 +173,7 @@ def test_the_plan_shows_the_ways_and_says_why(folder: Path, slow: None, capsys: 
     assert main([*words, "--no-calibrate", "--resident", "0"]) == 0
     shown = capsys.readouterr().out
     assert "self:2" in shown and "← this plan" in shown
-    assert "written to the cache, once" in shown
+    assert "Its first use writes" in shown
     assert main([*words, "--no-calibrate", "--resident", "0", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     chosen = [row for row in record["drafts"] if row["chosen"]]
@@ -191,7 +189,7 @@ def test_a_draft_that_was_asked_for_is_shown_beside_none(
     words += ["--no-calibrate", "--resident", "0", "--draft", "self:2"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "← this plan" in shown and "(behind a prompt of 16 tokens)" in shown, shown
+    assert "← this plan" in shown and "(after a prompt of 16 tokens)" in shown, shown
     assert main([*words, "--json"]) == 0
     rows = {row["draft"]: row for row in json.loads(capsys.readouterr().out)["drafts"]}
     assert list(rows) == ["none", "self:2"] and rows["self:2"]["chosen"]

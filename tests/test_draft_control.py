@@ -11,7 +11,7 @@ import pytest
 from outcore.decode.speculative.acceptance import AcceptanceStats, Rate
 from outcore.decode.speculative.draft_length import UNTRIED, DraftLengthPolicy, SharedPass
 from outcore.decode.speculative.proposers import SHORTEST, Both, Guess, NGram, Proposer
-from outcore.plan.draft_cost import MOST
+from outcore.plan.joint_plan import MOST
 
 
 @dataclass

@@ -19,7 +19,7 @@ from outcore.decode.speculative.drafting import Drafting
 from outcore.decode.speculative.proposers import Guess
 from outcore.decode.speculative.sources import DraftSource, with_draft
 from outcore.errors import UsageError
-from outcore.plan.draft_cost import Draft
+from outcore.plan.joint_plan import Draft
 from stand_ins import TokensOnly
 
 OPTIONS: dict[str, Any] = {"resident": 0, "context": 64, "prompt": 16, "govern": False}

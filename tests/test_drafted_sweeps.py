@@ -24,7 +24,7 @@ from outcore.decode.request import Request
 from outcore.decode.scheduler import Scheduler
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative_decoder import SpeculativeDecoder
-from outcore.plan.draft_choice import pays_for_several
+from outcore.plan.joint_plan import pays_for_several
 from outcore.plan.machine_profile import Calibration
 from test_continuous import AGAIN, LENGTHS, ONE, PROMPTS, Written, write
 

@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from outcore.engine.governor import CALM_S, MOST_CALM_S, Decision, Governor, reserve
-from outcore.machine.memory import MemoryLimit
-from outcore.machine.pressure import Pressure
+from outcore.machine.memory import MemoryLimit, Pressure
 
 MB = 10**6
 UNIT = 50 * MB

@@ -13,8 +13,7 @@ import pytest
 
 from fake_darwin_memory import GB, FakeDarwin
 from outcore.machine import hardware, mac, memory
-from outcore.machine.memory import MemoryLimit
-from outcore.machine.pressure import read_pressure
+from outcore.machine.memory import MemoryLimit, read_pressure
 
 GIB = 2**30
 

@@ -29,7 +29,7 @@ from outcore.checkpoint.pack import pack_overlay
 from outcore.checkpoint.packed_bytes import array_bytes, file_content, packed_file
 from outcore.checkpoint.packed_store import PackedStore, missing_bytes, open_model, open_packed, places
 from outcore.errors import MissingFileError, StoreError, StoreSpaceError
-from outcore.machine.cache_use import USERS
+from outcore.machine.cache_folder import USERS
 from outcore.modules.layers import find_layers
 from outcore_packs.full_copy import pack_model
 

@@ -18,8 +18,7 @@ from outcore.checks import parse_size
 from outcore.cli.main import main
 from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError, PromptError, UsageError
-from outcore.plan.draft_cost import AUTO, NGRAM, Draft
-from outcore.plan.joint_plan import Planning
+from outcore.plan.joint_plan import AUTO, NGRAM, Draft, Planning
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import make_plan, smallest_budget

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import outcore
-from outcore.machine.memory import MemoryLimit
-from outcore.machine.pressure import Pressure, read_pressure
+from outcore.machine.memory import MemoryLimit, Pressure, read_pressure
 from quick_transformers import python_path
 from real_cgroup import can_make_v1_groups, real_v1_group
 
@@ -136,7 +135,7 @@ def test_a_real_reading_is_cheap_and_sound() -> None:
 CHILD = """
 import os, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from outcore.machine.pressure import read_pressure
+from outcore.machine.memory import read_pressure
 block = bytearray(200_000_000)
 block[::4096] = b"x" * len(block[::4096])
 for line in sys.stdin:

@@ -29,8 +29,7 @@ from outcore.decode.request import Request
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
-from outcore.machine.exclusive import Exclusive
-from outcore.machine.held_signals import held
+from outcore.machine.exclusive import Exclusive, held
 from outcore.machine.interrupts import check
 from outcore.modules.cache_rollback import by_offset
 from outcore_compat.mlx_lm import apply_patch

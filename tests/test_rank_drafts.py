@@ -19,7 +19,7 @@ from outcore.decode.one_text import Sampler
 from outcore.decode.opening import Opening
 from outcore.errors import LinkError
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import NGRAM
+from outcore.plan.joint_plan import NGRAM
 from outcore.plan.planner import ASSUMED
 from outcore_cluster import sharing as ranked
 from outcore_cluster.agreement import RankAgreement

@@ -20,9 +20,8 @@ from outcore.engine.governor import Decision, Governor
 from outcore.engine.memory_monitor import Watch
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, PromptError
-from outcore.machine.memory import MemoryLimit
-from outcore.machine.pressure import Pressure
-from outcore.plan.replan import farthest, thin
+from outcore.machine.memory import MemoryLimit, Pressure
+from outcore.plan.candidate import farthest, thin
 from outcore.sizes import slot_bytes
 
 PROMPT = "def read_lines(path):\n    "

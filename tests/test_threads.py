@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import interrupts
-from outcore.machine.exclusive import Exclusive
-from outcore.machine.held_signals import TASKS, join
+from outcore.machine.exclusive import TASKS, Exclusive, join
 
 
 def test_a_thread_is_waited_for_until_the_system_has_ended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

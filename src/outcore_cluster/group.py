@@ -14,8 +14,7 @@ from outcore.decode.speculative.sources import OWN, draft_source, parse_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import UsageError, called
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import AUTO, NONE
-from outcore.plan.joint_plan import Planning
+from outcore.plan.joint_plan import AUTO, NONE, Planning
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan

@@ -19,7 +19,7 @@ from outcore.decode.speculative.sources import with_draft
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import OutcoreError, UsageError, called
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import NGRAM, Draft
+from outcore.plan.joint_plan import NGRAM, Draft
 from outcore.plan.machine_profile import Calibration
 from outcore.plan.planner import ASSUMED, ENOUGH_STEP, SLOTS
 

@@ -20,7 +20,7 @@ from outcore.engine.engine import State
 from outcore.engine.session import Session
 from outcore.errors import BudgetError
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import NONE
+from outcore.plan.joint_plan import NONE
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 

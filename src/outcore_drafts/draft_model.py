@@ -29,7 +29,7 @@ from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_jso
 from outcore.modules.cache_rollback import Snapshot
 from outcore.modules.call_values import handles
 from outcore.options import LoadOptions
-from outcore.plan.draft_cost import NONE, Draft
+from outcore.plan.joint_plan import NONE, Draft
 from outcore.plan.planner import resident_budget
 
 MODEL = "model"

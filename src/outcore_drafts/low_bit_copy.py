@@ -28,7 +28,7 @@ from outcore.checkpoint.packed_bytes import PackedFile, Pieces, packed_file
 from outcore.checkpoint.packed_store import NON_LAYER, cached, open_packed
 from outcore.engine.model_profile import ModelProfile
 from outcore.errors import StoreError
-from outcore.machine.cache_use import keep
+from outcore.machine.cache_folder import keep
 from outcore.machine.device import on_cpu
 from outcore.machine.random_state import random_state_kept
 from outcore.modules.layers import find_layers

@@ -24,7 +24,7 @@ from outcore.engine.binding import Progress
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.session import Session
 from outcore.errors import StoreSpaceError, UsageError, called
-from outcore.plan.draft_cost import AUTO, Draft
+from outcore.plan.joint_plan import AUTO, Draft
 from outcore.plan.plan import Plan
 from outcore.text import shortened
 

@@ -24,7 +24,7 @@ from outcore.checkpoint.packed_store import (
     source_of,
 )
 from outcore.errors import StoreError
-from outcore.machine.cache_use import kept, remove_empty
+from outcore.machine.cache_folder import kept, remove_empty
 from outcore.modules.layers import find_layers
 from outcore.modules.module_tree import named_parameters
 

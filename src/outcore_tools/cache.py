@@ -19,8 +19,7 @@ from outcore.checks import choice
 from outcore.cli.console import console, table
 from outcore.cli.output import tell
 from outcore.errors import OutcoreError, UsageError
-from outcore.machine.cache_folder import SESSIONS, cache_dir
-from outcore.machine.cache_use import REMOVED, WRITER, InUseError, remove_folder, state
+from outcore.machine.cache_folder import REMOVED, SESSIONS, WRITER, InUseError, cache_dir, remove_folder, state
 from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 from outcore.sizes import format_size
 from outcore.text import counted, shortened

@@ -15,7 +15,7 @@ from outcore.cli.console import console, listing
 from outcore.cli.plan import facts, held
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import BudgetError
-from outcore.plan.draft_cost import AUTO, NONE
+from outcore.plan.joint_plan import AUTO, NONE
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 from outcore.text import counted

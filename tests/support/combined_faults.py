@@ -16,8 +16,7 @@ import mlx.core as mx
 
 from outcore.engine import memory_monitor
 from outcore.engine.governor import Governor
-from outcore.machine.memory import MemoryLimit
-from outcore.machine.pressure import Pressure
+from outcore.machine.memory import MemoryLimit, Pressure
 
 
 class Disturbed(Exception):

@@ -20,7 +20,7 @@ import mlx.core as mx
 import psutil  # type: ignore[import-untyped]
 
 from outcore.machine import mac
-from outcore.machine.pressure import Pressure, read_pressure
+from outcore.machine.memory import Pressure, read_pressure
 
 GB = 10**9
 PAGE = 16384

@@ -1,26 +1,29 @@
-"""Stored calibrations: one JSON file per machine, device, MLX version and disk, in the cache folder.
+"""Stored calibrations, and the interface to the package that measures them (entry point group ``calibration``).
 
-One file collects the kinds of layers of several models.
+There is one JSON file per machine, device, MLX version and disk, in the cache folder. One file collects the
+kinds of layers of several models.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import psutil  # type: ignore[import-untyped]
 import xxhash
 from pydantic import TypeAdapter
 
+from ..engine.model_profile import ModelProfile
 from ..errors import CalibrationError, StoreError
 from ..machine.cache_folder import cache_dir, keep_document
 from ..machine.hardware import cores, cpu_name, filesystem, gpu_name, version
 from ..machine.small_files import CONFIG_BYTES, parse_json, read_small
 from ..options import IO_MODES
+from ..packages import modules
 from ..plan.machine_profile import Calibration
 
 FORMAT = "outcore-calibration"
@@ -117,3 +120,32 @@ def _calibration(found: Any) -> Calibration:
     if not 1 <= (c.threads or 1) <= 256 or not 4096 <= (c.chunk or 4096) <= 1 << 30:
         raise ValueError("threads or chunk out of range")
     return c
+
+
+Progress = Callable[[str, int, int], None]
+
+
+class Measuring(Protocol):
+    def calibrated(
+        self,
+        profile: ModelProfile | None,
+        folder: Path,
+        cpu_streams: int,
+        *,
+        force: bool = False,
+        progress: Progress = lambda *_: None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> tuple[Calibration, tuple[str, ...]]:
+        """Returns the calibration of this machine, the disk of ``folder`` and a model's layers; measures and stores
+        what is missing. The second value names what was measured."""
+
+
+def measuring() -> Measuring:
+    """Returns the module that measures.
+
+    Raises:
+        CalibrationError: no package provides one.
+    """
+    for module in modules("calibration").values():
+        return cast(Measuring, module)
+    raise CalibrationError("nothing here measures a machine: the package outcore_calibrate is missing; install it")

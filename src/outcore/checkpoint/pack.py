@@ -23,9 +23,8 @@ from filelock import lock_descriptor
 from ..disk import disk_calls
 from ..errors import StoreError, StoreSpaceError
 from ..machine.allocator import clear_cache
-from ..machine.cache_folder import cache_dir, make_cache, require_own
-from ..machine.cache_use import WRITER as _LOCK
-from ..machine.cache_use import keep
+from ..machine.cache_folder import WRITER as _LOCK
+from ..machine.cache_folder import cache_dir, keep, make_cache, require_own
 from ..modules.layers import Layer
 from ..modules.module_tree import named_parameters
 from ..sizes import format_size

@@ -22,8 +22,7 @@ import mlx_lm
 import xxhash
 
 from ..errors import CheckpointError, StoreError, UnsupportedModelError
-from ..machine.cache_folder import cache_dir, require_own
-from ..machine.cache_use import keep, kept
+from ..machine.cache_folder import cache_dir, keep, kept, require_own
 from ..machine.hardware import version
 from ..modules.layers import Layer, find_layers
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header

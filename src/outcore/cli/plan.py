@@ -10,14 +10,12 @@ from typing import Any
 
 from rich.table import Table
 
-from ..calibration.measuring import measuring
+from ..calibration.calibration_file import measuring
 from ..checkpoint.find_model import name_of, resolve_model
 from ..decode.preparation import Preparation, prepare
 from ..errors import BudgetError
 from ..machine.memory import last_resort
-from ..plan.draft_choice import Choice, expected
-from ..plan.draft_cost import NONE
-from ..plan.joint_plan import Planned, computing_from, knee, speed_curve
+from ..plan.joint_plan import NONE, Choice, Planned, computing_from, expected, knee, speed_curve
 from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size

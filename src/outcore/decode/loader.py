@@ -21,7 +21,7 @@ from ..engine.session import Folders, Session
 from ..errors import StoreSpaceError
 from ..machine.kernels import keep_kernels
 from ..options import LoadOptions, chosen
-from ..plan.draft_cost import AUTO, NGRAM, NONE
+from ..plan.joint_plan import AUTO, NGRAM, NONE
 from .prefix_cache import prefix_cache
 from .preparation import Preparation, prepare
 from .speculative.drafting import Drafting

@@ -24,9 +24,7 @@ from ..modules.layers import is_stacked
 from ..modules.module_tree import named_modules, named_parameters
 from ..modules.side_by_side import mergeable
 from ..options import LoadOptions, chosen
-from ..plan.draft_choice import Choice, fastest
-from ..plan.draft_cost import AUTO, NONE, Draft
-from ..plan.joint_plan import Planning
+from ..plan.joint_plan import AUTO, NONE, Choice, Draft, Planning, fastest
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan

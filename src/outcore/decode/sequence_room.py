@@ -12,10 +12,9 @@ from ..engine.session import Session
 from ..errors import BudgetError
 from ..machine.device import on_cpu
 from ..plan.cache_size import SHARED_STEP
-from ..plan.draft_choice import pays_for_several
-from ..plan.draft_cost import MOST, NGRAM, guess_s
+from ..plan.candidate import replanned_bytes
+from ..plan.joint_plan import MOST, NGRAM, guess_s, pays_for_several
 from ..plan.planner import prefill_steps
-from ..plan.replan import replanned_bytes
 from ..plan.workload import JOINING, for_sequences
 from ..sizes import KV_STEP, format_size
 from .one_text import make_room

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.session import Session
-from ..plan.draft_cost import MOST
+from ..plan.joint_plan import MOST
 from .model_runner import ModelRunner
 from .passes import HiddenKeeper
 from .request import Alone, Request

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..machine import mac
-from ..machine.memory import MemoryLimit
-from ..machine.pressure import Pressure
+from ..machine.memory import MemoryLimit, Pressure
 from ..sizes import format_size
 
 RESERVE = (0.03, 64_000_000, 1_000_000_000)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..errors import BudgetError
-from ..machine.pressure import Pressure, read_pressure
+from ..machine.memory import Pressure, read_pressure
 from .governor import Decision, Governor
 from .residency import Residency
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..errors import BudgetError
+from ..plan.candidate import replan, replanned_bytes, thin
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import ENOUGH_STEP, WORTH, prefill_steps
-from ..plan.replan import replan, replanned_bytes, thin
 from ..sizes import format_size
 from .resident_layers import ResidentLayers, another
 

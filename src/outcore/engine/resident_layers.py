@@ -17,12 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import BudgetError
-from ..plan.draft_cost import Draft
+from ..plan.candidate import farthest, replan, replanned_bytes, thin
+from ..plan.joint_plan import Draft
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
-from ..plan.replan import farthest, replan, replanned_bytes, thin
 from ..sizes import format_size, held_bytes
 from ..text import counted
 from .binding import sheddable

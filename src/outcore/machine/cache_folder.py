@@ -1,11 +1,20 @@
-"""The cache folder for packed checkpoints and calibrations. Only its user may be able to write to it."""
+"""The cache folder for packed checkpoints and calibrations. Only its user may be able to write to it.
+
+Each user of a folder in it holds a shared lock on a file there. Removing the folder takes that lock exclusively, and
+the writer's too. The system releases locks when a process ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +123,149 @@ def keep_document(path: Path, document: Any) -> None:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+# Lock files in a folder: the writer's, and the users'.
+WRITER, USERS = ".lock", ".use"
+
+# State of the folder while each lock is held.
+_LOCKS = {WRITER: "being written", USERS: "in use"}
+
+# Start of the name of a folder that is being removed.
+REMOVED = "removed-"
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
+
+# Lock descriptors by user (0: the process) and folder.
+_held: dict[tuple[int, Path], int] = {}
+
+
+class InUseError(StoreError):
+    """A folder cannot be removed because a running process uses it."""
+
+
+def keep(folder: Path, user: object | None = None) -> None:
+    """Protects a folder of the cache from removal as long as ``user`` lives, and creates it if missing.
+
+    Waits while another process removes it. Does nothing outside the cache. On a read-only disk no lock is possible, and
+    no removal either.
+
+    Args:
+        user: an object; None: this process.
+    """
+    key = (0 if user is None else id(user), folder)
+    if key in _held or not folder.is_relative_to(cache_dir()):
+        return
+    held = _hold(folder)
+    if held is not None:
+        _held[key] = held
+        if user is not None:
+            weakref.finalize(user, _give_back, key)
+
+
+def _give_back(key: tuple[int, Path]) -> None:
+    os.close(_held.pop(key))
+
+
+@contextmanager
+def kept(folder: Path, *, make: bool = True) -> Iterator[None]:
+    """Protects a folder while the block runs; ``make``: creates it if missing."""
+    held = _hold(folder, make) if folder.is_relative_to(cache_dir()) else None
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _hold(folder: Path, make: bool = True) -> int | None:
+    """Returns a descriptor that holds the users' lock, or None where locking is impossible."""
+    while True:
+        try:
+            if folder.is_symlink():
+                return None
+            if make:
+                try:
+                    make_cache()
+                except OSError:
+                    return None  # retrying would not help
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(folder / USERS, _FLAGS, 0o600)
+        except FileNotFoundError:
+            if not make:
+                return None
+            continue  # it was removed in between
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if _is(fd, folder / USERS):
+                os.utime(fd)
+                return fd
+        except OSError:
+            os.close(fd)
+            return None
+        os.close(fd)
+
+
+def _is(fd: int, path: Path) -> bool:
+    """Whether the path still names the opened file."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
+
+
+def _inside(folder: Path) -> list[Path]:
+    """Returns subfolders with locks of their own, such as a packed checkpoint's drafts."""
+    with suppress(OSError):
+        return [p for p in folder.iterdir() if not p.is_symlink() and any((p / name).exists() for name in _LOCKS)]
+    return []
+
+
+def state(folder: Path) -> str | None:
+    """Returns ``in use``, ``being written``, or None where no process holds a lock."""
+    for lock, what in ((p / n, w) for p in (folder, *_inside(folder)) for n, w in _LOCKS.items()):
+        with suppress(OSError):
+            fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return what
+            finally:
+                os.close(fd)
+    return None
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes an unused folder of the cache atomically, following no links.
+
+    Raises:
+        InUseError: a process uses it or writes to it.
+        OSError: it cannot be removed.
+    """
+    if folder.is_symlink():
+        raise InUseError(f"{folder}: a link, which Outcore never makes; it is left alone")
+    require_own(folder)
+    with ExitStack() as locks:
+        for path, name in ((p, n) for p in (folder, *_inside(folder)) for n in _LOCKS):
+            fd = os.open(path / name, _FLAGS, 0o600)
+            locks.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                what = f"{path.relative_to(folder.parent)} is {_LOCKS[name]}"
+                raise InUseError(f"{what} by a running process; try again when that has ended") from e
+            if not _is(fd, path / name):
+                raise FileNotFoundError(f"{path}: removed meanwhile")
+        # Renamed first, so that no process finds a half-removed folder.
+        going = cache_dir() / f"{REMOVED}{os.getpid()}-{folder.name}"
+        folder.rename(going)
+    shutil.rmtree(going)
+
+
+def remove_empty(folder: Path) -> None:
+    """Removes an unused folder of the cache that contains only lock files."""
+    with suppress(OSError, StoreError):
+        if all(path.name in _LOCKS for path in folder.iterdir()):
+            remove_folder(folder)

@@ -15,8 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import StoreError
-from .cache_folder import make_cache, require_own
-from .cache_use import keep
+from .cache_folder import keep, make_cache, require_own
 from .device import on_cuda
 from .hardware import version
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutcoreError
-from ..machine.held_signals import SIGNALS
+from ..machine.exclusive import SIGNALS
 from ..machine.settings import OFF, setting
 from . import files
 from .snapshot import SnapshotRecorder

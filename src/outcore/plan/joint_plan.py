@@ -1,7 +1,8 @@
-"""The plan for a model together with its draft, and the smallest budget that works for both.
+"""The plan for a model together with its draft, the smallest budget that works for both, and the fastest draft.
 
 The budget pays for the draft's weights and caches and for drafted tokens' logits. Of several ways to make room, the
-first that fits is taken.
+first that fits is taken. If each guess is right with chance p, a pass over n guesses yields (1 - p ** (n + 1)) / (1 -
+p) tokens, including the model's own (Leviathan et al. 2023, arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -13,12 +14,75 @@ from typing import Any
 
 from ..errors import BudgetError, called
 from ..sizes import format_size
-from .draft_cost import AUTO, NGRAM, NONE, Draft, drafted_tokens
+from .candidate import replan
 from .machine_profile import Calibration
 from .model_size import ModelSize
 from .plan import Plan
 from .planner import ASSUMED, make_plan, refusal, resident_budget, smallest_budget
-from .replan import replan
+from .prediction import computing_s, sweep_s
+
+# Values of ``--draft`` in addition to the kinds that packages provide.
+AUTO, NONE, NGRAM = "auto", "none", "ngram"
+
+# One in ``SHARE`` bytes of the budget is for drafted tokens' logits; at least ``FEW`` tokens if the user chose a draft.
+SHARE, FEW = 32, 8
+
+# Most drafted tokens per pass.
+MOST = 32
+
+# Assumed chance that a draft model's guess is accepted, before any was observed.
+ASSUMED_CHANCE = 0.6
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft before any of it is read. Bytes.
+
+    Attributes:
+        kind: ``ngram``, or the kind of the package that provides it.
+        weights: bytes in memory.
+        head: more of them, if the model's head is streamed.
+        cache, growing: as in ``ModelSize``.
+        uses_head: drafts with the model's own head, which then stays in memory.
+        copies_model: a copy of the model's layers that continues from the model's own caches. These stay in memory, and
+            a guess takes as long as a token of the resident model.
+        chance: that a guess is accepted, before any was observed.
+        detail: private data of the package.
+    """
+
+    kind: str
+    name: str
+    weights: int = 0
+    head: int = 0
+    cache: int = 0
+    growing: tuple[tuple[int, int | None], ...] = ()
+    uses_head: bool = False
+    copies_model: bool = False
+    chance: float = ASSUMED_CHANCE
+    detail: Any = field(default=None, compare=False, repr=False)
+
+    def added_to(self, size: ModelSize, head_streamed: bool) -> ModelSize:
+        """Returns the model's size including this draft."""
+        return size.with_model(self.weights + (self.head if head_streamed else 0), self.cache, self.growing)
+
+
+def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:
+    """Returns the drafted tokens per pass whose logits fit a small share of the budget; at least ``FEW`` if
+    ``explicit``."""
+    room = budget // SHARE // max(1, size.logits_row)
+    return min(MOST, max(room, FEW if explicit else 0))
+
+
+def guess_s(size: ModelSize, draft: Draft, calibration: Calibration) -> float:
+    """Returns seconds in which a resident draft computes one token."""
+    outside = size.non_layer - size.tables
+    if draft.copies_model:
+        layers = sum(computing_s(x.kind, x.joined or x.resident, calibration, [(1, 1)]) for x in size.layers)
+        return layers + computing_s(size.rest_kind, outside, calibration, [(1, 1)]) + calibration.sync_s
+    # A draft model computes its own weights, and the model's head if it uses that.
+    own = computing_s(size.rest_kind, outside - draft.weights, calibration, [(1, 1)]) if draft.uses_head else 0.0
+    return draft.weights / calibration.weight_gbps / 1e9 + own + calibration.sync_s
+
 
 # Most slots where a draft model runs and memory is left: with 28M parameters, 20 MB/s and nothing resident, a token
 # took .88 of the time with 8 slots that it took with 3.
@@ -193,3 +257,116 @@ def computing_from(plans: Sequence[Plan]) -> Plan | None:
     slowest = plans[-1].token_s / COMPUTING
     first = next(i for i in range(len(plans)) if all(p.token_s <= slowest for p in plans[i:]))
     return plans[first] if plans[first].streams else None
+
+
+# Draft lengths that are compared.
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+# Tokens per pass assumed for n-gram drafts, and guesses per pass.
+REPEATED, TRIED = 1.3, 2
+
+# A draft is chosen over a simpler one if it takes less than this share of its time.
+MARGIN = 0.97
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan with a draft, and its expected speed.
+
+    Attributes:
+        planned: None where the draft does not fit or is not possible; ``reason`` says why.
+        drafted: guesses per pass.
+        tokens: per pass.
+        token_s: seconds per token of a text.
+        first: bytes to write once, before the first answer.
+    """
+
+    name: str
+    planned: Planned | None = None
+    reason: str = ""
+    drafted: int = 0
+    tokens: float = 1.0
+    token_s: float = float("inf")
+    first: int = 0
+
+
+def expected(planned: Planned, calibration: Calibration, name: str, blocks: bool, first: int = 0) -> Choice:
+    """Returns the expected speed of a plan with its draft.
+
+    Args:
+        blocks: one pass computes all guesses; otherwise each takes its own.
+    """
+    size, plan, draft = planned.size, planned.plan, planned.draft
+
+    def pass_s(guesses: int) -> float:
+        return sweep_s(size, plan, calibration, guesses + 1, blocks)
+
+    best = Choice(name, planned, token_s=pass_s(0), first=first)
+    if draft is None:
+        return best
+    if draft.kind == NGRAM:
+        tried = min(TRIED, size.drafted)
+        token_s = _repeating(pass_s(0), pass_s(tried), REPEATED) / REPEATED
+        return min((Choice(name, planned, "", tried, REPEATED, token_s), best), key=lambda c: c.token_s)
+    guess = guess_s(size, draft, calibration)
+    for n in (n for n in LENGTHS if 0 < n <= size.drafted):
+        tokens = _tokens(draft.chance, n)
+        token_s = (pass_s(n) + n * guess) / tokens
+        if token_s < best.token_s:
+            best = Choice(name, planned, "", n, tokens, token_s, first)
+    return best
+
+
+def pays_for_several(
+    size: ModelSize,
+    plan: Plan,
+    calibration: Calibration,
+    texts: int,
+    blocks: bool,
+    *,
+    tokens: float | None = None,
+    chance: float | None = None,
+    guess_s: float = 0.0,
+) -> bool:
+    """Returns whether texts that share passes are faster with drafts than with one token each, by simulation.
+
+    With drafts each text needs a pass of its own; without, one pass serves all of them.
+
+    Args:
+        tokens: observed tokens per pass with n-gram drafts; None: not observed.
+        chance: that a guess of another draft is right; each of its guesses takes ``guess_s`` seconds.
+    """
+    together = sweep_s(size, plan, calibration, texts, True)  # one batched pass
+    alone = sweep_s(size, plan, calibration, 1, blocks, texts)
+    for n in (n for n in LENGTHS if 0 < n <= size.drafted // texts):
+        seconds = sweep_s(size, plan, calibration, n + 1, blocks, texts) + n * texts * guess_s
+        if chance is not None:
+            given = _tokens(chance, n)
+        elif n > TRIED:
+            break
+        else:
+            given = tokens or REPEATED
+            seconds = _repeating(alone, seconds, given)
+        if seconds < MARGIN * given * together:
+            return True
+    return False
+
+
+def _tokens(chance: float, guesses: int) -> float:
+    """Tokens of a pass over so many guesses."""
+    return (1 - chance ** (guesses + 1)) / (1 - chance)
+
+
+def _repeating(plain: float, tried: float, tokens: float) -> float:
+    """Seconds of a pass with n-gram drafts, which guess only where the text repeats itself."""
+    return plain + min(1.0, tokens - 1) * (tried - plain)
+
+
+def fastest(choices: Sequence[Choice]) -> Choice:
+    """Returns the fastest choice; among nearly equal ones, the first. At least one must have a plan."""
+    possible = [c for c in choices if c.planned is not None]
+    best = possible[0]
+    for choice in possible[1:]:
+        if choice.token_s < best.token_s * MARGIN:
+            best = choice
+    return best

@@ -28,7 +28,7 @@ from ..decode.scheduler import Scheduler
 from ..decode.step import StepResult
 from ..errors import OutcoreError, RequestError
 from ..machine.allocator import clear_cache
-from ..machine.held_signals import asking, join
+from ..machine.exclusive import asking, join
 from ..monitoring import publish
 from ..text import one_line
 from .choice import AnswerChoice, as_request_error, request_of

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outcore.calibration.measuring import measuring
+from outcore.calibration.calibration_file import measuring
 from outcore.checkpoint.find_model import name_of
 from outcore.cli.arguments import loading_options
 from outcore.cli.engine import ProgressBar, model_folder

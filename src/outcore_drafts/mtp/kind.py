@@ -20,7 +20,7 @@ from outcore.errors import UsageError, called
 from outcore.machine.allocator import clear_cache
 from outcore.machine.device import on_cpu
 from outcore.modules.split_linear import split_rows
-from outcore.plan.draft_cost import Draft
+from outcore.plan.joint_plan import Draft
 from outcore.sizes import held_bytes
 
 from ..draft_model import draft_folder

@@ -11,9 +11,7 @@ from typing import Any
 from ...engine.model_profile import ModelProfile
 from ...errors import BudgetError, OutcoreError
 from ...machine.cache_folder import cache_dir
-from ...plan.draft_choice import Choice, expected
-from ...plan.draft_cost import NGRAM, NONE
-from ...plan.joint_plan import Planned, Planning
+from ...plan.joint_plan import NGRAM, NONE, Choice, Planned, Planning, expected
 from ...plan.planner import ASSUMED, resident_budget
 from ...sizes import format_size
 from ..opening import Opening

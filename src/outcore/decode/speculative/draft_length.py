@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...plan.draft_cost import MOST
+from ...plan.joint_plan import MOST
 from .acceptance import AcceptanceStats, Seconds
 from .proposers import Guess, Proposer
 

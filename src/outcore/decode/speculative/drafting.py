@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...engine.model_profile import ModelProfile
 from ...engine.session import Session
 from ...errors import UsageError
-from ...plan.draft_cost import NGRAM
+from ...plan.joint_plan import NGRAM
 from ...text import shortened
 from ..passes import HiddenKeeper
 from ..sampling import MlxLmSampler

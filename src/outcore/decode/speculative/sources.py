@@ -18,7 +18,7 @@ from ... import packages
 from ...engine.binding import Progress
 from ...engine.model_profile import ModelProfile
 from ...errors import UsageError, called
-from ...plan.draft_cost import AUTO, NGRAM, NONE, Draft
+from ...plan.joint_plan import AUTO, NGRAM, NONE, Draft
 from ...plan.plan import Plan
 from ...text import shortened
 from ..opening import Opening
