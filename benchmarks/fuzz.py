@@ -30,7 +30,7 @@ import psutil  # type: ignore[import-untyped]
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import fuzz_targets
-from fuzz_targets import Target
+from fuzz_targets import FuzzTarget
 from outcore.checks import parse_size
 from outcore.machine.memory import fields_of, peak_rss
 from outcore_bench.fingerprint import machine
@@ -53,7 +53,9 @@ class Counts:
         self.refused += refused
 
 
-def search(target: Target, examples: int, counts: Counts, begin: Callable[[Any], object], number: int | None) -> None:
+def search(
+    target: FuzzTarget, examples: int, counts: Counts, begin: Callable[[Any], object], number: int | None
+) -> None:
     """Give a target so many examples; raises what it should not have.
 
     Args:

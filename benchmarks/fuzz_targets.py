@@ -36,7 +36,7 @@ from outcore_packs.full_copy import pack_model
 
 
 @dataclass(frozen=True)
-class Target:
+class FuzzTarget:
     """Something that takes what went wrong.
 
     Attributes:
@@ -48,7 +48,7 @@ class Target:
     run: Callable[[Any], object]
 
 
-def targets(folder: Path) -> dict[str, Callable[[], Target]]:
+def targets(folder: Path) -> dict[str, Callable[[], FuzzTarget]]:
     """Makers of all targets by name, with files of their own in ``folder``.
 
     The environment is changed: packed copies and calibrations go there too, and the Hub is not asked.
@@ -87,10 +87,10 @@ def _json(base: bytes) -> st.SearchStrategy[bytes]:
     return mutations.texts(json.loads(base))
 
 
-def _file(folder: Path, model: Path, name: str, mutated: Callable[[bytes], st.SearchStrategy[bytes]]) -> Target:
+def _file(folder: Path, model: Path, name: str, mutated: Callable[[bytes], st.SearchStrategy[bytes]]) -> FuzzTarget:
     """A file of a model's folder, on the way to a plan."""
     file = model / name
-    return Target(mutated(file.read_bytes()), partial(_planned_with, model, file))
+    return FuzzTarget(mutated(file.read_bytes()), partial(_planned_with, model, file))
 
 
 def _planned_with(model: Path, file: Path, data: bytes) -> None:
@@ -101,7 +101,7 @@ def _planned_with(model: Path, file: Path, data: bytes) -> None:
     prepare(model, memory="1GB", context=32)
 
 
-def _adapter(folder: Path) -> Target:
+def _adapter(folder: Path) -> FuzzTarget:
     model, adapter = _model(folder), folder / "adapter"
     adapter.mkdir()
     config = {"fine_tune_type": "lora", "num_layers": 4, "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0}}
@@ -119,10 +119,10 @@ def _adapter(folder: Path) -> Target:
         prepare(model, memory="1GB", context=32, adapter_path=str(adapter))
 
     files = mutations.safetensors(weights)
-    return Target(st.tuples(mutations.texts(config), st.none()) | st.tuples(st.none(), files), run)
+    return FuzzTarget(st.tuples(mutations.texts(config), st.none()) | st.tuples(st.none(), files), run)
 
 
-def _tokenizer(folder: Path) -> Target:
+def _tokenizer(folder: Path) -> FuzzTarget:
     source = Path(str(resources.files("outcore_demo_model")))
     model = _model(folder)
     whole = {name: (source / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
@@ -133,17 +133,17 @@ def _tokenizer(folder: Path) -> Target:
         load_tokenizer(model)
 
     examples = (st.tuples(st.just(name), _json(data)) for name, data in whole.items())
-    return Target(st.one_of(*examples), run)
+    return FuzzTarget(st.one_of(*examples), run)
 
 
-def _calibration(folder: Path) -> Target:
+def _calibration(folder: Path) -> FuzzTarget:
     model = _model(folder)
     streams = prepare(model, memory="1GB", context=32).cpu_streams
     file = store_calibration(model, streams, replace(ASSUMED, kinds={"x": {1: 1e-3, 8: 2e-3}}))
-    return Target(_json(file.read_bytes()), partial(_planned_with, model, file))
+    return FuzzTarget(_json(file.read_bytes()), partial(_planned_with, model, file))
 
 
-def _batch(folder: Path) -> Target:
+def _batch(folder: Path) -> FuzzTarget:
     model = Path(str(resources.files("outcore_demo_model")))
     tokenizer, source = load_tokenizer(model), folder / "requests.jsonl"
     chat = {
@@ -175,10 +175,10 @@ def _batch(folder: Path) -> Target:
             if request.sampler is not None:
                 mx.eval(request.sampler(changed - mx.logsumexp(changed, axis=-1, keepdims=True)))
 
-    return Target(st.one_of(*map(mutations.texts, (chat, text, ids))), run)
+    return FuzzTarget(st.one_of(*map(mutations.texts, (chat, text, ids))), run)
 
 
-def _answers(folder: Path) -> Target:
+def _answers(folder: Path) -> FuzzTarget:
     source, output = folder / "requests.jsonl", folder / "answers.jsonl"
     source.write_text("")
     good = {"id": "a", "custom_id": "x", "response": {"body": {"model": "m"}}, "error": None}
@@ -190,10 +190,10 @@ def _answers(folder: Path) -> Target:
             opened.require({"a", "b"})
             opened.begin()
 
-    return Target(mutations.texts(good) | mutations.texts(bad), run)
+    return FuzzTarget(mutations.texts(good) | mutations.texts(bad), run)
 
 
-def _prompt_cache(folder: Path) -> Target:
+def _prompt_cache(folder: Path) -> FuzzTarget:
     model, _ = load_model(_model(folder), memory="1GB", context=32, draft="none")
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[5, 6, 7]]), cache=cache))
@@ -208,10 +208,10 @@ def _prompt_cache(folder: Path) -> Target:
         check_cache(model.outcore.forms, found)
         mx.eval(model(mx.array([[8]]), cache=found))
 
-    return Target(mutations.safetensors(file.read_bytes()), run)
+    return FuzzTarget(mutations.safetensors(file.read_bytes()), run)
 
 
-def _report(folder: Path) -> Target:
+def _report(folder: Path) -> FuzzTarget:
     results = Path(__file__).parent / "results" / "llama-4gb-cpu.json"
     file = folder / "result.json"
 
@@ -219,16 +219,16 @@ def _report(folder: Path) -> Target:
         file.write_bytes(data)
         read_inputs([file])
 
-    return Target(_json(results.read_bytes()), run)
+    return FuzzTarget(_json(results.read_bytes()), run)
 
 
-def _memory() -> Target:
+def _memory() -> FuzzTarget:
     units = st.sampled_from(["", "B", "GB", "GiB", "%", " mb", "k", "TB", "auto", "e9", "."])
     sizes = st.builds(lambda n, unit: f"{n}{unit}", st.integers() | st.floats() | st.text(max_size=5), units)
-    return Target(sizes | st.text() | mutations.values, lambda size: asked_budget(size))
+    return FuzzTarget(sizes | st.text() | mutations.values, lambda size: asked_budget(size))
 
 
-def _draft(folder: Path) -> Target:
+def _draft(folder: Path) -> FuzzTarget:
     model = _model(folder)
     words = st.sampled_from(["auto", "none", "ngram", "self", "self:", "self:3", "ngrm", "llama3:3b", "https://x/y/z"])
     drafts = words | st.builds(lambda w, t: w + t, words, st.text(max_size=4)) | st.sampled_from(mutations.TEXTS)
@@ -236,7 +236,7 @@ def _draft(folder: Path) -> Target:
     def run(draft: str) -> None:
         prepare(model, memory="1GB", context=32, draft=draft)
 
-    return Target(drafts, run)
+    return FuzzTarget(drafts, run)
 
 
 def refused(run: Callable[[Any], object], example: Any) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fuzz
 import fuzz_targets
-from fuzz_targets import Target
+from fuzz_targets import FuzzTarget
 from outcore import UsageError
 from outcore.checkpoint.prompt_cache import open_prompt_cache
 from outcore.machine.memory import peak_rss
@@ -75,7 +75,7 @@ def test_the_search_finds_what_is_wrong(in_time: Any) -> None:
 
     counts = fuzz.Counts()
     with pytest.raises(ZeroDivisionError):
-        fuzz.search(Target(st.integers(), wrong), 100, counts, in_time, None)
+        fuzz.search(FuzzTarget(st.integers(), wrong), 100, counts, in_time, None)
     assert counts.examples and counts.refused
 
 
