@@ -1,7 +1,7 @@
 """Checks words: identifiers that are gone from the code, and words that are gone from prose.
 
-Prose is README.md, CONTRIBUTING.md and docs/*.md without code; docstrings, comments and help texts of ``src``. docs/design.md
-(Words) says what to write instead.
+Prose is README.md, CONTRIBUTING.md and docs/*.md without code; docstrings, comments and texts of ``src``. What to write
+instead: docs/design.md (Words).
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def python(text: str) -> Iterator[tuple[int, str]]:
 
 
 def names(text: str) -> Iterator[tuple[int, str]]:
-    """Names that are used, defined or imported, by line."""
+    """Names, by line."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return ((t.start[0], t.string) for t in tokens if t.type == tokenize.NAME)
 
 
-def main() -> int:
+def findings() -> str:
+    """Returns what is wrong, one a line."""
     wrong: list[str] = []
     for folder in ("src", "tests", "benchmarks", "dev"):
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -54,9 +55,8 @@ def main() -> int:
             prose = code.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), prose)
         for line, said in enumerate(prose.splitlines(), start=1):
             wrong += [f"{page.relative_to(ROOT)}:{line}: {m[0]}" for m in WORDS.finditer(said)]
-    print("\n".join(wrong), end="\n" * bool(wrong))
-    return 1 if wrong else 0
+    return "\n".join(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(findings() or None)
