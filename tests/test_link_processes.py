@@ -127,9 +127,10 @@ def test_a_process_ends_though_its_main_thread_sits_in_a_call(ranks: Ranks) -> N
 def test_a_main_thread_that_does_nothing_though_it_is_due_is_found_out(ranks: Ranks) -> None:
     for rank in range(3):
         ranks.start(rank)
+    ranks.rounds(0)  # a busy machine may take long to start them
     for status, errors in ranks.ended(within_s=ENDS_S + 2).values():
         assert status == 1
-        assert re.search(r"rank 1 \(host1\): has done nothing for \d s, while rank 2 waits for it", errors)
+        assert re.search(r"rank 1 \(host1\): has done nothing for \d+ s, while rank 2 waits for it", errors)
 
 
 @toy(3, "1")

@@ -14,10 +14,9 @@ from functools import partial
 
 import pytest
 
-from link_ranks import QUICK, answer, ask, identities, in_threads, linked
+from link_ranks import QUICK, facts, handshake, identities, in_threads, linked
 from outcore.errors import LinkError
-from outcore_cluster.link.handshake import PROTOCOL, Facts, HandshakeError, RefusedError
-from outcore_cluster.link.meeting import CONTROL, DATA, Identity
+from outcore_cluster.link.meeting import CONTROL, DATA, PROTOCOL, Facts, HandshakeError, Identity, RefusedError
 from outcore_cluster.link.socket_link import SocketLink
 
 Stranger = Callable[[tuple[str, int], Identity], object]
@@ -46,7 +45,7 @@ def asks(**changes: object) -> Stranger:
         key = changes.pop("key", one.key)
         assert isinstance(key, bytes)
         with connected(address) as sock, pytest.raises(HandshakeError):
-            ask(sock, key, one.facts(0, CONTROL)._replace(**changes), 2)  # type: ignore[arg-type]
+            handshake(sock, key, facts(one, CONTROL)._replace(**changes), 2)  # type: ignore[arg-type]
 
     return stranger
 
@@ -159,7 +158,7 @@ def test_a_second_of_a_rank_is_refused_and_the_first_goes_on() -> None:
     def rank_2() -> SocketLink:
         time.sleep(0.5)
         with connected(zero.addresses[0]) as sock, pytest.raises(RefusedError, match="there is a rank 1 already"):
-            ask(sock, one.key, one.facts(0, DATA), 2)
+            handshake(sock, one.key, facts(one, DATA), 2)
         return SocketLink(two, QUICK, leave=None)
 
     links = in_threads(
@@ -177,14 +176,14 @@ def test_who_answers_without_the_key_is_not_believed() -> None:
     for wrong in (b"x" * 32, b""):
         ours, theirs = socket.socketpair()
         me = Facts("1.0", "run", 2, 1, 0, CONTROL)
-        found = in_threads([partial(ask, ours, b"k" * 32, me, 2.0), partial(_answer_and_close, theirs, wrong)])
+        found = in_threads([partial(handshake, ours, b"k" * 32, me, 2.0), partial(_answer_and_close, theirs, wrong)])
         assert all(isinstance(error, HandshakeError) for error in found), found
         ours.close()
 
 
 def _answer_and_close(sock: socket.socket, key: bytes) -> Facts:
     with sock:
-        return answer(sock, key, lambda _: "", 2.0)
+        return handshake(sock, key, lambda _: "", 2.0)
 
 
 def test_what_one_side_has_said_cannot_be_sent_back_as_the_other() -> None:
@@ -198,7 +197,7 @@ def test_what_one_side_has_said_cannot_be_sent_back_as_the_other() -> None:
 
     def run() -> None:
         with ours:
-            ask(ours, b"k" * 32, Facts("1.0", "run", 2, 1, 0, CONTROL), 1.0)
+            handshake(ours, b"k" * 32, Facts("1.0", "run", 2, 1, 0, CONTROL), 1.0)
 
     found = in_threads([run, reflect])
     assert isinstance(found[0], HandshakeError) and str(found[0]) == "its key is another", found

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outcore_cluster.link import handshake
-from outcore_cluster.link.handshake import Facts
-from outcore_cluster.link.meeting import Identity, listen
+from outcore_cluster.link import meeting
+from outcore_cluster.link.meeting import Facts, Identity, listen
 from outcore_cluster.link.socket_link import SocketLink
 from outcore_cluster.link_protocol import LinkLimits
 
@@ -20,16 +19,15 @@ KEY = b"k" * 32
 QUICK = LinkLimits(beat=0.1, silence=0.6, stall=0.6, start=5.0, handshake=0.5, grace=0.3)
 
 
-def ask(sock: socket.socket, *more: Any) -> None:
-    """``handshake.ask``, on a socket that may block."""
+def handshake(sock: socket.socket, *more: Any) -> Facts:
+    """``meeting.handshake``, on a socket that may block."""
     sock.setblocking(False)
-    asyncio.run(handshake.ask(sock, *more))
+    return asyncio.run(meeting.handshake(sock, *more))
 
 
-def answer(sock: socket.socket, *more: Any) -> Facts:
-    """``handshake.answer``, on a socket that may block."""
-    sock.setblocking(False)
-    return asyncio.run(handshake.answer(sock, *more))
+def facts(me: Identity, purpose: str) -> Facts:
+    """What a rank tells rank 0 of itself."""
+    return Facts(me.version, me.run, me.size, me.rank, 0, purpose)
 
 
 def identities(size: int, run: str = "test") -> tuple[list[Identity], list[socket.socket]]:

@@ -15,13 +15,11 @@ from enum import IntEnum
 from queue import SimpleQueue
 
 _HEADER = struct.Struct("!BQ")
+# Largest payload in bytes that the calling thread sends itself. Another thread would first need the interpreter, up to
+# 5 ms (``sys.getswitchinterval``) after a caller that goes on computing.
 SMALL = 1 << 16
-"""Largest payload in bytes that the calling thread sends itself. Another thread would first need the interpreter, up to
-5 ms (``sys.getswitchinterval``) after a caller that goes on computing."""
+# Bytes per system call; each piece counts as work.
 PIECE = 1 << 20
-"""Bytes per system call; each piece counts as work."""
-MOST_CONTROL = 1 << 28
-"""Largest payload of a control frame in bytes; the largest one sent is a request."""
 
 
 class Kind(IntEnum):
@@ -110,7 +108,8 @@ class LinkConnection:
                     more = bool(self.leaving)
                 self._moved(self, not more)
         except OSError as e:
-            self._lost(self, e)
+            if not self.control:  # the reader first takes what came before the break, such as a verdict
+                self._lost(self, e)
 
     def _read(self) -> None:
         header = bytearray(_HEADER.size)
@@ -120,8 +119,6 @@ class LinkConnection:
                 kind, length = _HEADER.unpack(header)
                 if kind not in set(Kind) or (kind == Kind.DATA) == self.control:
                     raise ValueError("bytes that are no frame")
-                if self.control and length > MOST_CONTROL:
-                    raise ValueError(f"a frame of {length} bytes")
                 into = memoryview(bytearray(length)) if self.control else self._buffers.get()
                 if into is None:
                     return

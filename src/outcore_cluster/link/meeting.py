@@ -1,28 +1,66 @@
 """Connects all ranks of a run: each pair for messages, and rank 0 with each other rank for control frames.
 
 The higher rank of a pair connects, and retries until the lower one listens. Others that connect meanwhile (a stranger,
-a rank of another run, the same rank twice) are refused. Nothing listens once all ranks are connected.
+a rank of another run, the same rank twice) are refused. Nothing listens once all ranks are connected. Both ends of a
+connection prove that they have the run's key:
+
+    client → server   magic, protocol, 32 random bytes
+    server → client   magic, protocol, 32 random bytes
+    client → server   its facts, and an HMAC-SHA256 over both greetings and the facts
+    server → client   why it refuses the client, or nothing, and such an HMAC
+
+The client proves itself first, so a stranger learns only that Outcore listens. The HMACs of client and server cover
+different words, so neither message can be sent back. This neither encrypts the connection nor detects changes on the
+way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
+import os
 import socket
+import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outcore.errors import LinkError
 from outcore.text import one_line
 
 from ..link_protocol import LinkLimits
-from .handshake import Facts, HandshakeError, RefusedError, answer, ask
 
 CONTROL, DATA = "control", "data"
 RETRY_S = 0.1
 POLL_S = 0.02
+# Handshakes at the same time. The oldest makes room for the next, so that silent strangers keep no rank out.
 MOST_GREETED = 32
-"""Handshakes at the same time. The oldest makes room for the next, so that silent strangers keep no rank out."""
+MAGIC = b"OUTCLINK"
+PROTOCOL = 4
+_HELLO = struct.Struct("!8sH32s")
+_LENGTH = struct.Struct("!H")
+
+
+class HandshakeError(Exception):
+    """The other side is no rank of this run; the message says why."""
+
+
+class RefusedError(HandshakeError):
+    """The other side has the key and refuses this rank."""
+
+
+class Facts(NamedTuple):
+    """A client's run and rank, and the rank that it expects at the other end (``to``)."""
+
+    version: str
+    run: str
+    size: int
+    rank: int
+    to: int
+    purpose: str
 
 
 @dataclass(frozen=True)
@@ -45,9 +83,6 @@ class Identity:
         """Returns ranks as errors name them."""
         return ", ".join(f"rank {rank} ({self.names[rank]})" for rank in ranks)
 
-    def facts(self, to: int, purpose: str) -> Facts:
-        return Facts(self.version, self.run, self.size, self.rank, to, purpose)
-
 
 class Meeting:
     """One rank's start-up. ``there`` holds the connections so far, by the rank at the other end and the purpose."""
@@ -59,6 +94,8 @@ class Meeting:
         self.there: dict[tuple[int, str], socket.socket] = {}
         self._refused = ""
         self._end = time.monotonic() + limits.start
+        higher, purposes = range(me.rank + 1, me.size), (CONTROL, DATA)[bool(me.rank) :]
+        self._wanted = {(peer, purpose) for peer in higher for purpose in purposes}
         self._listener = listener or listen(me.addresses[me.rank], me.who(me.rank))
 
     async def meet(self) -> None:
@@ -68,7 +105,11 @@ class Meeting:
             for peer in range(self._me.rank):
                 for purpose in (CONTROL, DATA) if peer == 0 else (DATA,):
                     await self._connect(peer, purpose)
-            await self._await_higher()
+            while (missing := self._wanted - self.there.keys()) and self._left_s() > 0:
+                await asyncio.sleep(POLL_S)
+            if missing:
+                why = f"; last refused: {self._refused}" if self._refused else ""
+                raise self._absent({peer for peer, _ in missing}, why)
         finally:
             accepting.cancel()
             self._listener.close()
@@ -76,13 +117,14 @@ class Meeting:
     async def _connect(self, peer: int, purpose: str) -> None:
         me, why = self._me, ""
         while (left := self._left_s()) > 0:
-            sock, within_s = None, min(left, self._limits.handshake)
+            within_s = min(left, self._limits.handshake)
+            facts = Facts(me.version, me.run, me.size, me.rank, peer, purpose)
             try:
-                sock = await asyncio.to_thread(socket.create_connection, me.addresses[peer], within_s)
-                sock.setblocking(False)
-                await ask(sock, me.key, me.facts(peer, purpose), within_s)
-                self.there[peer, purpose] = sock
-                return
+                with await asyncio.to_thread(socket.create_connection, me.addresses[peer], within_s) as sock:
+                    sock.setblocking(False)
+                    await handshake(sock, me.key, facts, within_s)
+                    self.there[peer, purpose] = socket.socket(fileno=sock.detach())
+                    return
             except RefusedError as e:
                 raise LinkError(f"{me.who(peer)} refuses {me.who(me.rank)}: {e}", peer) from None
             except HandshakeError as e:
@@ -90,36 +132,20 @@ class Meeting:
             except OSError as e:
                 # A handshake that failed says more.
                 why = why or f": {e.strerror or one_line(e)}" if left < 2 * RETRY_S else why
-            finally:
-                if sock is not None and sock not in self.there.values():
-                    sock.close()
             await asyncio.sleep(min(RETRY_S, left))
-        raise self._absent([peer], why)
-
-    async def _await_higher(self) -> None:
-        me = self._me
-        wanted = {(peer, p) for peer in range(me.rank + 1, me.size) for p in (CONTROL, DATA)[bool(me.rank) :]}
-        while (missing := wanted - self.there.keys()) and self._left_s() > 0:
-            await asyncio.sleep(POLL_S)
-        ranks = sorted({peer for peer, _ in missing})
-        if not self._refused and len(ranks) == me.size - 1 and len({me.names[rank] for rank in ranks}) > 1:
-            # This host is cut off more probably than all of several others.
-            within = f"within {self._limits.start:.3g} s of the start"
-            raise LinkError(f"{me.who(me.rank)}: has met nobody {within}; {me.who(*ranks)} should be there", me.rank)
-        if ranks:
-            raise self._absent(ranks, f"; last refused: {self._refused}" if self._refused else "")
+        raise self._absent({peer}, why)
 
     def _left_s(self) -> float:
         if (reason := self._alone()) is not None:
             raise LinkError(f"{self._me.who(self._me.rank)}: {reason}", self._me.rank)
         return self._end - time.monotonic()
 
-    def _absent(self, ranks: list[int], why: str) -> LinkError:
-        missing = f"{self._me.who(*ranks)} did not come within {self._limits.start:.3g} s of the start"
-        return LinkError(missing + why, ranks[0])
+    def _absent(self, ranks: set[int], why: str) -> LinkError:
+        missing = f"{self._me.who(*sorted(ranks))} did not come within {self._limits.start:.3g} s of the start"
+        return LinkError(missing + why, min(ranks))
 
     async def _accept(self) -> None:
-        greeting: list[asyncio.Task[None]] = []  # oldest first
+        greeting = deque[asyncio.Task[None]](maxlen=MOST_GREETED)  # oldest first
         self._listener.setblocking(False)
         while True:
             try:
@@ -127,22 +153,19 @@ class Meeting:
             except OSError:
                 await asyncio.sleep(RETRY_S)  # no descriptors left, or a connection that broke at once
                 continue
-            greeting = [each for each in greeting if not each.done()]
             if len(greeting) == MOST_GREETED:
-                greeting.pop(0).cancel()
+                greeting[0].cancel()
             greeting.append(asyncio.create_task(self._greet(sock, str(address[0]))))
             await asyncio.sleep(0)  # until the task has begun, so that it closes the socket whatever happens
 
     async def _greet(self, sock: socket.socket, address: str) -> None:
-        try:
-            theirs = await answer(sock, self._me.key, self._judge, self._limits.handshake)
-            if self._vacant(theirs):
-                self.there[theirs.rank, theirs.purpose] = sock
-        except (OSError, HandshakeError) as e:
-            self._refused = f"{address}: {one_line(e)}"
-        finally:
-            if sock not in self.there.values():
-                sock.close()
+        with sock:
+            try:
+                theirs = await handshake(sock, self._me.key, self._judge, self._limits.handshake)
+                if self._vacant(theirs):
+                    self.there[theirs.rank, theirs.purpose] = socket.socket(fileno=sock.detach())
+            except (OSError, HandshakeError) as e:
+                self._refused = f"{address}: {one_line(e)}"
 
     def _judge(self, theirs: Facts) -> str:
         """Returns why a client that has the key is refused; empty: it is not."""
@@ -151,10 +174,9 @@ class Meeting:
             return "another run"
         if theirs.version != me.version:
             return f"Outcore {theirs.version} there, {me.version} here: install the same version on all hosts"
-        if (theirs.size, theirs.to) != (me.size, me.rank) or theirs.rank not in range(me.rank + 1, me.size):
+        place = theirs.rank, theirs.purpose
+        if (theirs.size, theirs.to) != (me.size, me.rank) or place not in self._wanted:
             return f"rank {theirs.rank} of {theirs.size} for rank {theirs.to}, at rank {me.rank} of {me.size}"
-        if theirs.purpose not in (CONTROL, DATA):
-            return "no such purpose"
         return "" if self._vacant(theirs) else f"there is a rank {theirs.rank} already"
 
     def _vacant(self, theirs: Facts) -> bool:
@@ -175,3 +197,68 @@ def listen(address: tuple[str, int], who: str) -> socket.socket:
         return socket.create_server(place[:2], family=family, backlog=MOST_GREETED)
     except OSError as e:
         raise LinkError(f"{who} cannot listen at {address[0]}:{address[1]}: {e.strerror or one_line(e)}") from e
+
+
+async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Facts], str], within_s: float) -> Facts:
+    """Runs one side: a client gives its facts; a server gives what judges a client that has the key, which returns why
+    it refuses that client, or an empty text. Returns the client's facts.
+
+    Raises:
+        RefusedError: the server has the key and refuses this client.
+        HandshakeError: the other side lacks the key, or this server refuses it.
+        OSError: the connection broke, or the handshake took longer than ``within_s``.
+    """
+    loop, own, server = asyncio.get_running_loop(), _HELLO.pack(MAGIC, PROTOCOL, os.urandom(32)), callable(role)
+    hung_up = "it hung up before it had said who it is" if server else "it hung up at once"
+
+    async def read(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (more := await loop.sock_recv(sock, count - len(data))):
+                raise HandshakeError(hung_up)
+            data += more
+        return data
+
+    def mac(text: bytes, *, of_server: bool) -> bytes:
+        return hmac.digest(both, (b"server\n" if of_server else b"client\n") + text, "sha256")
+
+    async def send(text: str) -> None:
+        nonlocal hung_up
+        data, hung_up = text.encode(), "it hung up: its key is another"
+        await loop.sock_sendall(sock, _LENGTH.pack(len(data)) + data + mac(data, of_server=server))
+
+    async def receive() -> str:
+        (length,) = _LENGTH.unpack(await read(_LENGTH.size))
+        expected = mac(data := await read(length), of_server=not server)
+        if not hmac.compare_digest(expected, await read(len(expected))):
+            raise HandshakeError("its key is another")
+        return data.decode()
+
+    try:
+        async with asyncio.timeout(within_s):
+            if not server:
+                await loop.sock_sendall(sock, own)
+            magic, protocol, _ = _HELLO.unpack(other := await read(_HELLO.size))
+            if magic != MAGIC:
+                raise HandshakeError("it does not speak Outcore's link")
+            if protocol != PROTOCOL:
+                raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
+            if server:
+                await loop.sock_sendall(sock, own)
+            # The key of this connection alone.
+            both = hmac.digest(key, b"outcore link\n" + (other + own if server else own + other), "sha256")
+            if isinstance(role, Facts):
+                await send(json.dumps(role))
+                if reason := await receive():
+                    raise RefusedError(reason)
+                return role
+            try:
+                theirs = Facts(*json.loads(await receive()))
+            except (ValueError, TypeError) as e:
+                raise HandshakeError("what it says of itself cannot be read") from e
+            await send(reason := role(theirs))
+            if reason:
+                raise HandshakeError(reason)
+            return theirs
+    except TimeoutError:
+        raise TimeoutError("it took too long to say who it is") from None

@@ -1,12 +1,11 @@
 """A link over TCP.
 
 Each pair of ranks has a connection for messages. Rank 0 has another one with each rank for control frames (heartbeats,
-values, verdicts), so that a message of gigabytes delays no heartbeat. All are authenticated when they are made
-(``handshake``) but not encrypted: in a network that others use, put the link into WireGuard or an ssh tunnel.
+values, verdicts), so that a message of gigabytes delays no heartbeat. Strangers are kept out (``meeting``), but nothing
+is encrypted: in a network that others use, put the link into WireGuard or an ssh tunnel.
 
-Each rank tells rank 0 every second that it lives and which rank it waits for; rank 0 tells the others the same and
-decides which rank is at fault. A rank that finds an error reports it to rank 0 and takes rank 0's verdict, so all ranks
-report the death of one as its death, not as that of those that ended because of it.
+Each rank tells rank 0 every second which rank it waits for; rank 0 decides which rank is at fault. A rank that finds an
+error takes rank 0's verdict, so all report the death of one rank, not of those that ended because of it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from outcore.errors import LinkError
 from outcore.machine import interrupts
@@ -30,14 +30,14 @@ from outcore.text import one_line, printable
 from ..link_protocol import LinkLimits
 from .connection import Kind, LinkConnection
 from .meeting import DATA, Identity, Meeting
-from .verdict import GONE, LEFT, Blame, Movement, Sign, broke, silent, stuck
+from .verdict import DEVICE, GONE, LEFT, Blame, Movement, Sign, broke, silent, stuck
 
+# Bytes in front of a gathered value: how many agreed values the sender has taken.
 COUNT = 8
-"""Bytes in front of a gathered value: how many agreed values the sender has taken."""
+# Seconds between two looks for held signals while the main thread waits.
 POLL_S = 0.05
-"""Seconds between two looks for held signals while the main thread waits."""
+# Seconds that a verdict may come after a connection for messages broke, before the rank at its other end is blamed.
 REPORT_S = 0.2
-"""Seconds that a verdict may come after a connection for messages broke, before the rank at its other end is blamed."""
 TELL_S = 0.5
 
 
@@ -96,6 +96,7 @@ class SocketLink:
         self._closing, self._changed = threading.Event(), threading.Condition()
         self._agreements = 0  # values that rank 0 has sent, or that another rank has taken
         self._movement = Movement(self._limits.computing)
+        self.working = partial(self._movement.waiting, DEVICE, due=False)
         self._peers: dict[int, Peer] = {}
         self._data: dict[int, LinkConnection] = {}
         meeting, missed = Meeting(me, self._limits, listener, alone), None
@@ -155,9 +156,6 @@ class SocketLink:
         for each in values:
             self._tell(Kind.GATHER, each)
         return values
-
-    def working(self) -> AbstractContextManager[None]:
-        return self._movement.working()
 
     def check(self) -> None:
         self._movement.note()
@@ -252,23 +250,20 @@ class SocketLink:
         leave(1)
 
     def _beat(self, alone: Callable[[], str | None]) -> None:
-        try:
-            while True:
-                sign = self._movement.look()
-                self._tell(Kind.BEAT, json.dumps(sign).encode())
-                peers = {rank: peer for rank, peer in self._peers.items() if not peer.gone}
-                heard = {rank: peer.heard_at for rank, peer in peers.items()}
-                blame = silent(self.rank, self._me.names, heard, time.monotonic(), self._limits.silence)
-                if blame is None and self.rank == 0:
-                    blame = stuck({0: sign} | {rank: peer.sign for rank, peer in peers.items()}, self._limits.stall)
-                if blame is None and (reason := alone()) is not None:
-                    blame = Blame(self.rank, reason)
-                if blame is not None and self.fault is None:
-                    self._blame(blame)
-                if self._closing.wait(self._limits.beat):
-                    return
-        except Exception as e:  # without heartbeats this rank would seem to be silent
-            self._decide(Blame(self.rank, f"its link broke: {one_line(e)}"))
+        while True:
+            sign = self._movement.look()
+            self._tell(Kind.BEAT, json.dumps(sign).encode())
+            peers = {rank: peer for rank, peer in self._peers.items() if not peer.gone}
+            heard = {rank: peer.heard_at for rank, peer in peers.items()}
+            blame = silent(heard, time.monotonic(), self._limits.silence)
+            if blame is None and self.rank == 0:
+                blame = stuck({0: sign} | {rank: peer.sign for rank, peer in peers.items()}, self._limits.stall)
+            if blame is None and (reason := alone()) is not None:
+                blame = Blame(self.rank, reason)
+            if blame is not None and self.fault is None:
+                self._blame(blame)
+            if self._closing.wait(self._limits.beat):
+                return
 
     # Called by the connections' threads.
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from outcore.text import one_line
 
-NOBODY = -1
+NOBODY, DEVICE = -1, -2
 GONE = "its process has ended, or its connection broke"
 LEFT = "has ended, while others wait for it"
+# Processor seconds per second from which a process counts as working; a waiting one takes less than 0.005.
 BUSY = 0.02
-"""Processor seconds per second from which a process counts as working; a waiting one takes less than 0.005."""
 _IO = Path("/proc/self/io")
 
 
@@ -28,10 +27,9 @@ class Blame(NamedTuple):
 
 def broke(error: Exception) -> str:
     """What an error of a connection says about the rank at its other end."""
-    # A process that ends with bytes unread resets its connections.
-    if isinstance(error, OSError) and error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
-        return f"its connection broke: {error.strerror or one_line(error)}"
-    return GONE if isinstance(error, OSError | EOFError) else one_line(error)
+    if isinstance(error, ConnectionError | EOFError):  # a process that ends with bytes unread resets its connections
+        return GONE
+    return f"its connection broke: {error.strerror or error}" if isinstance(error, OSError) else one_line(error)
 
 
 class Sign(NamedTuple):
@@ -67,74 +65,51 @@ class Movement:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._computing_s, self._work, self._clock = computing_s, work, clock
-        self._count = self._seen = 0
         self._moved_at = self._noted_at = self._looked_at = clock()
         self._done: tuple[float, int] = (0.0, 0)
-        self._waits: tuple[float, int, bool] | None = None
-        self._works: float | None = None
+        self._doing: tuple[float, int, bool] | None = None
 
     def note(self) -> None:
-        self._count += 1
+        self._noted_at = self._clock()
 
     def look(self) -> Sign:
         """Returns the next heartbeat. One thread calls it, about once per beat."""
         now, done = self._clock(), self._work()
-        if self._count != self._seen:
-            self._noted_at = self._moved_at = now
         busy = done[0] - self._done[0] >= BUSY * (now - self._looked_at) or done[1] != self._done[1]
-        works = self._works
-        if busy or (works is not None and now - works < self._computing_s):
+        since, rank, due = self._doing or (now, NOBODY, False)
+        if busy or (rank == DEVICE and now - since < self._computing_s):
             self._moved_at = now
-        self._seen, self._done, self._looked_at = self._count, done, now
-        since, rank, due = self._waits or (now, NOBODY, False)
-        return Sign(now - (self._moved_at if rank == NOBODY else max(since, self._noted_at)), rank, due)
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Marks an evaluation on a device, which takes no processor time of this process."""
-        self._works = self._clock()
-        try:
-            yield
-        finally:
-            self._works = None
-            self._count += 1
+        self._done, self._looked_at = done, now
+        if rank < 0:
+            return Sign(now - max(self._moved_at, self._noted_at))
+        return Sign(now - max(since, self._noted_at), rank, due)
 
     @contextmanager
     def waiting(self, rank: int, due: bool) -> Iterator[None]:
-        """Marks a wait for a rank."""
-        self._waits = self._clock(), rank, due
+        """Marks a wait for a rank, or for ``DEVICE``, which takes no processor time of this process."""
+        self._doing = self._clock(), rank, due
         try:
             yield
         finally:
-            self._waits = None
-            self._count += 1
+            self._doing = None
+            self.note()
 
 
-def silent(me: int, names: Sequence[str], heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
-    """Blames the rank that has been silent for longest, if for too long. Blames this rank if it hears none of several
-    hosts (``names``, by rank): its own network has failed more probably than all of theirs."""
-    rank = min(heard, key=lambda peer: heard[peer], default=me)
-    if now - heard.get(rank, now) <= silence_s:
-        return None
-    if len({names[peer] for peer in heard}) > 1 and now - max(heard.values()) > silence_s / 2:
-        return Blame(me, f"has heard nothing of the others for {silence_s:.3g} s")
-    return Blame(rank, f"silent for {silence_s:.3g} s")
+def silent(heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
+    """Blames the rank that has been silent for longest, if for too long."""
+    rank = min(heard, key=lambda peer: heard[peer], default=NOBODY)
+    return Blame(rank, f"silent for {silence_s:.3g} s") if now - heard.get(rank, now) > silence_s else None
 
 
 def stuck(signs: Mapping[int, Sign], stall_s: float) -> Blame | None:
-    """Blames a rank once none has moved for ``stall_s``: an idle one whose work is due, or one of a circle."""
+    """Blames a rank once none has moved for ``stall_s``: an idle one whose work is due, or one if all of them wait."""
     if min(sign.still_s for sign in signs.values()) < stall_s:
         return None
-    idle = [rank for rank, sign in signs.items() if sign.waits_for == NOBODY]
+    idle = {rank: sign for rank, sign in signs.items() if sign.waits_for == NOBODY}
     for rank, sign in signs.items():
         if sign.due and sign.waits_for in idle:
-            still_s = signs[sign.waits_for].still_s
+            still_s = idle[sign.waits_for].still_s
             return Blame(sign.waits_for, f"has done nothing for {still_s:.0f} s, while rank {rank} waits for it")
-    if idle:
-        return None  # rank 0 may be waiting for a user
-    chain, at = list[int](), min(signs)
-    while at in signs and at not in chain:
-        chain.append(at)
-        at = signs[at].waits_for
-    circle = " and ".join(map(str, sorted(chain[chain.index(at) :] if at in chain else chain)))
-    return Blame(chain[-1], f"ranks {circle} wait for one another")
+    # An idle rank 0 may be waiting for a user.
+    last, sign = max(signs.items())
+    return None if idle else Blame(last, f"waits for rank {sign.waits_for}, while all ranks wait for one another")
