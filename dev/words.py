@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 IDENTIFIERS = {"Target", "Turns", "Chooser", "Hops", "Beside", "Experience", "Ask"}
 WORDS = re.compile(r"\b(sweeps?|rehears\w*|plain ways?|choosers?)\b", re.IGNORECASE)
-# Public names and keys of JSON; in prose they stand in backticks.
 ALLOWED = {"sweeps", "per_sweep", "sweeps_per_s", "sweep_s", "in_sweep", "tokens_per_sweep"}
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 FIELD = re.compile(rf"^ *({'|'.join(ALLOWED)}):", re.MULTILINE)
@@ -35,7 +34,6 @@ def python(text: str) -> Iterator[tuple[int, str]]:
 
 
 def names(text: str) -> Iterator[tuple[int, str]]:
-    """Names, by line."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return ((t.start[0], t.string) for t in tokens if t.type == tokenize.NAME)
 
