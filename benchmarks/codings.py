@@ -31,7 +31,7 @@ from outcore.checkpoint.manifest import SPLIT
 from outcore.decode.preparation import prepare
 from outcore.machine.device import on_cpu
 from outcore.modules.call_values import handles
-from outcore_calibrate.device_rates import decode_gbps
+from outcore_calibrate.layer_times import decode_gbps
 from outcore_packs.full_copy import pack_model
 from outcore_packs.split_exponents import SplitDecoder, side_table_of
 from result_file import write_result

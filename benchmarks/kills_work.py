@@ -18,7 +18,7 @@ import mlx.core as mx
 import _support  # noqa: F401
 import zoo
 from outcore.cli.main import main
-from outcore_calibrate import cold_ranges as unread
+from outcore_calibrate import disk_rate as unread
 
 # All that the commands import, before anything is forked.
 for _name in ("outcore_packs.command", "outcore.cli.generate", "outcore_batch.command", "outcore_calibrate.command"):

@@ -35,12 +35,18 @@ from outcore.errors import CalibrationError
 from outcore.plan.machine_profile import Calibration
 from outcore.sizes import BLOCK
 from outcore_calibrate import calibration as calibrate
-from outcore_calibrate import cold_ranges as unread
-from outcore_calibrate import device_rates as rates
 from outcore_calibrate import disk_rate as disk
 from outcore_calibrate import layer_times as layers
-from outcore_calibrate.cold_ranges import SCRATCH, UnreadRanges, scratch_file
-from outcore_calibrate.disk_rate import GAIN, Bench, ReadSetting, best_setting, choose
+from outcore_calibrate.disk_rate import (
+    GAIN,
+    SCRATCH,
+    Bench,
+    ReadSetting,
+    UnreadRanges,
+    best_setting,
+    choose,
+    scratch_file,
+)
 
 MEASURED = Calibration(
     read_gbps=3.5,
@@ -57,12 +63,11 @@ MEASURED = Calibration(
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few numbers of tokens, small weights, short reads, and a small scratch file."""
     monkeypatch.setattr(layers, "TOKENS", (1, 4))
-    for module in (layers, rates):
-        monkeypatch.setattr(module, "PAST_CACHES", 4 << 20)
+    monkeypatch.setattr(layers, "PAST_CACHES", 4 << 20)
     monkeypatch.setattr(disk, "POINT_S", 0.05)
     monkeypatch.setattr(disk, "RATE_S", 0.1)
-    monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
-    monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
+    monkeypatch.setattr(disk, "SCRATCH_BYTES", 48 << 20)
+    monkeypatch.setattr(disk, "LEAST_SCRATCH", 48 << 20)
 
 
 # What is kept
@@ -200,14 +205,14 @@ def test_other_settings_than_the_default_must_be_clearly_faster() -> None:
 def test_a_scratch_file_has_no_name_before_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[list[Path]] = []
     numbers: list[int] = []
-    write = unread._write_random
+    write = disk._write_random
 
     def writing(number: int, nbytes: int) -> None:
         names.append(list(tmp_path.iterdir()))
         numbers.append(number)
         write(number, nbytes)
 
-    monkeypatch.setattr(unread, "_write_random", writing)
+    monkeypatch.setattr(disk, "_write_random", writing)
     with pytest.raises(KeyboardInterrupt), scratch_file(tmp_path, nbytes=20 << 20) as path:
         assert path.stat().st_size == 20 << 20
         blocks = [path.read_bytes()[at : at + 4096] for at in (0, 16 << 20)]
@@ -220,13 +225,13 @@ def test_a_scratch_file_has_no_name_before_its_first_byte(tmp_path: Path, monkey
 
 
 def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "LEAST_SCRATCH", 32 << 20)
+    monkeypatch.setattr(disk, "LEAST_SCRATCH", 32 << 20)
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:
         for step, size in ((1.0, 80 << 20), (6.0, 32 << 20), (20.0, 16 << 20)):
             os.ftruncate(number, 0)
             os.lseek(number, 0, os.SEEK_SET)
-            unread._write_random(number, 80 << 20, Ticking(step))
+            disk._write_random(number, 80 << 20, Ticking(step))
             assert os.fstat(number).st_size == size
     finally:
         os.close(number)
@@ -236,7 +241,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from statistics import median
-from outcore_calibrate.cold_ranges import scratch_file
+from outcore_calibrate.disk_rate import scratch_file
 with scratch_file(Path(sys.argv[1]), nbytes=8 << 20) as path:
     assert path.stat().st_size == 8 << 20
     os.kill(os.getpid(), signal.SIGKILL)
@@ -275,48 +280,44 @@ def test_a_folder_on_another_disk_is_left_alone(tmp_path: Path) -> None:
         assert path.stat().st_size == 1 << 20
 
 
-def ranges(prepared: Preparation | None, notes: list[str], folder: Path = Path()) -> tuple[list[Path], int]:
-    with calibrate._ranges(prepared.profile if prepared else None, folder, lambda *_: None, notes.append) as found:
+def ranges(prepared: Preparation | None, folder: Path = Path()) -> tuple[list[Path], int]:
+    with calibrate._ranges(prepared.profile if prepared else None, folder, lambda *_: None) as found:
         return found.files, found.nbytes
 
 
 def test_a_model_that_is_large_enough_is_read_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path / "model"))
     monkeypatch.setattr(calibrate, "ENOUGH_BYTES", 1000)
-    monkeypatch.setattr(unread, "LEAST_SCRATCH", 1)
     monkeypatch.setattr(calibrate, "scratch_file", None)
-    notes: list[str] = []
-    files, nbytes = ranges(prepared, notes)
-    assert files == [tmp_path / "model" / "model.safetensors"] and notes == []
-    assert nbytes % files[0].stat().st_size == 0 < nbytes
+    files, nbytes = ranges(prepared)
+    assert files == [tmp_path / "model" / "model.safetensors"] and nbytes == files[0].stat().st_size
 
 
 def test_a_small_model_on_the_disk_of_the_cache_is_left_alone(tmp_path: Path, brief: None) -> None:
     prepared = prepare(zoo.save_checkpoint("llama", tmp_path / "model"))
-    notes: list[str] = []
-    files, nbytes = ranges(prepared, notes)
-    assert nbytes == 48 << 20 and notes == []
+    files, nbytes = ranges(prepared)
+    assert nbytes == 48 << 20
     assert not files[0].is_relative_to(tmp_path / "model")
     assert (tmp_path / "outcore-cache").is_dir()
 
 
-def test_a_small_model_on_another_disk_is_read_again_and_again_and_that_is_said(
+def test_the_disk_of_a_small_model_is_not_measured_where_no_scratch_file_can_be_on_it(
     tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = zoo.save_checkpoint("llama", tmp_path / "model")
     prepared = prepare(folder)
-    disk_of = unread.disk_of
-    monkeypatch.setattr(unread, "disk_of", lambda path: disk_of(path) + ("outcore-cache" in str(path)))
+    disk_of = disk.disk_of
+    monkeypatch.setattr(disk, "disk_of", lambda path: disk_of(path) + ("outcore-cache" in str(path)))
     before = {p: p.stat().st_mtime_ns for p in [folder, *folder.iterdir()]}
     notes: list[str] = []
     found, _ = calibrate.calibrated(prepared.profile, folder, 1, note=notes.append)
     assert {p: p.stat().st_mtime_ns for p in [folder, *folder.iterdir()]} == before
     (line,) = notes
-    assert line.startswith("the disk was measured on the model's own ") and "which may be faster" in line
+    assert line.startswith("the disk was not measured, 3 GB/s are assumed: ")
     assert "would not be on the disk that is measured" in line
-    assert found.measured and found.read_gbps > 0 and found.kinds
+    assert not found.measured and found.kinds
     with pytest.raises(CalibrationError, match="would not be on the disk"):
-        ranges(None, notes, folder)
+        ranges(None, folder)
 
 
 def test_a_folder_that_may_only_be_read_is_measured_and_never_written_to(
@@ -428,9 +429,8 @@ def test_a_head_of_which_a_slice_is_computed_counts_as_a_whole(
         mx.random.seed(3)
         expected = mx.random.uniform().item()
         mx.random.seed(3)
-        whole, computed = made.head(4)
+        assert made.head(4) > 0 and [scale for *_, scale in made._products.values()] == [8]
         assert mx.random.uniform().item() == expected
-        assert whole == pytest.approx(8 * computed) and computed > 0
         seen = made.watched(1)
     assert len(seen.layers) == 1 and sum(map(len, seen.layers.values())) == 4 and 0 < seen.prelude < seen.seconds
 

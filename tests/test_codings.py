@@ -24,7 +24,7 @@ from outcore.checkpoint.packed_store import open_packed
 from outcore.decode import preparation
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
-from outcore_calibrate.device_rates import decode_gbps
+from outcore_calibrate.layer_times import decode_gbps
 from outcore_packs.full_copy import pack_model
 from outcore_packs.split_exponents import SPLITTING_SOURCE, SplitDecoder, side_table_of
 from stand_ins import TokensOnly

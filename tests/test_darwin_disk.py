@@ -22,8 +22,7 @@ from outcore.disk.reader import FileReader, RowReader
 from outcore.disk.ring import Slot
 from outcore.errors import ReadError, UsageError
 from outcore.sizes import BLOCK
-from outcore_calibrate.cold_ranges import UnreadRanges, scratch_file
-from outcore_calibrate.disk_rate import Bench, best_setting
+from outcore_calibrate.disk_rate import Bench, UnreadRanges, best_setting, scratch_file
 
 NBYTES, SIZE = 150_001, 400_003
 

@@ -20,8 +20,6 @@ from outcore.plan.machine_profile import Calibration
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import resident_budget
-from outcore_calibrate import cold_ranges as unread
-from outcore_calibrate import device_rates as rates
 from outcore_calibrate import disk_rate as disk
 from outcore_calibrate import layer_times as calibrate_layers
 from outcore_packs.full_copy import pack_model
@@ -137,12 +135,11 @@ def test_this_machine_is_measured_once(
     served: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate_layers, "TOKENS", (1, 4))
-    for module in (calibrate_layers, rates):
-        monkeypatch.setattr(module, "PAST_CACHES", 4 << 20)
+    monkeypatch.setattr(calibrate_layers, "PAST_CACHES", 4 << 20)
     monkeypatch.setattr(disk, "POINT_S", 0.05)
     monkeypatch.setattr(disk, "RATE_S", 0.1)
-    monkeypatch.setattr(unread, "SCRATCH_BYTES", 48 << 20)
-    monkeypatch.setattr(unread, "LEAST_SCRATCH", 48 << 20)
+    monkeypatch.setattr(disk, "SCRATCH_BYTES", 48 << 20)
+    monkeypatch.setattr(disk, "LEAST_SCRATCH", 48 << 20)
     _, record, _, err = plan(capsys, str(served), "--memory", "8MB", "--context", "64")
     assert record["calibrated"] and not record["notes"]
     assert err.splitlines()[0].startswith("measuring this machine") and err.count("measuring this machine") == 1

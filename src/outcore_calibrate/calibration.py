@@ -15,12 +15,9 @@ from outcore.errors import CalibrationError, OutcoreError
 from outcore.machine.allocator import clear_cache
 from outcore.machine.cache_folder import cache_dir
 from outcore.plan.machine_profile import Calibration
-from outcore.sizes import format_size
 
-from .cold_ranges import ENOUGH_BYTES, UnreadRanges, disk_of, own_files, scratch_file
-from .device_rates import decode_gbps, product_gbps, sync_seconds
-from .disk_rate import Bench, best_setting
-from .layer_times import Progress, rig, times_of
+from .disk_rate import ENOUGH_BYTES, Bench, UnreadRanges, best_setting, disk_of, own_files, scratch_file
+from .layer_times import Progress, decode_gbps, product_gbps, rig, sync_seconds, times_of
 
 # Receives a line for the user: what could not be measured, and why.
 Note = Callable[[str], None]
@@ -59,15 +56,21 @@ def calibrated(
     if known is None:
         layers = profile.size.layers if profile is not None else ()
         timed = [(layer.resident, kinds[layer.kind][1]) for layer in layers if 1 in kinds.get(layer.kind, {})]
-        with _ranges(profile, folder, progress, note) as unread:
-            disk = best_setting(Bench(unread), progress)
+        try:
+            with _ranges(profile, folder, progress) as unread:
+                disk = best_setting(Bench(unread), progress)
+            measured.insert(0, "disk")
+        except CalibrationError as e:
+            if profile is None:
+                raise
+            disk = Calibration()
+            note(f"the disk was not measured, {disk.read_gbps:g} GB/s are assumed: {e}")
         known = replace(
             disk,
             sync_s=sync_seconds(),
             weight_gbps=sum(n for n, _ in timed) / sum(s for _, s in timed) / 1e9 if timed else product_gbps(),
             decode_gbps=decode_gbps(),
         )
-        measured.insert(0, "disk")
         clear_cache()
     if measured:
         known = replace(known, kinds={**known.kinds, **kinds})
@@ -91,22 +94,12 @@ def measure_kinds(
 
 
 @contextlib.contextmanager
-def _ranges(profile: ModelProfile | None, folder: Path, progress: Progress, note: Note) -> Iterator[UnreadRanges]:
+def _ranges(profile: ModelProfile | None, folder: Path, progress: Progress) -> Iterator[UnreadRanges]:
     """Yields ranges to read: the model's files, or a scratch file where they are too small."""
     files = tuple(profile.lazy.checkpoint.files) if profile is not None else ()
-    own, times = own_files(files)
-    if own.nbytes >= ENOUGH_BYTES and not disk_calls.system().cache_first:
-        yield own
+    if sum(f.stat().st_size for f in files) >= ENOUGH_BYTES and not disk_calls.system().cache_first:
+        yield own_files(files)
         return
     progress("writing a scratch file", 0, 1)
-    with contextlib.ExitStack() as stack:
-        try:
-            path = stack.enter_context(scratch_file(cache_dir(), disk_of(files[0] if files else folder)))
-            unread = UnreadRanges([Extent(path, 0, path.stat().st_size, 0, in_place=True)])
-        except CalibrationError as e:
-            if not files:
-                raise
-            unread = own
-            often = f", read {times} times, which may be faster than reading once" if times > 1 else ""
-            note(f"the disk was measured on the model's own {format_size(unread.nbytes // times)}{often}: {e}")
-        yield unread
+    with scratch_file(cache_dir(), disk_of(files[0] if files else folder)) as path:
+        yield UnreadRanges([Extent(path, 0, path.stat().st_size, 0, in_place=True)])

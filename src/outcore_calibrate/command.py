@@ -66,9 +66,9 @@ def _prepare(args: argparse.Namespace) -> Preparation | None:
 
 def _show(record: dict[str, Any], found: Calibration, prepared: Preparation | None) -> None:
     how = "cached" if found.io == "cached" else "direct"
-    chunk = (found.chunk or 0) >> 20
+    disk = f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {(found.chunk or 0) >> 20} MiB in flight, {how}"
     rows = [
-        ("disk", f"{found.read_gbps:.3g} GB/s, {found.threads} requests of {chunk} MiB in flight, {how}"),
+        ("disk", disk if found.measured else "not measured"),
         ("a small read", _time(found.read_latency_s)),
         ("waiting for the device", _time(found.sync_s)),
     ]

@@ -1,7 +1,7 @@
 """Times a model's layers in memory: its own forward pass on random weights.
 
 Layers of a kind share random weights, and tables lose most rows, so any architecture fits into memory for one layer of
-each kind. The model is left unchanged.
+each kind. The model is left unchanged. Also: speed of the device without a model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.engine.model_profile import ModelProfile
@@ -31,11 +32,10 @@ from outcore.modules.layers import Parameter
 from outcore.modules.split_linear import split_rows
 from outcore.plan.machine_profile import TOKENS
 from outcore.sizes import format_size
+from outcore_packs.split_exponents import EXPONENTS, SplitDecoder
 
-from .device_rates import PAST_CACHES, seconds_of
-
-# Timings of each kind of layer for a number of tokens, and whole forward passes, where there is time.
-SAMPLES, STEPS = 6, 5
+# Timings of each kind of layer for a number of tokens, where there is time.
+SAMPLES = 6
 
 # Seconds after which no larger number of tokens is begun; and seconds of compiling a number's GPU kernels (24 to 62 s
 # on an H200) after which it is not measured.
@@ -67,16 +67,16 @@ def times_of(
 ) -> dict[str, dict[int, float]]:
     """Returns seconds of one pass, by kind of layer (and the rest of the model) and number of tokens.
 
-    Layers are evaluated one by one. The cost of waiting for each is estimated from whole passes and subtracted.
+    Layers are evaluated one by one.
 
     Args:
-        sync_s: assumed cost of waiting for one layer, where there is no time for whole passes.
+        sync_s: of waiting for one layer, which is subtracted.
         budget_s: most seconds, without compiling; numbers of tokens that do not fit are left out.
     """
     size, clock = made.profile.size, made.clock
     kinds = {layer.kind for layer in size.layers}
     found: dict[str, dict[int, float]] = {kind: {} for kind in (*sorted(kinds), size.rest_kind)}
-    left, took, waiting = budget_s, 0.0, sync_s
+    left, took = budget_s, 0.0
     for i, n in enumerate(TOKENS):
         progress("measuring the layers", i, len(TOKENS))
         if n > 1 and took * n / TOKENS[i - 1] > left:
@@ -92,17 +92,12 @@ def times_of(
         began = clock()
         until = began + left / (len(TOKENS) - i)
         seen = made.watched(n, partial(_enough, kinds, clock, until))
-        head, computed = made.head(n)
+        head = made.head(n)
         took = seen.seconds / min(map(len, seen.layers.values()), default=1) + head
         times = {kind: median(samples) for kind, samples in seen.layers.items()}
-        if n == 1:
-            calls = Counter(layer.kind for layer in size.layers)
-            alone = sum(calls[kind] * s for kind, s in times.items()) + seen.prelude + computed
-            if 2 * STEPS * alone < left:
-                waiting = max(0.0, alone - median(made.passes(STEPS))) / calls.total()
         left -= clock() - began
         for kind, s in times.items():
-            found[kind][n] = max(s - waiting, s / 2)
+            found[kind][n] = max(s - sync_s, s / 2)
         found[size.rest_kind][n] = seen.prelude + head
     progress("measuring the layers", len(TOKENS), len(TOKENS))
     return {kind: by_tokens for kind, by_tokens in found.items() if by_tokens}
@@ -145,22 +140,14 @@ class Rig:
         seen.seconds = self.clock() - self._began
         return seen
 
-    def passes(self, count: int) -> list[float]:
-        """Returns seconds of whole passes over one token, without waiting in between."""
-        cache, ids = make_prompt_cache(self.model), self._tokens(1)
-        return [
-            seconds_of(lambda: (self.model(ids, cache=cache), arrays_in(cache)), self.clock, 1) for _ in range(count)
-        ]
-
-    def head(self, n: int) -> tuple[float, float]:
-        """Returns seconds of all products with tables for ``n`` tokens: scaled to all their rows, and as measured."""
-        whole = computed = 0.0
+    def head(self, n: int) -> float:
+        """Returns seconds of all products with tables for ``n`` tokens, scaled to all their rows."""
+        whole = 0.0
         for call, width, dtype, scale in self._products.values():
             x = mx.random.normal((1, n, width), key=mx.random.key(0)).astype(dtype)
             mx.eval(x)
-            seconds = seconds_of(partial(call, x), self.clock)
-            whole, computed = whole + scale * seconds, computed + seconds
-        return whole, computed
+            whole += scale * seconds_of(partial(call, x), self.clock)
+        return whole
 
     def _tokens(self, n: int) -> mx.array:
         """Returns ``n`` token ids, distinct where the vocabulary allows: int32 (1, n)."""
@@ -310,3 +297,51 @@ def _noise(p: Parameter, shape: Sequence[int], cast: mx.Dtype | None) -> mx.arra
         array = mx.tile(block.astype(dtype), -(-size // BLOCK))[:size].reshape(shape)
     mx.eval(array)
     return array
+
+
+# Bytes of weights between two uses of the same one, so that weights come from memory as in a real run: more than one
+# core's last-level cache (32 MiB here).
+PAST_CACHES = 128 << 20
+
+# Matrices used in turn, together past the caches; uses of each; and repeats of a single product.
+PARTS, ROUNDS, REPEATS = 8, 3, 5
+
+
+def seconds_of(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter, repeats: int = REPEATS) -> float:
+    """Returns the median seconds until the result of ``run`` is computed."""
+    times = []
+    for _ in range(repeats):
+        begin = clock()
+        mx.eval(run())
+        times.append(clock() - begin)
+    return median(times)
+
+
+def sync_seconds() -> float:
+    """Returns the median seconds of submitting a tiny graph and waiting for it."""
+    x = mx.zeros((8,))
+    mx.eval(x)
+    return seconds_of(lambda: (x + 1) * 2, repeats=200)
+
+
+def _gbps(shape: tuple[int, ...], dtype: mx.Dtype, use: Callable[[mx.array], mx.array], made: int) -> float:
+    """Returns GB/s at which ``made`` bytes are computed from each of several matrices, used in turn."""
+    matrices = [mx.full(shape, 1, dtype=dtype) for _ in range(PARTS)]
+    mx.eval(matrices, use(matrices[0]))  # the first use compiles it
+    times = [seconds_of(lambda m=m: use(m), repeats=1) for _ in range(ROUNDS) for m in matrices]  # type: ignore[misc]
+    return made / median(times) / 1e9
+
+
+def product_gbps() -> float:
+    """Returns GB/s of float32 weights in a product of one token, for machines without a measured model."""
+    x = mx.ones((1, 4096), dtype=mx.float32)
+    nbytes = PAST_CACHES // PARTS
+    return _gbps((nbytes // 4096 // 4, 4096), mx.float32, lambda w: x @ w.T, nbytes)
+
+
+def decode_gbps() -> float:
+    """Returns GB/s of bfloat16 weights decoded from signs, mantissas and coded exponents."""
+    nbytes = PAST_CACHES // PARTS
+    shape = nbytes // 2 // 4096, 4096
+    decoder = SplitDecoder.of(shape, np.zeros(EXPONENTS // 4 + shape[0] + 1, np.uint32))
+    return _gbps(decoder.stored_shape, mx.uint8, decoder.decode, nbytes)

@@ -41,7 +41,7 @@ from outcore.modules.mlx_lm_compat import classes_of
 from outcore.sizes import BLOCK, format_size, round_up
 from outcore.text import one_line
 from outcore.version import __version__
-from outcore_calibrate.cold_ranges import forget, scratch_file
+from outcore_calibrate.disk_rate import forget, scratch_file
 
 REPORT = "please report this output"
 VERDICTS = {True: "ok", False: "FAILED", None: "note"}

@@ -63,7 +63,8 @@ class Draft:
 
     def added_to(self, size: ModelSize, head_streamed: bool) -> ModelSize:
         """Returns the model's size including this draft."""
-        return size.with_model(self.weights + (self.head if head_streamed else 0), self.cache, self.growing)
+        weights = size.non_layer + self.weights + (self.head if head_streamed else 0)
+        return replace(size, non_layer=weights, cache=size.cache + self.cache, growing=size.growing + self.growing)
 
 
 def drafted_tokens(size: ModelSize, budget: int, explicit: bool) -> int:

@@ -40,20 +40,16 @@ class Calibration:
     measured: bool = False
 
     def seconds(self, kind: str, tokens: int) -> float | None:
-        """Returns seconds of one pass of ``tokens`` tokens over a layer; None for an unknown kind."""
-        times = self.kinds.get(kind)
-        return interpolate(times, tokens) if times else None
+        """Returns seconds of one pass of ``tokens`` tokens over a layer; None for an unknown kind.
 
-    def decode_s(self, nbytes: int) -> float:
-        return nbytes / (self.decode_gbps or self.weight_gbps) / 1e9
-
-
-def interpolate(times: Mapping[int, float], tokens: int) -> float:
-    """Interpolates linearly between measurements; extrapolates beyond the last two, and is flat below the first."""
-    points = sorted(times.items())
-    if tokens <= points[0][0] or len(points) == 1:
-        return points[0][1] if tokens <= points[0][0] else points[0][1] * tokens / points[0][0]
-    upper = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
-    (n0, s0), (n1, s1) = points[upper - 1], points[upper]
-    slope = max(0.0, (s1 - s0) / (n1 - n0))
-    return s0 + slope * (tokens - n0) if tokens <= n1 else s1 + slope * (tokens - n1)
+        Interpolates linearly between measurements; extrapolates beyond the last two, and is flat below the first.
+        """
+        points = sorted(self.kinds.get(kind, {}).items())
+        if not points:
+            return None
+        if tokens <= points[0][0] or len(points) == 1:
+            return points[0][1] if tokens <= points[0][0] else points[0][1] * tokens / points[0][0]
+        upper = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
+        (n0, s0), (n1, s1) = points[upper - 1], points[upper]
+        slope = max(0.0, (s1 - s0) / (n1 - n0))
+        return s0 + slope * (tokens - n0) if tokens <= n1 else s1 + slope * (tokens - n1)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..plan.cache_size import STATES, CacheSize
-from ..sizes import ARRAY_BYTES, KV_STEP, Growing, held_bytes, most_unit
+from ..sizes import ARRAY_BYTES, KV_STEP, held_bytes, most_unit
 from .partition import LayerSize
 
 if TYPE_CHECKING:
@@ -177,12 +177,6 @@ class ModelSize(ActivationSize):
         cache = self.states + held_bytes(self.growing, context)
         shared = max(self.shared, context) if self.shared else 0
         return replace(self, context=context, prompt=min(self.prompt, context), cache=cache, shared=shared)
-
-    def with_model(self, weights: int, cache: int, growing: tuple[Growing, ...]) -> ModelSize:
-        """Returns this model's size including a second model in memory, with its weights' bytes and its caches."""
-        return replace(
-            self, non_layer=self.non_layer + weights, cache=self.cache + cache, growing=self.growing + growing
-        )
 
     @cached_property
     def held_for_later(self) -> int:

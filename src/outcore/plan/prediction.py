@@ -124,7 +124,8 @@ def turns_of(size: ModelSize, plan: Plan, calibration: Calibration, passes: Pass
             # Decoding happens once for all passes, and was done before for resident pieces. Weights are decoded and
             # cast about as fast as they are computed with.
             share = total / layer.read if layer.read else 1.0
-            compute += calibration.decode_s(round(layer.decoded * share))
+            decoding = calibration.decode_gbps or calibration.weight_gbps
+            compute += round(layer.decoded * share) / decoding / 1e9
             compute += share * (layer.joined + layer.to_cast) / calibration.weight_gbps / 1e9
         # Offloaded KV is read with the layer's first part; a prompt's is written as fast.
         text = size.kv_read(i, kept) if size.on_disk else 0
