@@ -16,8 +16,8 @@ from typing import Any
 
 from outcore.machine.device_memory import PREFERRED_LOCATION, address_of
 
+# ``CU_STREAM_NON_BLOCKING``: this stream and other streams do not wait for each other.
 NON_BLOCKING = 1
-"""``CU_STREAM_NON_BLOCKING``: this stream and other streams do not wait for each other."""
 
 
 class CudaDriver:

@@ -33,8 +33,8 @@ from .device_stretches import DeviceMemory
 from .expert_policy import ExpertPolicy, Load
 from .switches import Switch
 
+# Experts that are read at a time if they are cast on their way into the cache.
 STAGED = 8
-"""Experts that are read at a time if they are cast on their way into the cache."""
 
 
 @dataclass(frozen=True)

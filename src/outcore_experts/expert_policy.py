@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+# Tokens after which a use counts half.
 HALF_LIVES = (4, 32, 256)
-"""Tokens after which a use counts half."""
 
+# Weights of the half-lives. Over 2,500 tokens of code and of prose (py-qwen35moe-30m, a quarter and a half of the
+# experts in memory) hit rates differ by .01 between any weights of 1 to 4.
 PACES = (1.0, 2.0, 2.0)
-"""Weights of the half-lives. Over 2,500 tokens of code and of prose (py-qwen35moe-30m, a quarter and a half of the
-experts in memory) hit rates differ by .01 between any weights of 1 to 4."""
 
 Load = tuple[int, int]
 

@@ -18,20 +18,20 @@ from outcore.disk.metrics import Metrics
 from .expert_cache import CachedSwitch, ExpertReads
 
 MOST = 4
+# Least share of the time spent waiting for the disk for prefetching to be used.
 WORTH = 0.1
-"""Least share of the time spent waiting for the disk for prefetching to be used."""
 
+# Calls of switches over which times are averaged.
 RECENT = 32
-"""Calls of switches over which times are averaged."""
 
+# Passes after which prefetching is compared again with doing without, passes that the comparison takes, and passes of
+# each run with or without: a limit of bytes a second lets much through at once, and then nothing for a tenth of a
+# second. The first pass of each run does not count.
 CYCLE, TRIED, RUN = 512, 64, 16
-"""Passes after which prefetching is compared again with doing without, passes that the comparison takes, and passes of
-each run with or without: a limit of bytes a second lets much through at once, and then nothing for a tenth of a second.
-The first pass of each run does not count."""
 
+# Prefetching stays on if passes take at most this share of the time with it. Behind a limit of bytes a second it costs
+# 12 %, as wrong predictions are then not read in idle time.
 GAIN = 0.98
-"""Prefetching stays on if passes take at most this share of the time with it. Behind a limit of bytes a second it costs
-12 %, as wrong predictions are then not read in idle time."""
 
 
 class Routed(Exception):

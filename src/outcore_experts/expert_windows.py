@@ -22,8 +22,8 @@ from outcore.sizes import BLOCK
 from .expert_cache import CachedSwitch
 from .expert_policy import Load
 
+# Bytes of an expert's part of a tensor from which skipping it is worth a separate read.
 LEAST = 4 * BLOCK
-"""Bytes of an expert's part of a tensor from which skipping it is worth a separate read."""
 
 
 @dataclass(frozen=True)

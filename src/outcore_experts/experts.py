@@ -274,8 +274,8 @@ def experts_for(streaming: Streaming, profile: ModelProfile, plan: Plan) -> Expe
     return Experts(units, slots, streaming.metrics, device_kind(), streaming.advance, eager=streaming.evaluates)
 
 
+# Expert indices from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py).
 SORTED = 64
-"""Expert indices from which mlx-lm sorts them (``SwitchGLU``, mlx_lm/models/switch_layers.py)."""
 
 
 def same_kernel(numbers: int, experts: int, slots: int) -> bool:
@@ -296,9 +296,9 @@ class _Pending:
     predicted: ExpertIndices | None
 
 
+# Bytes up to which an array of a CUDA device lies where the host may look at it (``SmallSizePool``, MLX's
+# mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory for that, and stays there.
 SCALAR = 8
-"""Bytes up to which an array of a CUDA device lies where the host may look at it (``SmallSizePool``, MLX's
-mlx/backend/cuda/allocator.cpp). A larger one is copied into new managed memory for that, and stays there."""
 
 
 MOST_SCALARS = 32

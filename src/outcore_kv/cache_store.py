@@ -24,11 +24,11 @@ from outcore.sizes import BLOCK, round_up
 
 from .scratch import Region, Scratch
 
+# Tokens of a block: mlx-lm's caches grow by as many (``KVCache.step``).
 TOKENS = 256
-"""Tokens of a block: mlx-lm's caches grow by as many (``KVCache.step``)."""
 
+# Tokens that are copied out of a cache at a time.
 WRITTEN = 2048
-"""Tokens that are copied out of a cache at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -280,8 +280,8 @@ class Offloaded:
     """
 
     offset: int
+    # Read by ``cache_rollback``.
     outcore_away = True
-    """Read by ``cache_rollback``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in KEPT:

@@ -44,8 +44,8 @@ __all__ = ["check_room", "offloader", "try_folder"]
 SLOTS = 2
 
 KV_FOLDER = "kv"
+# Most tokens that the file has room for from the start. It is sparse.
 LONGEST = 1 << 20
-"""Most tokens that the file has room for from the start. It is sparse."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class _OpenLayer:
     arrived: bool = False
 
 
+# A prefetch: the store, its region and changes, the room of its arrays, and its tokens.
 _Was = tuple[CacheStore, object, int, int]
-"""A prefetch: the store, its region and changes, the room of its arrays, and its tokens."""
 
 
 class KvDisk:

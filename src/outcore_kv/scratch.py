@@ -22,11 +22,11 @@ from outcore.disk.open_file import OpenFile
 from outcore.errors import ClosedError, StoreError
 from outcore.sizes import BLOCK, format_size, round_up
 
+# ``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h.
 PUNCH_HOLE = 3
-"""``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``, linux/falloc.h."""
 
+# Bytes of the disk that stay free for others.
 MARGIN = 100_000_000
-"""Bytes of the disk that stay free for others."""
 
 
 class Region:

@@ -25,8 +25,8 @@ from .seams import KVOffloader, Stage
 from .streamed_layers import StreamedLayers
 from .undo import Moved, Undo
 
+# Streamed units that may still run on the device when the next one is handed over.
 LAG = 1
-"""Streamed units that may still run on the device when the next one is handed over."""
 
 
 class LayerExecutor:

@@ -24,35 +24,35 @@ from ..machine import mac
 from ..machine.memory import MemoryLimit, Pressure
 from ..sizes import format_size
 
+# What should stay free of a limit: a share of it, at least and at most so many bytes; chosen. Layers go at
+# half of it.
 RESERVE = (0.03, 64_000_000, 1_000_000_000)
-"""What should stay free of a limit: a share of it, at least and at most so many bytes; chosen. Layers go at
-half of it."""
 
+# Share of the movable bytes that goes or comes back at once if no reading says how much is missing.
 SHARE = 1 / 4
-"""Share of the movable bytes that goes or comes back at once if no reading says how much is missing."""
 
+# Seconds, or tokens, between two readings; ``ALERT_S`` when less than ``NEAR`` reserves are free. A reading takes 0.8
+# ms.
 LOOK_S, ALERT_S, TOKENS = 1.0, 0.2, 64
-"""Seconds, or tokens, between two readings; ``ALERT_S`` when less than ``NEAR`` reserves are free. A reading takes 0.8
-ms."""
 
 NEAR = 6
 
+# Seconds without a sign of pressure before something comes back: at first, and after many failed attempts.
 CALM_S, MOST_CALM_S = 10.0, 900.0
-"""Seconds without a sign of pressure before something comes back: at first, and after many failed attempts."""
 
+# Share of the reserve. With less free and nothing left to give up, a run that once had more ends before it is
+# killed.
 STARVED = 1 / 12
-"""Share of the reserve. With less free and nothing left to give up, a run that once had more ends before it is
-killed."""
 
 
+# Shortest window in seconds for a rate: one fault in a millisecond is not a thousand a second.
 WINDOW_S = 2.0
-"""Shortest window in seconds for a rate: one fault in a millisecond is not a thousand a second."""
 
+# Seconds of paging before it counts: loading libraries, or an app that wakes up, causes short bursts.
 HOLD_S = 4.0
-"""Seconds of paging before it counts: loading libraries, or an app that wakes up, causes short bursts."""
 
+# Major faults, or 4 KiB pages swapped in, per second: 2 % of the time on a disk that answers in 0.1 ms.
 PAGING = 200.0
-"""Major faults, or 4 KiB pages swapped in, per second: 2 % of the time on a disk that answers in 0.1 ms."""
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,20 @@ from ..plan.partition import LayerSize, PieceSize
 from ..sizes import BLOCK, round_up
 from .vocabulary import SLICE_STEP, Table
 
+# Extra bytes for matrix products (MLX gives cuBLAS 32 MiB at a time on Hopper), and memory that resident weights take
+# relative to their size. Without these, peaks on an H200 exceeded the plan by 14 to 39 MB at the smallest budgets and
+# by up to 2.5 % of the resident bytes.
 CUDA_WORKSPACE, CUDA_ROUNDING = 64 << 20, 1.03
-"""Extra bytes for matrix products (MLX gives cuBLAS 32 MiB at a time on Hopper), and memory that resident weights take
-relative to their size. Without these, peaks on an H200 exceeded the plan by 14 to 39 MB at the smallest budgets and by
-up to 2.5 % of the resident bytes."""
 
+# Average output of an operation, as a multiple of a token's hidden state. MLX allocates a CUDA graph's memory when it
+# builds the graph and frees it when all of it has run (cuda/device.cpp: 100 or 20 operations, depending on the GPU):
+# prompts of 64 to 2,048 tokens of a 9B model took 2.2 to 2.8 MB a token on an H200, resident or streamed, where a
+# layer's activations are 0.3. ``mx.set_memory_limit`` changed nothing about that and doubled the time.
 CUDA_OPERATION = 3
-"""Average output of an operation, as a multiple of a token's hidden state. MLX allocates a CUDA graph's memory when it
-builds the graph and frees it when all of it has run (cuda/device.cpp: 100 or 20 operations, depending on the GPU):
-prompts of 64 to 2,048 tokens of a 9B model took 2.2 to 2.8 MB a token on an H200, resident or streamed, where a layer's
-activations are 0.3. ``mx.set_memory_limit`` changed nothing about that and doubled the time."""
 
+# Ratio of a layer's activations to the sum of its projections' outputs: residuals, norms, rotations, float32
+# copies.
 HEADROOM = 1.5
-"""Ratio of a layer's activations to the sum of its projections' outputs: residuals, norms, rotations, float32
-copies."""
 
 
 class Cast:

@@ -20,11 +20,11 @@ class Awaited(Protocol):
     def wait(self) -> None: ...
 
 
+# The numbers of the passes whose results the caller needs; None: all of them.
 Wanted = Collection[int] | None
-"""The numbers of the passes whose results the caller needs; None: all of them."""
 
+# Ranks, and the array that goes to them.
 Leaving = list[tuple[tuple[int, ...], mx.array]]
-"""Ranks, and the array that goes to them."""
 
 
 @dataclass

@@ -22,8 +22,8 @@ from .resident_layers import ResidentLayers, another
 if TYPE_CHECKING:
     from .session import Session
 
+# Tokens by which the reserved context grows at a time, as mlx-lm's caches do.
 GROWTH = 256
-"""Tokens by which the reserved context grows at a time, as mlx-lm's caches do."""
 
 
 class Residency:

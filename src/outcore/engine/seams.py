@@ -133,8 +133,8 @@ class Stage:
     def transaction(self, undo: Undo | None) -> None:
         """Sets the undo of a pass in which nothing is streamed; None: the pass is over."""
 
+    # Context in which this rank waits for its device, so other ranks suspend their timeouts.
     working: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
-    """Context in which this rank waits for its device, so other ranks suspend their timeouts."""
 
 
 class ExpertFinder(Protocol):

@@ -22,8 +22,8 @@ from .seams import ExpertCaches, KVOffloader, Stage
 from .streamed_layers import Binding, StreamedLayers
 from .undo import Undo
 
+# Caches of a batch that ends if a pass fails (``mlx_lm.generate.BatchGenerator``).
 BATCHED = {BatchKVCache, BatchRotatingKVCache}
-"""Caches of a batch that ends if a pass fails (``mlx_lm.generate.BatchGenerator``)."""
 
 
 class Streaming:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .recorded_pass import Wanted
     from .streaming import Streaming
 
+# Returns the most tokens of an answer (-1: any number) and the tokens of the prompt to compute at a time.
 HasRoom = Callable[[], tuple[int, int]]
-"""Returns the most tokens of an answer (-1: any number) and the tokens of the prompt to compute at a time."""
 
+# Makes room for sequences on this rank, as ``SequenceRoom.fit``; returns the tokens that the longest one has
+# room for.
 Fit = Callable[[Sequence[int], Sequence[int], Sequence[int]], int]
-"""Makes room for sequences on this rank, as ``SequenceRoom.fit``; returns the tokens that the longest one has
-room for."""
 
 
 class Forecast(Protocol):

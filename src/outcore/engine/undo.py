@@ -21,8 +21,8 @@ from ..modules.call_values import flat
 from ..modules.hooks import handle
 from ..modules.mlx_lm_compat import set_window_index, window_index
 
+# Caches that are written in place, with the arrays that they held at some moment.
 Moved = list[tuple["Written", Any]]
-"""Caches that are written in place, with the arrays that they held at some moment."""
 
 
 @dataclass

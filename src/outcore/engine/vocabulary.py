@@ -20,8 +20,8 @@ from ..disk.reader import RowReader
 from ..modules.hooks import Call, put
 from ..modules.layers import Layer
 
+# Slices begin at multiples of so many rows, so that every row meets the same inner loop as in the whole product.
 SLICE_STEP = 512
-"""Slices begin at multiples of so many rows, so that every row meets the same inner loop as in the whole product."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 
+# Arrays of attention scores (heads, tokens of a chunk, tokens of context) in memory at once.
+#
+# On the CPU device ``mx.fast.scaled_dot_product_attention`` takes 1.03 times its scores, and 3.03 with sinks (MLX
+# 0.32.4; float32 and bfloat16, all masks, 1 to 128 tokens by 4,096 and 8,192). A GPU's kernels keep none for the head
+# sizes that they support. Other attention holds scores, or a mask as large, and their softmax.
 FUSED, WITH_SINKS, OTHERWISE = 1, 3, 2
-"""Arrays of attention scores (heads, tokens of a chunk, tokens of context) in memory at once.
-
-On the CPU device ``mx.fast.scaled_dot_product_attention`` takes 1.03 times its scores, and 3.03 with sinks (MLX 0.32.4;
-float32 and bfloat16, all masks, 1 to 128 tokens by 4,096 and 8,192). A GPU's kernels keep none for the head sizes that
-they support. Other attention holds scores, or a mask as large, and their softmax.
-"""
 
 _one_at_a_time = threading.RLock()
 
