@@ -159,7 +159,7 @@ def test_a_rank_that_ends_while_others_wait_for_it_is_named() -> None:
         arrival = links[0].receive(2, memoryview(bytearray(3)))
         threading.Thread(target=links[2].close).start()
         said = ends(arrival.wait, 2)
-        assert said == "rank 2 (host2): has ended, while others wait for it"
+        assert said == "rank 2 (host2): its process has ended, or its connection broke"
         assert ends(lambda: links[1].agree(b""), 2) == said
 
 
@@ -169,7 +169,7 @@ def test_rank_0_that_ends_while_others_wait_for_its_value_is_named() -> None:
         assert links[2].agree(b"") == b"the last one"
         threading.Thread(target=links[0].close).start()
         said = ends(lambda: links[2].agree(b""), 3)
-        assert said == "rank 0 (host0): has ended, while others wait for it"
+        assert said == "rank 0 (host0): its process has ended, or its connection broke"
 
 
 def test_a_rank_that_only_some_can_reach_is_the_one_that_is_named() -> None:

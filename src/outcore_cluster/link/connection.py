@@ -47,7 +47,6 @@ class LinkConnection:
     Attributes:
         leaving: what the kernel has not taken of queued frames.
         posted, received: how many messages receives were posted for so far, and how many arrived.
-        reader: the thread that receives; the owner starts it.
     """
 
     def __init__(
@@ -125,9 +124,8 @@ class LinkConnection:
                 if length != into.nbytes:
                     raise ValueError(f"it sent {length} bytes where {into.nbytes} are due")
                 self._fill(into)
-                if self._take is None:
-                    self.received += 1
-                else:
+                self.received += 1
+                if self._take is not None:
                     self._take(self, Kind(kind), bytes(into))
                 del into  # the caller's array is kept alive by it
                 self._moved(self, True)
@@ -136,8 +134,7 @@ class LinkConnection:
 
     def _fill(self, into: memoryview) -> None:
         while into:
-            got = self.sock.recv_into(into)
-            if not got:
+            if not (got := self.sock.recv_into(into)):
                 raise EOFError
             into = into[got:]
             self._moved(self, False)

@@ -10,8 +10,7 @@ connection prove that they have the run's key:
     server → client   why it refuses the client, or nothing, and such an HMAC
 
 The client proves itself first, so a stranger learns only that Outcore listens. The HMACs of client and server cover
-different words, so neither message can be sent back. This neither encrypts the connection nor detects changes on the
-way.
+different words, so neither message can be sent back.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from outcore.text import one_line
 from ..link_protocol import LinkLimits
 
 CONTROL, DATA = "control", "data"
-RETRY_S = 0.1
-POLL_S = 0.02
+RETRY_S = 0.05
 # Handshakes at the same time. The oldest makes room for the next, so that silent strangers keep no rank out.
 MOST_GREETED = 32
 MAGIC = b"OUTCLINK"
@@ -75,10 +73,6 @@ class Identity:
     key: bytes
     version: str
 
-    @property
-    def size(self) -> int:
-        return len(self.addresses)
-
     def who(self, *ranks: int) -> str:
         """Returns ranks as errors name them."""
         return ", ".join(f"rank {rank} ({self.names[rank]})" for rank in ranks)
@@ -94,7 +88,7 @@ class Meeting:
         self.there: dict[tuple[int, str], socket.socket] = {}
         self._refused = ""
         self._end = time.monotonic() + limits.start
-        higher, purposes = range(me.rank + 1, me.size), (CONTROL, DATA)[bool(me.rank) :]
+        higher, purposes = range(me.rank + 1, len(me.addresses)), (CONTROL, DATA)[bool(me.rank) :]
         self._wanted = {(peer, purpose) for peer in higher for purpose in purposes}
         self._listener = listener or listen(me.addresses[me.rank], me.who(me.rank))
 
@@ -106,7 +100,7 @@ class Meeting:
                 for purpose in (CONTROL, DATA) if peer == 0 else (DATA,):
                     await self._connect(peer, purpose)
             while (missing := self._wanted - self.there.keys()) and self._left_s() > 0:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(RETRY_S)
             if missing:
                 why = f"; last refused: {self._refused}" if self._refused else ""
                 raise self._absent({peer for peer, _ in missing}, why)
@@ -118,7 +112,7 @@ class Meeting:
         me, why = self._me, ""
         while (left := self._left_s()) > 0:
             within_s = min(left, self._limits.handshake)
-            facts = Facts(me.version, me.run, me.size, me.rank, peer, purpose)
+            facts = Facts(me.version, me.run, len(me.addresses), me.rank, peer, purpose)
             try:
                 with await asyncio.to_thread(socket.create_connection, me.addresses[peer], within_s) as sock:
                     sock.setblocking(False)
@@ -170,13 +164,13 @@ class Meeting:
     def _judge(self, theirs: Facts) -> str:
         """Returns why a client that has the key is refused; empty: it is not."""
         me = self._me
-        if theirs.run != me.run:
-            return "another run"
         if theirs.version != me.version:
             return f"Outcore {theirs.version} there, {me.version} here: install the same version on all hosts"
-        place = theirs.rank, theirs.purpose
-        if (theirs.size, theirs.to) != (me.size, me.rank) or place not in self._wanted:
-            return f"rank {theirs.rank} of {theirs.size} for rank {theirs.to}, at rank {me.rank} of {me.size}"
+        same = (theirs.run, theirs.size, theirs.to) == (me.run, len(me.addresses), me.rank)
+        if not same or (theirs.rank, theirs.purpose) not in self._wanted:
+            return (
+                f"it is of another run, or rank {theirs.rank} of {theirs.size} at rank {me.rank}, its rank {theirs.to}"
+            )
         return "" if self._vacant(theirs) else f"there is a rank {theirs.rank} already"
 
     def _vacant(self, theirs: Facts) -> bool:
@@ -252,10 +246,7 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
                 if reason := await receive():
                     raise RefusedError(reason)
                 return role
-            try:
-                theirs = Facts(*json.loads(await receive()))
-            except (ValueError, TypeError) as e:
-                raise HandshakeError("what it says of itself cannot be read") from e
+            theirs = Facts(*json.loads(await receive()))
             await send(reason := role(theirs))
             if reason:
                 raise HandshakeError(reason)

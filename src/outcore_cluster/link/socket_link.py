@@ -30,7 +30,7 @@ from outcore.text import one_line, printable
 from ..link_protocol import LinkLimits
 from .connection import Kind, LinkConnection
 from .meeting import DATA, Identity, Meeting
-from .verdict import DEVICE, GONE, LEFT, Blame, Movement, Sign, broke, silent, stuck
+from .verdict import DEVICE, GONE, Blame, Movement, Sign, broke, silent, stuck
 
 # Bytes in front of a gathered value: how many agreed values the sender has taken.
 COUNT = 8
@@ -38,7 +38,6 @@ COUNT = 8
 POLL_S = 0.05
 # Seconds that a verdict may come after a connection for messages broke, before the rank at its other end is blamed.
 REPORT_S = 0.2
-TELL_S = 0.5
 
 
 @dataclass
@@ -70,14 +69,12 @@ class Receive:
 
 
 class SocketLink:
-    """One rank's link (``Link``). The constructor returns when all ranks are connected.
-
-    All methods, and the constructor, raise ``LinkError`` once the run has failed.
+    """One rank's link (``Link``). The constructor returns when all ranks are connected. It and all methods raise
+    ``LinkError`` once the run has failed.
 
     Args:
         listener: the socket that other ranks connect to; None: one is made at this rank's address.
-        leave: ends the process ``LinkLimits.grace`` after the run has failed; None, for links that share a process:
-            nothing.
+        leave: ends the process ``LinkLimits.grace`` after the run has failed; None: links share a process.
         alone: called every second; returns a reason to end, such as a launcher that is gone.
     """
 
@@ -89,7 +86,7 @@ class SocketLink:
         leave: Callable[[int], None] | None = os._exit,
         alone: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.rank, self.size, self.host = me.rank, me.size, me.names[me.rank]
+        self.rank, self.size, self.host = me.rank, len(me.addresses), me.names[me.rank]
         self._me, self._limits, self._leave = me, limits or LinkLimits(), leave
         self.fault: LinkError | None = None
         self._told = self._closed = False  # an exception has reported the fault; ``close`` was called
@@ -158,7 +155,6 @@ class SocketLink:
         return values
 
     def check(self) -> None:
-        self._movement.note()
         if self.fault is not None:
             self._told = True
             raise LinkError(str(self.fault), self.fault.rank)  # a new one, as a traceback grows with each raise
@@ -193,8 +189,6 @@ class SocketLink:
     def wait_for(self, done: Callable[[], object], rank: int, due: bool) -> None:
         """Waits for something from a rank, and says so in heartbeats; ``due``: only work of that rank can bring it.
         Handles held signals."""
-        if done():
-            return
         with self._movement.waiting(rank, due):
             while True:
                 ended = not due and self._peers[rank].ended  # before a look at what it has sent
@@ -204,9 +198,8 @@ class SocketLink:
                     if done():
                         return
                 if ended:
-                    self._blame(Blame(rank, LEFT))
-                if self.fault is not None:
-                    self.check()
+                    self._blame(Blame(rank, GONE))
+                self.check()
                 interrupts.check()
 
     def _value(self, kind: Kind, rank: int) -> bytes:
@@ -231,10 +224,7 @@ class SocketLink:
         with self._changed:
             if self.fault is not None or self._closing.is_set():
                 return
-            if blame.what == GONE and blame.rank in self._peers and self._peers[blame.rank].ended:
-                blame = Blame(blame.rank, LEFT)
-            if self.rank == 0:  # told before the main thread may end the process
-                self._tell(Kind.BLAME, json.dumps(blame).encode())
+            self._tell(Kind.BLAME, json.dumps(blame).encode())  # before the main thread may end the process
             self.fault = LinkError(f"{self._me.who(blame.rank)}: {blame.what}", blame.rank)
             self._changed.notify_all()
         if self._leave is not None:
@@ -245,7 +235,7 @@ class SocketLink:
         time.sleep(self._limits.grace)
         line = f"{printable(f'outcore: {self.fault}')}\n".encode(errors="backslashreplace")
         # Python's own streams may be locked for ever, and the reader of standard error may have stopped.
-        if not self._told and select.select([], [2], [], TELL_S)[1]:
+        if not self._told and select.select([], [2], [], 0.5)[1]:
             os.write(2, line)
         leave(1)
 
@@ -255,11 +245,10 @@ class SocketLink:
             self._tell(Kind.BEAT, json.dumps(sign).encode())
             peers = {rank: peer for rank, peer in self._peers.items() if not peer.gone}
             heard = {rank: peer.heard_at for rank, peer in peers.items()}
-            blame = silent(heard, time.monotonic(), self._limits.silence)
+            reason, found = alone(), silent(heard, time.monotonic(), self._limits.silence)
+            blame = Blame(self.rank, reason) if reason else found
             if blame is None and self.rank == 0:
                 blame = stuck({0: sign} | {rank: peer.sign for rank, peer in peers.items()}, self._limits.stall)
-            if blame is None and (reason := alone()) is not None:
-                blame = Blame(self.rank, reason)
             if blame is not None and self.fault is None:
                 self._blame(blame)
             if self._closing.wait(self._limits.beat):
@@ -288,13 +277,11 @@ class SocketLink:
 
     def _take(self, connection: LinkConnection, kind: Kind, payload: bytes) -> None:
         peer = self._peers[connection.rank]
-        peer.heard_at = max(peer.heard_at, time.monotonic())
+        peer.heard_at = time.monotonic()
         if kind == Kind.BEAT:
-            peer.sign, peer.heard_at = Sign(*json.loads(payload)), time.monotonic()
+            peer.sign = Sign(*json.loads(payload))
         elif kind == Kind.BLAME:
             rank, what = json.loads(payload)
-            if rank not in range(self.size):
-                raise ValueError(f"a verdict on rank {rank!r} of {self.size}")
             self._decide(Blame(rank, one_line(str(what))))
         elif kind == Kind.BYE:
             peer.ended = peer.gone = True

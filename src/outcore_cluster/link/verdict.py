@@ -12,10 +12,8 @@ from outcore.text import one_line
 
 NOBODY, DEVICE = -1, -2
 GONE = "its process has ended, or its connection broke"
-LEFT = "has ended, while others wait for it"
 # Processor seconds per second from which a process counts as working; a waiting one takes less than 0.005.
 BUSY = 0.02
-_IO = Path("/proc/self/io")
 
 
 class Blame(NamedTuple):
@@ -48,7 +46,7 @@ class Sign(NamedTuple):
 
 def work_of_process() -> tuple[float, int]:
     try:
-        read = int(_IO.read_text().partition("\nread_bytes: ")[2].split()[0])
+        read = int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0])
     except (OSError, LookupError, ValueError):
         read = 0  # macOS has no such file
     return time.process_time() - time.thread_time(), read
