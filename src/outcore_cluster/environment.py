@@ -43,11 +43,11 @@ KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
 ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
 PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
+# The variable by which the environment selects a backend of mx.distributed.
 NAMED_BY = {"jaccl": "MLX_JACCL_COORDINATOR", "nccl": "NCCL_HOST_IP", "mpi": "OMPI_COMM_WORLD_SIZE"}
-"""The variable by which the environment selects a backend of mx.distributed."""
 ALL = (RANK, HOSTFILE, BACKEND, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
+# Least bytes of a key; a shorter one could be guessed by a listener on the network.
 LEAST_KEY = 16
-"""Least bytes of a key; a shorter one could be guessed by a listener on the network."""
 MOST_BYTES = 1 << 20
 
 

@@ -17,11 +17,11 @@ from .link_times import LinkTimes
 from .rank_share import RankShare
 from .timing import RankStage, pass_ends, steady_s
 
+# The place of work after the last layer.
 BEHIND = 1 << 30
-"""The place of work after the last layer."""
 
+# Fields of a ``RankPart`` that the JSON for users leaves out.
 OUTSIDE = "token", "prompt"
-"""Fields of a ``RankPart`` that the JSON for users leaves out."""
 
 
 @dataclass(frozen=True)

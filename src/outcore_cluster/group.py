@@ -27,12 +27,12 @@ from .link_times import LinkTimes, measure_link
 from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
 
+# Chunk lengths in tokens that are tried for prompts over several ranks. Shorter ones cost more computing than they
+# save waiting.
 STEPS = 32, 64, 128, 256, 512
-"""Chunk lengths in tokens that are tried for prompts over several ranks. Shorter ones cost more computing than they
-save waiting."""
 
+# Shorter chunks than planned are used if they take less than this part of the time to the first token.
 WORTH = 0.9
-"""Shorter chunks than planned are used if they take less than this part of the time to the first token."""
 
 
 @dataclass(eq=False)

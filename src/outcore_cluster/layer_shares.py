@@ -24,14 +24,14 @@ class RankMeans:
     compute_rate: float = 1e10
 
 
+# Numbers of layers that follow each other on one rank if layers alternate.
 WINDOWS = (1, 2, 4)
-"""Numbers of layers that follow each other on one rank if layers alternate."""
 
+# Slots of each rank's ring.
 SLOTS = 3
-"""Slots of each rank's ring."""
 
+# Assumed seconds from one rank to another if they were not measured.
 HOP_S = 0.0005
-"""Assumed seconds from one rank to another if they were not measured."""
 
 
 def share_layers(

@@ -22,8 +22,8 @@ from outcore.machine.allocator import clear_cache
 
 from .agreement import RankAgreement
 
+# What follows once sequences have joined and left: a step, a pause, or the end.
 STEP, REST, END = "step", "rest", "end"
-"""What follows once sequences have joined and left: a step, a pause, or the end."""
 
 
 class RankLeader:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from .link_protocol import Link
 
+# Bytes of a message that shows latency, and of one that shows the rate, and the round trips of each. One more goes
+# before: threads wake up then, and TCP windows open.
 SMALL, LARGE = (64, 12), (250_000, 3)
-"""Bytes of a message that shows latency, and of one that shows the rate, and the round trips of each. One more goes
-before: threads wake up then, and TCP windows open."""
 
+# Bytes per second of a link that took no time at all.
 MOST = 1e12
-"""Bytes per second of a link that took no time at all."""
 
 
 @dataclass(frozen=True)

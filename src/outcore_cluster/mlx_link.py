@@ -20,8 +20,8 @@ import numpy as np
 from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 
+# The kind of a message that is a value; 0 is data.
 VALUE = 1
-"""The kind of a message that is a value; 0 is data."""
 
 
 class _Arrival:

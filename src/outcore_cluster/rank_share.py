@@ -28,8 +28,8 @@ from .transport import RankTransport
 if TYPE_CHECKING:
     from .forecast import RanksPlan
 
+# Hidden states of a prompt's chunk that the link needs memory for: two that arrive, and one that is sent.
 BUFFERS = 3
-"""Hidden states of a prompt's chunk that the link needs memory for: two that arrive, and one that is sent."""
 
 
 @dataclass(frozen=True)

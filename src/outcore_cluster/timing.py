@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from .link_times import LinkTimes
 
+# Passes until the rings are in step, and passes whose mean counts.
 BEFORE, COUNTED = 3, 2
-"""Passes until the rings are in step, and passes whose mean counts."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .forecast import RanksPlan
     from .rank_share import RankShare
 
+# Tokens of an answer without a limit.
 ENDLESS = 2**62
-"""Tokens of an answer without a limit."""
 
 
 class RankRoom(RankAgreement):

@@ -22,8 +22,8 @@ from outcore.modules.hooks import arrays_in, swap, unswap
 from outcore.modules.layers import Layer
 from outcore.modules.mlx_lm_compat import BaseCache
 
+# A layer, and the number of one of its output arrays.
 Leaf = tuple[int, int]
-"""A layer, and the number of one of its output arrays."""
 
 
 @dataclass(frozen=True)

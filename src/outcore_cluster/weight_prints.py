@@ -23,8 +23,8 @@ from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, read_smal
 from .link_protocol import Link
 
 OWN_CODE, CONFIG, SMALL_FILES = "model_file", "config", "small files"
+# Files next to the weights that decide a prompt's tokens; ``pack`` copies them.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Files next to the weights that decide a prompt's tokens; ``pack`` copies them."""
 APPLIED = "fine_tune_type", "num_layers", "lora_parameters"
 DIFFERENCES = {
     OWN_CODE: "other code of the model's own",

@@ -15,9 +15,10 @@ from outcore.checks import choice, real, whole
 from outcore.errors import UsageError
 from outcore.options import LoadOptions
 
+# The way of reading for each of its ways to drop what was read: around the page cache, or through it.
 EVICTION = {"free": "auto", "dontneed": "auto", "none": "cached"}
-"""The way of reading for each of its ways to drop what was read: around the page cache, or through it."""
 
+# Its fields, and their defaults there.
 DEFAULTS: dict[str, Any] = {
     "enabled": False, "ram_budget_gb": 2.0, "eviction_strategy": "free", "n_io_threads": 4, "pipeline_depth": 2,
     "prefetch_layers": 2, "max_kv_size": None, "kv_keep": 250, "kv_bits": None, "kv_cache_quantized": False,
@@ -29,14 +30,13 @@ DEFAULTS: dict[str, Any] = {
     "max_safe_context_tokens": 512, "disk_kv_enabled": False, "disk_kv_dir": "", "disk_kv_max_tokens": None,
     "kv_cache_dir": None,
 }  # fmt: skip
-"""Its fields, and their defaults there."""
 
+# The fields that work here. The others would change answers, or have no counterpart.
 MEANT = frozenset({
     "enabled", "ram_budget_gb", "eviction_strategy", "n_io_threads", "pipeline_depth", "prefetch_layers", "max_kv_size",
     "kv_bits", "kv_cache_quantized", "kv_cache_bits", "prefill_chunk_size", "pipelined_execution", "disk_kv_enabled",
     "disk_kv_dir", "kv_cache_dir",
 })  # fmt: skip
-"""The fields that work here. The others would change answers, or have no counterpart."""
 
 _Fields: Any = dataclasses.make_dataclass(
     "_Fields",

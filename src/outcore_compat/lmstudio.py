@@ -35,14 +35,14 @@ from .swapped_names import SwappedNames
 
 __all__ = ["FlashConfig", "apply_flash_patch", "remove_flash_patch"]
 
+# Configuration keys of models that take more than text.
 SEES = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
-"""Configuration keys of models that take more than text."""
 
 _log = logging.getLogger("outcore.integrations")
 
 
+# Undoes what the applied configuration has put in place.
 _applied = ExitStack()
-"""Undoes what the applied configuration has put in place."""
 
 
 def apply_flash_patch(config: FlashConfig | None = None) -> None:

@@ -163,6 +163,7 @@ class RefusingBatchGenerator(BatchGenerator):
         return super().__new__(cls)
 
 
+# mlx-lm's names, and their replacements.
 PAIRS: tuple[tuple[Any, Any], ...] = (
     (their_load, load),
     (their_stream_generate, stream_generate),
@@ -171,4 +172,3 @@ PAIRS: tuple[tuple[Any, Any], ...] = (
     (BatchGenerator, RefusingBatchGenerator),
     (LRUPromptCache, BoundedPromptCache),
 )
-"""mlx-lm's names, and their replacements."""

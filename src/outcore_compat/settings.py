@@ -24,8 +24,8 @@ from outcore.plan.joint_plan import NONE
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
+# Loads a model by these options; the model comes first in what it returns.
 Load = Callable[[LoadOptions], tuple[Any, ...]]
-"""Loads a model by these options; the model comes first in what it returns."""
 
 
 class SharedBudget:
@@ -104,8 +104,8 @@ class PatchSettings:
     budget: SharedBudget = field(default_factory=SharedBudget)
 
 
+# The patches of this process; the last one counts. Changed under ``applied_lock``.
 applied: list[PatchSettings] = []
-"""The patches of this process; the last one counts. Changed under ``applied_lock``."""
 applied_lock = threading.RLock()
 
 

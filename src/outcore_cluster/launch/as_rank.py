@@ -47,6 +47,7 @@ def leave_out(args: argparse.Namespace) -> None:
         args.prefix_cache = "off"
 
 
+# Flags that all ranks must have alike: otherwise numbers or ends of texts would differ unnoticed.
 SAME = (
     "prefill_step_size",
     "dtype",
@@ -56,7 +57,6 @@ SAME = (
     "max_kv_size",
     "max_tokens",
 )
-"""Flags that all ranks must have alike: otherwise numbers or ends of texts would differ unnoticed."""
 
 
 def check_same(link: Link, command: str, args: argparse.Namespace) -> None:

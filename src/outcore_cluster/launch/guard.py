@@ -36,11 +36,11 @@ from outcore.text import one_line
 from .. import environment as names
 
 SILENCE_S = 5.0
+# Seconds between SIGTERM and SIGKILL.
 TERM_S = 0.5
-"""Seconds between SIGTERM and SIGKILL."""
 POLL_S = 0.1
+# Packages of which all hosts must have the same version.
 PACKAGES = ("outcore", "mlx", "mlx-lm")
-"""Packages of which all hosts must have the same version."""
 
 
 class RankGuard:

@@ -33,14 +33,14 @@ from .guard import PACKAGES
 from .hosts import Host, find_hosts, remote_command, variable_of
 from .processes import Rank, RankProcesses, how
 
+# Seconds within which a host's guard must answer, also from a cold disk.
 READY_S = 20.0
-"""Seconds within which a host's guard must answer, also from a cold disk."""
+# Seconds within which all ranks must be connected; their guards run by then.
 START_S = 7
-"""Seconds within which all ranks must be connected; their guards run by then."""
+# Seconds within which a second Ctrl-C ends all ranks at once.
 TWICE_S = 3.0
-"""Seconds within which a second Ctrl-C ends all ranks at once."""
+# Last lines shown of a rank that failed.
 LINES_SHOWN = 5
-"""Last lines shown of a rank that failed."""
 
 
 def run(args: argparse.Namespace) -> int:

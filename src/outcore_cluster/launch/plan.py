@@ -19,8 +19,8 @@ from outcore_cluster.forecast import RankPart, RanksPlan
 from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare
 
+# Which layers a machine gets depends on its measurements, so it may then have kinds that were not measured.
 TURNS = 2
-"""Which layers a machine gets depends on its measurements, so it may then have kinds that were not measured."""
 LAYOUTS = {
     "in turn": "Layers lie in turn: each machine reads its next one while another computes.",
     "in blocks": "Layers lie in blocks: each machine's follow each other, so that little goes between them.",

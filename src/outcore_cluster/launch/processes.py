@@ -19,19 +19,19 @@ from outcore.text import printable
 from .guard import SILENCE_S, is_stopped
 from .hosts import Host
 
+# Last lines kept of a rank's output.
 LINES = 20
-"""Last lines kept of a rank's output."""
 BEAT_S = 1.0
+# Seconds that other ranks have to end by themselves once one has failed.
 PARTING_S = 1.5
-"""Seconds that other ranks have to end by themselves once one has failed."""
+# Seconds that guards have to end their ranks.
 LET_GO_S = 1.0
-"""Seconds that guards have to end their ranks."""
+# Seconds that the other ranks have to end once rank 0 is done.
 FINISH_S = 30.0
-"""Seconds that the other ranks have to end once rank 0 is done."""
+# Seconds that a guard's last output may come after its end.
 WORDS_S = 1.0
-"""Seconds that a guard's last output may come after its end."""
+# The exit status of a shell, and of ssh, if there is no such program.
 NOT_FOUND = 127
-"""The exit status of a shell, and of ssh, if there is no such program."""
 
 
 class Rank:

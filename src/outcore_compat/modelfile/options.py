@@ -17,15 +17,16 @@ from outcore.text import meant, shortened
 from .syntax import UNSUPPORTED, Instruction, LineError, decoded, parse
 from .template import GoTemplate, parse_template
 
+# Most bytes of a Modelfile.
 LONGEST = 1 << 20
-"""Most bytes of a Modelfile."""
 
+# Most characters of a stop string; as many may be held back.
 LONGEST_STOP = 1000
-"""Most characters of a stop string; as many may be held back."""
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
 NUMBER = re.compile(r"[+-]?([0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})([eE][+-]?[0-9]{1,4})?")
 
+# Ollama's parameters that are applied, with the least and the most; the types of these are the parameter's.
 PARAMETERS: dict[str, tuple[float, float]] = {
     "num_ctx": (1, COUNT),
     "num_predict": (-2, COUNT),
@@ -40,7 +41,6 @@ PARAMETERS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-1e6, 1e6),
     "draft_num_predict": (0, 1024),
 }
-"""Ollama's parameters that are applied, with the least and the most; the types of these are the parameter's."""
 
 
 @dataclass(frozen=True)

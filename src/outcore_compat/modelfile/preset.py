@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from outcore.serve.api import Defaults
     from outcore.serve.service import ModelService
 
+# What a Modelfile may give, and the flag that gives the same.
 FLAGS = {
     "model": "model",
     "adapter": "adapter_path",
@@ -37,7 +38,6 @@ FLAGS = {
     "seed": "seed",
     "draft_num_predict": "num_draft_tokens",
 }
-"""What a Modelfile may give, and the flag that gives the same."""
 
 
 def add_flag(parser: ArgumentParser) -> None:

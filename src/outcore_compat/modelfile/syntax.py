@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from outcore.errors import UsageError
 from outcore.text import meant, shortened
 
+# Instructions that cannot be applied, and why.
 UNSUPPORTED = {
     "renderer": "code that is built into Ollama; leave it out, and the model's own chat template is used",
     "parser": "code that is built into Ollama; leave it out",
     "requires": "a version of Ollama, which this is not; leave it out",
 }
-"""Instructions that cannot be applied, and why."""
 
 INSTRUCTIONS = (
     "from", "parameter", "system", "template", "message", "adapter", "license", "draft", *UNSUPPORTED,
 )  # fmt: skip
 
+# Instructions of two words or more.
 EXAMPLES = {"parameter": "PARAMETER temperature 0.7", "message": "MESSAGE user Why is the sky blue?"}
-"""Instructions of two words or more."""
 
 ROLES = ("system", "user", "assistant")
 
+# Characters that text does not contain.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""Characters that text does not contain."""
 
 
 class LineError(UsageError):

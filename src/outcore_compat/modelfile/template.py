@@ -14,17 +14,17 @@ from outcore.text import shortened
 
 from .syntax import Instruction, LineError
 
+# Most characters of a template.
 LONGEST = 1 << 16
-"""Most characters of a template."""
 
+# Deepest nesting of conditions; Python limits that of the code that Jinja compiles.
 DEEPEST = 20
-"""Deepest nesting of conditions; Python limits that of the code that Jinja compiles."""
 
 SPACE = r"[ \t\r\n]"
+# An action in braces, with the white space that it trims.
 ACTION = re.compile(
     rf"(?:(?<!{SPACE}){SPACE}*\{{\{{-(?={SPACE})|\{{\{{)(.*?)(?:(?<={SPACE})-\}}\}}{SPACE}*|\}}\}})", re.DOTALL
 )
-"""An action in braces, with the white space that it trims."""
 FIELD = re.compile(r"\.(System|Prompt|Response)")
 IF = re.compile(rf"if (not )?{FIELD.pattern}")
 
@@ -50,6 +50,7 @@ class GoTemplate:
 
 MARK = "\x02.Response\x03"
 
+# Ollama's rule for templates of one turn (template/template.go, Execute and collate).
 CONVERSATION = """\
 {%%- macro turn(System, Prompt, Response, mark="") -%%}%(turn)s{%%- endmacro -%%}
 {%%- set now = namespace(system="", prompt="", response="", role="") -%%}
@@ -79,7 +80,6 @@ CONVERSATION = """\
 {%%- endset -%%}
 {{- ("" if text.startswith(%(begin)s) else %(begin)s) ~ text -}}
 """
-"""Ollama's rule for templates of one turn (template/template.go, Execute and collate)."""
 
 
 def parse_template(instruction: Instruction) -> GoTemplate:
