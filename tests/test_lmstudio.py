@@ -18,8 +18,7 @@ import pytest
 
 import outcore
 from outcore import UsageError
-from outcore_compat.flash_config import DEFAULTS, MEANT, FlashConfig
-from outcore_compat.lmstudio import apply_flash_patch, remove_flash_patch
+from outcore_compat.lmstudio import DEFAULTS, MEANT, FlashConfig, apply_flash_patch, remove_flash_patch
 from outcore_compat.mlx_lm import remove_patch
 
 PROMPT = "def f(x):\n"
