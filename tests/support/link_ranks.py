@@ -27,7 +27,7 @@ def handshake(sock: socket.socket, *more: Any) -> Facts:
 
 def facts(me: Identity, purpose: str) -> Facts:
     """What a rank tells rank 0 of itself."""
-    return Facts(me.version, me.run, me.size, me.rank, 0, purpose)
+    return Facts(me.version, me.run, len(me.addresses), me.rank, 0, purpose)
 
 
 def identities(size: int, run: str = "test") -> tuple[list[Identity], list[socket.socket]]:
