@@ -30,10 +30,10 @@ from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import SPLIT
 from outcore.decode.preparation import prepare
 from outcore.machine.device import on_cpu
-from outcore.modules.call_values import handles
+from outcore.modules.hooks import handles
 from outcore_calibrate.layer_times import decode_gbps
+from outcore_packs.codings import SplitDecoder, side_table_of
 from outcore_packs.full_copy import pack_model
-from outcore_packs.split_exponents import SplitDecoder, side_table_of
 from result_file import write_result
 
 TURNS = 5

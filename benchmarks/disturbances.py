@@ -40,7 +40,7 @@ from outcore.decode.prompt import cached_tokens
 from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.decode.speculative.drafting import Drafting
 from outcore.disk import reader as reader_module
-from outcore.disk.chunk import read_chunk
+from outcore.disk.open_file import read_chunk
 from result_file import document_of
 from stand_ins import Oracle, TokensOnly
 

@@ -21,9 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import _support  # noqa: F401
 import outcore
 from outcore.machine.device import on_cpu
-from outcore.modules.call_values import handles
+from outcore.modules.hooks import handles
 from outcore_drafts.nested_layers import nested_modules
-from outcore_packs.code_planes import _joined, high_plane, joined, low_plane
+from outcore_packs.stored_planes import _joined, high_plane, joined, low_plane
 from result_file import write_result
 
 CUTS = ((4, 2), (4, 3), (8, 3), (8, 4), (6, 2), (6, 3), (5, 3), (3, 2))

@@ -27,7 +27,7 @@ from outcore.calibration import calibration_file
 from outcore.calibration.calibration_file import load_calibration, store_calibration
 from outcore.cli.main import main
 from outcore.decode.preparation import Preparation, prepare
-from outcore.disk import chunk
+from outcore.disk import open_file
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader
 from outcore.disk.ring import Slot
@@ -486,7 +486,7 @@ def test_a_disk_that_is_very_slow_is_measured_in_the_same_time(
     tmp_path: Path, brief: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked for is no more than it reads in the time that there is, and what was measured by then is used."""
-    rate, fill, turn = 20e6, chunk.fill, threading.Lock()
+    rate, fill, turn = 20e6, open_file.fill, threading.Lock()
 
     def slowly(*args: Any, **kwargs: Any) -> int:
         with turn:
@@ -500,7 +500,7 @@ def test_a_disk_that_is_very_slow_is_measured_in_the_same_time(
         os.truncate(tmp_path / "file", 2 << 30)
         yield tmp_path / "file"
 
-    monkeypatch.setattr(chunk, "fill", slowly)
+    monkeypatch.setattr(open_file, "fill", slowly)
     monkeypatch.setattr(calibrate, "scratch_file", sparse)
     monkeypatch.setattr(calibrate, "decode_gbps", lambda *_: 1.0)
     monkeypatch.setattr(disk, "POINT_S", 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from outcore_packs.code_planes import BITS, high_plane, joined, low_plane
+from outcore_packs.stored_planes import BITS, high_plane, joined, low_plane
 
 
 def unpacked(words: mx.array, bits: int) -> mx.array:

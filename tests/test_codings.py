@@ -25,8 +25,8 @@ from outcore.decode import preparation
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
 from outcore_calibrate.layer_times import decode_gbps
+from outcore_packs.codings import SPLITTING_SOURCE, SplitDecoder, side_table_of
 from outcore_packs.full_copy import pack_model
-from outcore_packs.split_exponents import SPLITTING_SOURCE, SplitDecoder, side_table_of
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(40)]
@@ -280,7 +280,7 @@ def test_plain_copies_are_as_before(made: Path) -> None:
 
 
 def test_without_the_package_a_copy_is_refused_by_its_codings_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outcore.checkpoint.codings.modules", lambda _: {})
+    monkeypatch.setattr("outcore.checkpoint.packed_store.modules", lambda _: {})
     with pytest.raises(StoreError, match="packed with --coding compact, which needs the package outcore_packs"):
         open_packed(made / "compact")
     assert not prepare(made / "plain", memory="1GB").profile.lazy.decoders

@@ -12,8 +12,7 @@ from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
 from outcore.modules.cache_rollback import Snapshot
-from outcore.modules.call_values import caches_in
-from outcore.modules.hooks import arrays_in
+from outcore.modules.hooks import arrays_in, caches_in
 from outcore_cluster.foreign import advance
 from outcore_cluster.watched_pass import Advance
 

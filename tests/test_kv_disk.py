@@ -33,7 +33,7 @@ from outcore.decode.passes import MLX_LM_STEP, KvBits
 from outcore.decode.preparation import prepare
 from outcore.errors import BudgetError, ClosedError, ReadError, StoreError, UsageError
 from outcore.modules.cache_check import check_cache
-from outcore.modules.call_values import flat
+from outcore.modules.hooks import flat
 from outcore.options import LoadOptions
 from outcore_kv.cache_store import Offloaded
 from outcore_kv.scratch import Scratch

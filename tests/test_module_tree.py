@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import zoo
-from outcore.modules.module_tree import modules, named_modules, named_parameters
+from outcore.modules.layers import modules, named_modules, named_parameters
 from outcore_drafts.low_bit_copy import copied
 
 

@@ -23,7 +23,7 @@ from outcore.modules.split_linear import split_rows
 from outcore_drafts import nested_layers
 from outcore_drafts.nested_layers import nested_modules
 from outcore_drafts.nested_linear import LOW, NestedLinear, coarsen, nest
-from outcore_packs.code_planes import BITS, high_plane, joined, joining_source, low_plane
+from outcore_packs.stored_planes import BITS, high_plane, joined, joining_source, low_plane
 from stand_ins import TokensOnly
 
 IDS = [3 + (7919 * i) % 50 for i in range(70)]

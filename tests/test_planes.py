@@ -22,9 +22,8 @@ from outcore.checkpoint.packed_store import open_packed
 from outcore.decode.preparation import prepare
 from outcore.errors import StoreError
 from outcore_drafts.nested_layers import nested_modules
-from outcore_packs.code_planes import BITS, high_words, low_plane
 from outcore_packs.full_copy import pack_model
-from outcore_packs.stored_planes import Planes
+from outcore_packs.stored_planes import BITS, Planes, high_words, low_plane
 from stand_ins import TokensOnly
 from test_nested import IDS, expected, same
 

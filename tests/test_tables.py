@@ -17,7 +17,7 @@ from outcore.checkpoint.packed_store import open_model
 from outcore.disk.reader import RowReader
 from outcore.engine import engine
 from outcore.engine.layer_sizes import Place
-from outcore.engine.vocabulary import SLICE_STEP, StreamedTable, Table
+from outcore.engine.streamed_layers import SLICE_STEP, StreamedTable, Table
 from outcore.engine.whole_profile import profile_of
 from outcore.errors import ReadError
 from outcore.modules.layers import find_layers, find_tables

@@ -22,7 +22,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.engine.model_profile import ModelProfile
-from outcore.engine.vocabulary import SLICE_STEP, Table
+from outcore.engine.streamed_layers import SLICE_STEP, Table
 from outcore.errors import CalibrationError
 from outcore.machine.allocator import Needs, clear_cache, limits
 from outcore.machine.device import on_cpu
@@ -32,7 +32,7 @@ from outcore.modules.layers import Parameter
 from outcore.modules.split_linear import split_rows
 from outcore.plan.machine_profile import TOKENS
 from outcore.sizes import format_size
-from outcore_packs.split_exponents import EXPONENTS, SplitDecoder
+from outcore_packs.codings import EXPONENTS, SplitDecoder
 
 # Timings of each kind of layer for a number of tokens, where there is time.
 SAMPLES = 6

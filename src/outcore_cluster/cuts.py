@@ -17,8 +17,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.modules.cache_form import FEW
-from outcore.modules.call_values import flat
-from outcore.modules.hooks import put
+from outcore.modules.hooks import flat, put
 from outcore.modules.layers import Layer
 from outcore.modules.stand_ins import Casts, restored, stand_ins
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from outcore.engine.layer_sizes import nbytes, resident_bytes
 from outcore.engine.model_profile import ModelProfile
 from outcore.engine.session import Session
-from outcore.engine.vocabulary import Table
+from outcore.engine.streamed_layers import Table
 from outcore.modules.hooks import put
 from outcore.modules.layers import Layer, Parameter
 from outcore.plan.model_size import ModelSize

@@ -19,13 +19,12 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from outcore.disk.metrics import Metrics
-from outcore.engine.recorded_pass import Leaving, Recorded, RecordedPass
+from outcore.engine.executor import Leaving, Recorded, RecordedPass
 from outcore.engine.seams import PassRecorder
+from outcore.engine.streamed_layers import no_product
 from outcore.engine.undo import Moved, Undo
-from outcore.engine.vocabulary import no_product
 from outcore.errors import LinkError
-from outcore.modules.call_values import caches_in, handles
-from outcore.modules.hooks import handle, swap, unswap
+from outcore.modules.hooks import caches_in, handle, handles, swap, unswap
 
 from .cuts import Cuts, LayerCall, Shape, filled
 from .foreign import advance

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from outcore.decode.scheduler import Scheduler
-from outcore.engine.recorded_pass import Recorded, RecordedPass, Wanted, in_turn
+from outcore.engine.executor import Recorded, RecordedPass, Wanted, in_turn
 from outcore.engine.session import Session
 from outcore.engine.transport import Fit, HasRoom, Transport
 from outcore.errors import BudgetError, PromptError, UsageError

@@ -17,8 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from outcore.modules.call_values import caches_in
-from outcore.modules.hooks import arrays_in, swap, unswap
+from outcore.modules.hooks import arrays_in, caches_in, swap, unswap
 from outcore.modules.layers import Layer
 from outcore.modules.mlx_lm_compat import BaseCache
 

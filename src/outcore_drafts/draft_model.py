@@ -27,7 +27,7 @@ from outcore.errors import CheckpointError, UsageError, called
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.small_files import CONFIG_BYTES, TOKENIZER_BYTES, parse_json, read_small
 from outcore.modules.cache_rollback import Snapshot
-from outcore.modules.call_values import handles
+from outcore.modules.hooks import handles
 from outcore.options import LoadOptions
 from outcore.plan.joint_plan import NONE, Draft
 from outcore.plan.planner import resident_budget

@@ -2,7 +2,7 @@
 architecture.
 
 Embeddings, norms and the head are shared with the model; where the head is streamed, the copy has a low-bit one. If the
-model is quantized already, the copy takes the codes' high bits (``code_planes``), which guess better than codes that
+model is quantized already, the copy takes the codes' high bits (``stored_planes``), which guess better than codes that
 are rounded once more.
 """
 
@@ -31,10 +31,9 @@ from outcore.errors import StoreError
 from outcore.machine.cache_folder import keep
 from outcore.machine.device import on_cpu
 from outcore.machine.random_state import random_state_kept
-from outcore.modules.layers import find_layers
-from outcore.modules.module_tree import named_modules, named_parameters
+from outcore.modules.layers import find_layers, named_modules, named_parameters
 from outcore.modules.split_linear import split_rows
-from outcore_packs.code_planes import high_plane
+from outcore_packs.stored_planes import high_plane
 
 from .nested_layers import high_planes, nested_modules
 from .nested_linear import coarsen

@@ -18,8 +18,7 @@ from outcore.engine.layer_sizes import on_cuda_size, weighed
 from outcore.engine.model_profile import LayerParts, ModelProfile
 from outcore.errors import UnsupportedModelError
 from outcore.machine.device import on_cuda
-from outcore.modules.layers import Layer, Parameter, find_layers
-from outcore.modules.module_tree import named_modules
+from outcore.modules.layers import Layer, Parameter, find_layers, named_modules
 from outcore.plan.partition import LayerSize
 from outcore_packs.stored_planes import Planes, cut_modules
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore_packs.code_planes import high_plane, joined, low_plane, middle
+from outcore_packs.stored_planes import high_plane, joined, low_plane, middle
 
 # The parameter that is read from disk.
 LOW = "low"

@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from outcore.modules.layers import Layer, Parameter, Projection, is_matrix
-from outcore.modules.module_tree import modules, named_modules
+from outcore.modules.layers import Layer, Parameter, Projection, is_matrix, modules, named_modules
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from outcore.errors import StoreError
 from outcore.machine.cache_folder import make_cache
 from outcore.machine.device import device_kind
 from outcore.modules.cache_rollback import KEEPER, in_memory, keeper_of
-from outcore.modules.call_values import flat
+from outcore.modules.hooks import flat
 from outcore.plan.model_size import ModelSize
 from outcore.plan.plan import Plan
 from outcore.sizes import format_size

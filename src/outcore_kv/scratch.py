@@ -17,8 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from outcore.disk import disk_calls
-from outcore.disk.chunk import ShortRead, fill
-from outcore.disk.open_file import OpenFile
+from outcore.disk.open_file import OpenFile, ShortRead, fill
 from outcore.errors import ClosedError, StoreError
 from outcore.sizes import BLOCK, format_size, round_up
 

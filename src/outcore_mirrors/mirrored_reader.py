@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from outcore.disk import disk_calls
-from outcore.disk.chunk import Move
 from outcore.disk.disk_calls import DiskCalls
 from outcore.disk.layout import Extent, SlotCopy
 from outcore.disk.metrics import Metrics
-from outcore.disk.open_file import OpenFile, open_file, state_of
+from outcore.disk.open_file import Move, OpenFile, open_file, state_of
 from outcore.disk.reader import CHUNK, THREADS, FileReader, Read, pieces
 from outcore.errors import ReadError
 from outcore.sizes import BLOCK

@@ -25,8 +25,7 @@ from outcore.checkpoint.packed_store import (
 )
 from outcore.errors import StoreError
 from outcore.machine.cache_folder import kept, remove_empty
-from outcore.modules.layers import find_layers
-from outcore.modules.module_tree import named_parameters
+from outcore.modules.layers import find_layers, named_parameters
 
 from .codings import Coding, as_used, choose, with_codings
 

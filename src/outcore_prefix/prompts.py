@@ -26,7 +26,7 @@ from mlx_lm.models.cache import KVCache
 
 from outcore.decode.prefix_cache import CAPTURED, GRID, PrefixMatch
 from outcore.modules.cache_rollback import is_away
-from outcore.modules.call_values import flat
+from outcore.modules.hooks import flat
 
 from .blocks import Block, BlockFiles
 

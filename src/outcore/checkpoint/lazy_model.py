@@ -20,8 +20,8 @@ import mlx_lm.utils
 
 from ..errors import CheckpointError, OutcoreError, UnsupportedModelError
 from ..machine.random_state import random_state, random_state_kept
+from ..modules.layers import named_parameters
 from ..modules.mlx_lm_compat import classes_of
-from ..modules.module_tree import named_parameters
 from ..text import one_line
 from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
 from .config import CONFIG, LiteralFolder, check_files, read_config

@@ -49,7 +49,7 @@ class Coded(_Checked):
     """How an encoded tensor is stored, and the xxh3_128 of its decoded bytes.
 
     Attributes:
-        coding: ``split16`` (``split_exponents``), which has a side table that stays in memory, or ``planes``
+        coding: ``split16`` (``SplitDecoder``), which has a side table that stays in memory, or ``planes``
             (``stored_planes``).
         bits, high: for ``planes``, the bits of a code and the number of them in the high plane; else 0.
     """

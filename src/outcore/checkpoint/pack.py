@@ -25,8 +25,7 @@ from ..errors import StoreError, StoreSpaceError
 from ..machine.allocator import clear_cache
 from ..machine.cache_folder import WRITER as _LOCK
 from ..machine.cache_folder import cache_dir, keep, make_cache, require_own
-from ..modules.layers import Layer
-from ..modules.module_tree import named_parameters
+from ..modules.layers import Layer, named_parameters
 from ..sizes import format_size
 from .checkpoint import Checkpoint, open_checkpoint
 from .identity import identity_of

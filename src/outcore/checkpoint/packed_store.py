@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx_lm
@@ -25,8 +25,8 @@ from ..errors import CheckpointError, StoreError, UnsupportedModelError
 from ..machine.cache_folder import cache_dir, keep, kept, require_own
 from ..machine.hardware import version
 from ..modules.layers import Layer, find_layers
+from ..packages import modules
 from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_header
-from .codings import as_used
 from .identity import identity_of
 from .lazy_model import Decoder, LazyModel, open_lazily
 from .manifest import (
@@ -36,6 +36,7 @@ from .manifest import (
     MANIFEST,
     OVERLAY,
     PLAIN,
+    Coded,
     Manifest,
     PackedFrom,
     Record,
@@ -43,6 +44,34 @@ from .manifest import (
     read_manifest,
 )
 from .packed_bytes import CHUNK, PAD, PackedFile, packed_file
+
+
+class Codings(Protocol):
+    def as_used(
+        self, folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
+    ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
+        """Return a copy's tensors as they are used, and the decoders of those that have a coding, both by name.
+
+        Raises:
+            StoreError: a coding's tensor is missing or not of its form.
+        """
+
+
+def codings() -> Codings | None:
+    return cast(Codings | None, modules("codings").get("packs"))
+
+
+def as_used(
+    folder: Path, tensors: dict[str, TensorInfo], manifest: Manifest
+) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
+    """Like ``Codings.as_used``; also raises ``StoreError`` if the package is missing."""
+    if not manifest.codings:
+        return tensors, {}
+    if (known := codings()) is None:
+        what = "needs the package outcore_packs, which is not there"
+        raise StoreError(f"{folder}: packed with --coding {manifest.coding}, which {what}; install outcore whole")
+    return known.as_used(folder, tensors, manifest.codings)
+
 
 NON_LAYER = "non_layer"
 

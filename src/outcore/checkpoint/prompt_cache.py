@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, UsageError
 from ..modules.cache_check import impossible
-from ..modules.call_values import flat
+from ..modules.hooks import flat
 from ..modules.mlx_lm_compat import BaseCache
 from .checkpoint import read_header
 from .manifest import first_fault

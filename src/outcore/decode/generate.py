@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..machine.exclusive import pass_on, served
 from ..modules.cache_check import check_cache
 from ..modules.cache_rollback import snapshot_bytes
-from ..modules.call_values import caches_in
+from ..modules.hooks import caches_in
 from .passes import MLX_LM_STEP, KvBits, generating
 from .prefix_cache import block_step, look_up, room_to_record
 from .prompt import cached_tokens, check_ids, check_prompt, encode, kept_at_most, note_bounds, note_length

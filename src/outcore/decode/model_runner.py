@@ -20,7 +20,7 @@ from ..engine.undo import Undo
 from ..errors import UsageError
 from ..machine.allocator import clear_cache, note_held
 from ..modules.cache_rollback import Snapshot, by_offset, snapshot_bytes
-from ..modules.call_values import caches_in, flat, handles
+from ..modules.hooks import caches_in, flat, handles
 from .passes import HiddenKeeper, KvBits, Pass, chunks, run_passes
 
 

@@ -27,7 +27,7 @@ from ..errors import ClosedError
 from ..machine.allocator import clear_cache
 from ..machine.device import on_cpu
 from ..machine.exclusive import NotHandedOut
-from ..modules.call_values import caches_in
+from ..modules.hooks import caches_in
 from .model_runner import ModelRunner
 from .passes import Pass
 from .prompt import cached_tokens

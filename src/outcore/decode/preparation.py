@@ -20,8 +20,7 @@ from ..errors import BudgetError, UsageError, called
 from ..machine.device import on_cpu
 from ..machine.hardware import cores
 from ..machine.memory import last_resort
-from ..modules.layers import is_stacked
-from ..modules.module_tree import named_modules, named_parameters
+from ..modules.layers import is_stacked, named_modules, named_parameters
 from ..modules.side_by_side import mergeable
 from ..options import LoadOptions, chosen
 from ..plan.joint_plan import AUTO, NONE, Choice, Draft, Planning, fastest

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint.tokenizer import whole_text
 from ..engine.session import Session
 from ..errors import PromptError, RequestError
-from ..modules.call_values import flat
+from ..modules.hooks import flat
 from ..plan.plan import ANSWER
 from ..text import one_line, shortened
 from .request_text import TEMPLATE_OWN, checked_text

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..modules.call_values import caches_in
+from ..modules.hooks import caches_in
 from .passes import KvBits
 from .sampling import Draw, Processor
 

@@ -14,14 +14,12 @@ from ..disk.metrics import Metrics
 from ..disk.reader import THREADS, FileReader, Reader, RowReader
 from ..machine.allocator import clear_cache, limits
 from ..modules.hooks import put, settle, swap, unswap
-from ..modules.layers import Layer, Parameter
-from ..modules.module_tree import named_modules, named_parameters
+from ..modules.layers import Layer, Parameter, named_modules, named_parameters
 from ..plan.partition import StreamedPart, cut_layer
 from ..plan.plan import Plan
 from .layer_sizes import part_of
 from .model_profile import ModelProfile
-from .streamed_layers import StreamedUnit
-from .vocabulary import StreamedTable
+from .streamed_layers import StreamedTable, StreamedUnit
 
 Progress = Callable[[str, int, int], None]
 

@@ -22,9 +22,8 @@ from ..plan.plan import Plan
 from .binding import ReadSettings, check_when_read, forget, make_resident, ring_units, row_readers, streamed_tables
 from .model_profile import ModelProfile
 from .seams import Stage
-from .streamed_layers import Binding
+from .streamed_layers import Binding, StreamedTable
 from .streaming import Streaming
-from .vocabulary import StreamedTable
 
 
 class State(Enum):

@@ -17,12 +17,11 @@ import xxhash
 from ..checkpoint.checkpoint import ITEM_BYTES, TensorInfo
 from ..disk.layout import GPU_ALIGN, Source, Unit, place_unit
 from ..machine.device import on_cpu
-from ..modules.layers import STREAMED, Layer, Projection
-from ..modules.module_tree import modules, named_parameters
+from ..modules.layers import STREAMED, Layer, Projection, modules, named_parameters
 from ..plan.model_size import LOGITS_COPIES, UNDER_WAY
 from ..plan.partition import LayerSize, PieceSize
 from ..sizes import BLOCK, round_up
-from .vocabulary import SLICE_STEP, Table
+from .streamed_layers import SLICE_STEP, Table
 
 # Extra bytes for matrix products (MLX gives cuBLAS 32 MiB at a time on Hopper), and memory that resident weights take
 # relative to their size. Without these, peaks on an H200 exceeded the plan by 14 to 39 MB at the smallest budgets and

@@ -15,8 +15,7 @@ from ..checkpoint.lazy_model import Decoder, LazyModel
 from ..disk.layout import COPY_ROWS, Unit
 from ..errors import UnsupportedModelError
 from ..machine.device import most_slot_bytes, on_cpu, on_cuda
-from ..modules.layers import STREAMED, Layer, Projection, find_layers, find_pieces, find_tables
-from ..modules.module_tree import named_parameters
+from ..modules.layers import STREAMED, Layer, Projection, find_layers, find_pieces, find_tables, named_parameters
 from ..modules.trace import Trace, rehearse
 from ..plan.cache_size import COPIED, COPIED_ELSEWHERE
 from ..plan.model_size import (
@@ -48,7 +47,7 @@ from .layer_sizes import (
     rest_kind,
 )
 from .seams import ExpertFinder
-from .vocabulary import Table
+from .streamed_layers import Table
 
 
 @dataclass(frozen=True)

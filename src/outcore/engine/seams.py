@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from ..modules.layers import Layer, Projection
     from ..plan.partition import ExpertNumbers
+    from .executor import Leaving, RecordedPass
     from .layer_sizes import Cast, Place
-    from .recorded_pass import Leaving, RecordedPass
     from .streamed_layers import StreamedUnit
     from .undo import Moved, Undo
 

@@ -21,7 +21,7 @@ from ..machine.device import on_cpu
 from ..machine.exclusive import Exclusive
 from ..machine.memory import memory_limits
 from ..modules.cache_form import CacheForm
-from ..modules.module_tree import modules
+from ..modules.layers import modules
 from ..modules.split_linear import split_rows
 from ..plan.machine_profile import Calibration
 from ..plan.model_size import ModelSize

@@ -14,10 +14,8 @@ from ..disk.metrics import Metrics
 from ..disk.ring import Lease
 from ..machine.allocator import clear_cache
 from ..machine.interrupts import check
-from ..modules.call_values import caches_in, handles
-from ..modules.hooks import absent, put, swap, unswap
-from .executor import LayerExecutor
-from .recorded_pass import Recorded, RecordedPass, Wanted, in_turn
+from ..modules.hooks import absent, caches_in, handles, put, swap, unswap
+from .executor import LayerExecutor, Recorded, RecordedPass, Wanted, in_turn
 from .seams import ExpertCaches, KVOffloader, Stage
 from .streamed_layers import Binding, StreamedLayers
 from .undo import Undo

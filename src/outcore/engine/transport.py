@@ -15,7 +15,7 @@ import mlx.core as mx
 from .seams import Stage
 
 if TYPE_CHECKING:
-    from .recorded_pass import Wanted
+    from .executor import Wanted
     from .streaming import Streaming
 
 # Returns the most tokens of an answer (-1: any number) and the tokens of the prompt to compute at a time.

@@ -17,8 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
 from ..modules.cache_rollback import KEEPER, Snapshot, by_offset
-from ..modules.call_values import flat
-from ..modules.hooks import handle
+from ..modules.hooks import flat, handle
 from ..modules.mlx_lm_compat import set_window_index, window_index
 
 # Caches that are written in place, with the arrays that they held at some moment.

@@ -13,8 +13,7 @@ from ..checkpoint.packed_store import overlay, places
 from ..checkpoint.positions import longest_context, position_limit
 from ..errors import UsageError, called
 from ..machine.device import on_cpu
-from ..modules.layers import find_layers
-from ..modules.module_tree import named_modules
+from ..modules.layers import find_layers, named_modules
 from ..plan.workload import planned_context
 from . import model_profile
 from .extensions import on_demand

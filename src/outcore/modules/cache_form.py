@@ -22,8 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 from ..sizes import KV_STEP, Growing
-from .call_values import flat
-from .hooks import arrays_in
+from .hooks import arrays_in, flat
 
 PLAIN = "KVCache"
 # Classes that mlx-lm puts in place of a plain cache: quantized or bounded.

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from .call_values import flat
-from .hooks import arrays_in, handle
+from .hooks import arrays_in, flat, handle
 
 # An offloaded cache's attribute for its ``Keeper``, which has no ``__dict__`` so that ``arrays_in`` skips it.
 KEEPER = "_outcore_keeper"

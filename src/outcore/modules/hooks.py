@@ -1,4 +1,4 @@
-"""Replaces a model's parameters, wraps its modules' calls, and finds arrays in their arguments."""
+"""Replaces a model's parameters, wraps its modules' calls, and finds arrays, caches and tokens in their arguments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import CacheList
 
 from ..errors import UsageError
 from .layers import STREAMED, Parameter
+from .mlx_lm_compat import BaseCache
 
 
 def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
@@ -122,3 +124,49 @@ def handle(array: mx.array) -> mx.array:
     ``mx.array(array)`` would be copied when it is evaluated.
     """
     return array.astype(array.dtype)
+
+
+def copy_of(array: mx.array) -> mx.array:
+    flat = array.reshape(-1)
+    return mx.concatenate([flat[:1], flat[1:]]).reshape(array.shape) if array.size > 1 else array + 0
+
+
+def handles(*values: Any) -> list[mx.array]:
+    """Return every array in ``values`` as a new object, because a later layer may write into the one it receives."""
+    found = arrays_in(*values)
+    for i, a in enumerate(found):
+        found[i] = a.astype(a.dtype)  # as ``hooks.handle``
+    return found
+
+
+def flat(caches: Sequence[Any]) -> list[Any]:
+    return [part for c in caches for part in (flat(c.caches) if isinstance(c, CacheList) else [c])]
+
+
+def caches_in(*values: Any) -> list[Any]:
+    found: list[Any] = []
+    for v in values:
+        if isinstance(v, list | tuple):
+            found += caches_in(*v)
+        elif isinstance(v, dict):
+            found += caches_in(*v.values())
+        elif isinstance(v, CacheList):
+            found += caches_in(*v.caches)
+        elif isinstance(v, BaseCache):
+            found.append(v)
+    return found
+
+
+def tokens_in(args: Any) -> int:
+    """Return the number of tokens in a layer's input: the product of all dimensions but the last."""
+    for x in args:
+        if isinstance(x, mx.array):
+            return x.size // max(x.shape[-1], 1)
+    return 0
+
+
+def sequences_in(args: Any) -> int:
+    """Return the number of sequences in a layer's input. MLX's CUDA kernels read the weights once per sequence at one
+    token each."""
+    x = next((a for a in args if isinstance(a, mx.array)), None)
+    return x.shape[0] if x is not None and x.ndim > 2 else 1

@@ -10,8 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from .call_values import caches_in, copy_of
-from .hooks import arrays_in
+from .hooks import arrays_in, caches_in, copy_of
 
 # mlx-lm modules whose models fail or produce other tokens when sequences of several lengths share a batch, in mlx-lm's
 # own ``BatchGenerator`` too (0.32.2).

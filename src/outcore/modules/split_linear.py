@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .module_tree import modules
+from .layers import modules
 
 SMALLEST = 1 << 18  # Number of weights below which one stream is faster than handing work to another.
 

@@ -11,10 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .call_values import caches_in
-from .hooks import Call, absent, put, swap, unswap
-from .layers import Layer, Projection
-from .module_tree import modules
+from .hooks import Call, absent, caches_in, put, swap, unswap
+from .layers import Layer, Projection, modules
 
 Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 

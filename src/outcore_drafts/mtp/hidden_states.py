@@ -14,8 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outcore.modules.call_values import copy_of
-from outcore.modules.hooks import swap
+from outcore.modules.hooks import copy_of, swap
 
 # The most tokens whose states are held.
 WINDOW = 256
