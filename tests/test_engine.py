@@ -10,7 +10,7 @@ import pytest
 
 import outcore
 import zoo
-from outcore.engine.engine import Engine, State
+from outcore.engine.engine import Engine
 from stand_ins import TokensOnly
 
 OF_TEXTS = {"found", "in_cache", "text", "acceptance"}
@@ -33,12 +33,12 @@ def test_nothing_outside_assigns_to_an_engines_attributes(
     monkeypatch.setattr(Engine, "__setattr__", checked)
     model, _ = outcore.load_model(folder, memory="20MB", resident=resident, context=64, prompt=16, draft="ngram")
     with model.outcore as session:
-        assert session.state is (State.RESIDENT if resident is None else State.STREAMING)
+        assert (session.streaming is None) == (resident is None)
         said = [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=8)]
         session.residency.layers.shed(1)
         session.residency.layers.regrow(1)
         session.residency.reserve(400, 300)
         assert [r.token for r in outcore.stream_generate(model, TokensOnly(), [3, 4, 5], max_tokens=8)] == said
         session.allow(session.plan.budget_bytes + 1000)
-    assert session.state is State.CLOSED
+    assert session.closed
     assert not assigned

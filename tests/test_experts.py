@@ -399,27 +399,21 @@ class FakeDriver(CudaDriver):
     def __init__(self) -> None:
         self.kept, self.copies, self.streams, self.broken = 0, 0, 0, False
 
-    def current(self) -> int:
-        return 0
-
-    def keep(self, address: int, nbytes: int) -> int:
+    def keep(self, address: int, nbytes: int) -> None:
         self.kept += nbytes
-        return 0
 
-    def stream(self) -> tuple[int, Any]:
+    def stream(self) -> Any:
         self.streams += 1
-        return 0, object()
+        return object()
 
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
         self.copies += 1
         if self.broken:
-            return 700
+            raise OSError("CUDA error 700")
         ctypes.memmove(target, source, nbytes)
-        return 0
 
-    def destroy(self, stream: Any) -> int:
+    def destroy(self, stream: Any) -> None:
         self.streams -= 1
-        return 0
 
 
 @pytest.mark.parametrize("io", ["direct", "cached"])

@@ -16,7 +16,6 @@ import mlx.nn as nn
 
 from outcore.decode.budget import asked_budget
 from outcore.decode.preparation import prepare
-from outcore.engine.engine import State
 from outcore.engine.session import Session
 from outcore.errors import BudgetError
 from outcore.options import LoadOptions
@@ -40,7 +39,7 @@ class SharedBudget:
     @property
     def sessions(self) -> list[Session]:
         found = [model.outcore for ref in list(self._models) if (model := ref()) is not None]
-        return [s for s in found if s.state is not State.CLOSED]
+        return [s for s in found if not s.closed]
 
     def load(self, folder: Path, options: LoadOptions, load: Load) -> tuple[Any, ...]:
         """Loads one more model. Raises ``BudgetError`` if there is no room next to the others, which then keep what

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
-from outcore.engine.engine import State
 from outcore.engine.session import Session
 
 
@@ -52,7 +51,7 @@ class CacheRoom:
         """Drops stored caches that have no room any more."""
         with self.lock:
             sessions = [model.outcore for ref in self._models if (model := ref()) is not None]
-            sessions = [s for s in sessions if s.state is not State.CLOSED]
+            sessions = [s for s in sessions if not s.closed]
             if not sessions:
                 return
             unused = sum(map(self._unused, sessions))

@@ -21,34 +21,35 @@ NON_BLOCKING = 1
 
 
 class CudaDriver:
-    """Calls to CUDA's driver for device 0, which is MLX's. Each returns a status, 0 for success. OSError: there is no
-    driver."""
+    """Calls to CUDA's driver for device 0, which is MLX's. OSError: there is no driver, or it
+    refuses."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
         _check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), 0))
 
-    def current(self) -> int:
-        return int(self._cuda.cuCtxSetCurrent(self._context))
-
-    def keep(self, address: int, nbytes: int) -> int:
+    def keep(self, address: int, nbytes: int) -> None:
+        _check(self._cuda.cuCtxSetCurrent(self._context))
         at, n, device = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(0)
         # Only advice: without it memory is slower, never wrong.
         self._cuda.cuMemAdvise(at, n, ctypes.c_int(PREFERRED_LOCATION), device)
         self._cuda.cuMemPrefetchAsync(at, n, device, None)
-        return int(self._cuda.cuCtxSynchronize())
+        _check(self._cuda.cuCtxSynchronize())
 
-    def stream(self) -> tuple[int, Any]:
+    def stream(self) -> Any:
+        """Returns a stream of the calling thread."""
         stream = ctypes.c_void_p()
-        return int(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))), stream
+        _check(self._cuda.cuCtxSetCurrent(self._context))
+        _check(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING)))
+        return stream
 
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> int:
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
         to, of, n = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
-        return int(self._cuda.cuMemcpyAsync(to, of, n, stream) or self._cuda.cuStreamSynchronize(stream))
+        _check(self._cuda.cuMemcpyAsync(to, of, n, stream) or self._cuda.cuStreamSynchronize(stream))
 
-    def destroy(self, stream: Any) -> int:
-        return int(self._cuda.cuStreamDestroy_v2(stream))
+    def destroy(self, stream: Any) -> None:
+        self._cuda.cuStreamDestroy_v2(stream)
 
 
 class DeviceMemory:
@@ -61,8 +62,7 @@ class DeviceMemory:
         self._lock = threading.Lock()
 
     def keep(self, address: int, nbytes: int) -> None:
-        _check(self._driver.current())
-        _check(self._driver.keep(address, nbytes))
+        self._driver.keep(address, nbytes)
         with self._lock:
             self._kept = self._kept | {address: address + nbytes}
 
@@ -78,12 +78,9 @@ class DeviceMemory:
             ctypes.memmove(to, of, len(source))
             return
         if not hasattr(self._mine, "stream"):
-            _check(self._driver.current())
-            status, stream = self._driver.stream()
-            _check(status)
-            self._streams.append(stream)
-            self._mine.stream = stream
-        _check(self._driver.copy(to, of, len(source), self._mine.stream))
+            self._mine.stream = self._driver.stream()
+            self._streams.append(self._mine.stream)
+        self._driver.copy(to, of, len(source), self._mine.stream)
 
     def close(self) -> None:
         self._mine = threading.local()

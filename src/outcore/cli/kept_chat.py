@@ -11,7 +11,6 @@ from ..decode import saved_conversation
 from ..decode.conversation import Conversation
 from ..decode.one_text import make_room
 from ..decode.saved_conversation import Saved, SavedTurn
-from ..engine.engine import State
 from ..engine.session import Session
 from ..errors import BudgetError, UsageError
 from ..machine.random_state import random_state, set_random_state
@@ -112,6 +111,6 @@ class KeptChat:
 
     def _keep_caches(self) -> None:
         conversation, prefix = self._conversation, self._session.prefix
-        if prefix is not None and conversation.held and self._session.state is not State.CLOSED and not self.unsure:
+        if prefix is not None and conversation.held and not self._session.closed and not self.unsure:
             text = conversation.text[: conversation.held]
             self._caches = prefix.keep(text, conversation.cache, self._caches)

@@ -19,7 +19,6 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
-from ..engine.engine import State
 from ..engine.session import Session
 from ..engine.transport import Transport
 from ..engine.undo import Undo
@@ -271,7 +270,7 @@ class OneText:
         """Makes room for the text so far and ``more`` tokens, before a pass."""
         session, control, bound = self.session, self.drafts.control, self._own.bound
         tokens = len(self.sampler.text) + self._more + more
-        if session.state is not State.CLOSED:
+        if not session.closed:
             session.residency.reserve(tokens if bound is None else min(tokens, bound))
         # Checks memory where nothing is streamed; a streamed model does so by itself.
         session.before_pass()
@@ -362,6 +361,6 @@ def to_token(request: Request, token: int, logprobs: mx.array, drafted: bool = F
 def make_room(session: Session, tokens: int, prompt: int = 1, step: int | None = None, kept: int = 0) -> int:
     """Makes room for a context of so many tokens, a prompt, and bytes of caches to go back to. Returns the prompt
     tokens to compute at a time."""
-    if session.state is State.CLOSED:
+    if session.closed:
         return step or session.plan.prefill_step
     return session.residency.reserve(tokens, prompt, step, kept)

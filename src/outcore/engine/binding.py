@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..disk.metrics import Metrics
-from ..disk.reader import THREADS, FileReader, Reader, RowReader
+from ..disk.reader import CHUNK, THREADS, FileReader, Reader, RowReader
 from ..machine.allocator import clear_cache, limits
 from ..modules.hooks import put, settle, swap, unswap
 from ..modules.layers import Layer, Parameter, named_modules, named_parameters
@@ -46,8 +46,7 @@ class ReadSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        chosen = {"chunk": self.chunk} if self.chunk is not None else {}
-        return {"io": self.io, "threads": self.threads or THREADS, **chosen}
+        return {"io": self.io, "threads": self.threads or THREADS, "chunk": self.chunk or CHUNK}
 
 
 def forget(streamed: Sequence[Layer]) -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import mlx.nn as nn
@@ -24,12 +23,6 @@ from .model_profile import ModelProfile
 from .seams import Stage
 from .streamed_layers import Binding, StreamedTable
 from .streaming import Streaming
-
-
-class State(Enum):
-    RESIDENT = "resident"
-    STREAMING = "streaming"
-    CLOSED = "closed"
 
 
 class Engine:
@@ -63,7 +56,7 @@ class Engine:
         self.metrics, self.io = Metrics(), "none"
         self.exclusive: AbstractContextManager[object] = contextlib.nullcontext() if exclusive is None else exclusive
         self.streaming: Streaming | None = None
-        self._closed = False
+        self.closed = False
         self._unbound: Plan | None = None  # plan whose binding failed; the next call tries again
         # They run when the model is closed or garbage-collected, so they must not refer to it.
         self._give_back: Callable[[], object] | None = None
@@ -81,7 +74,7 @@ class Engine:
                 if lazy:
                     check_when_read(profile)
         except BaseException:
-            self._closed = True
+            self.closed = True
             if self._give_back is not None:
                 self._give_back()
             raise
@@ -89,12 +82,6 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         return self.profile.lazy.model
-
-    @property
-    def state(self) -> State:
-        if self._closed:
-            return State.CLOSED
-        return State.RESIDENT if self.streaming is None else State.STREAMING
 
     # Changes between passes
 
@@ -143,7 +130,7 @@ class Engine:
         with self.exclusive:
             if self.streaming is not None:
                 self.streaming.close()
-            self._closed = True
+            self.closed = True
             if self._give_back is not None:
                 self._give_back()
 
@@ -157,7 +144,7 @@ class Engine:
         exist."""
 
     def hold(self, plan: Plan) -> None:
-        if self._closed:
+        if self.closed:
             return
         left_over = 0 if plan.streams else max(0, plan.budget_bytes - plan.peak_bytes)
         needs = Needs(

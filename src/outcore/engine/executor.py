@@ -82,10 +82,6 @@ class RecordedPass:
         found, self.incoming = self.incoming, []
         return found
 
-    @property
-    def turns(self) -> int:
-        return sum(r.unit is not None for r in self.units)
-
     def settle(self) -> None:
         for each in self.arriving():
             each.wait()
@@ -271,7 +267,7 @@ class LayerExecutor:
         self.tokens = max(self.tokens, tokens_in(args))
         ring, weights = self._layers.ring, self._layers.weights
         if (within := self.recording) is not None:
-            slot = (ring.next_slot + within.turns) % len(ring.slots)
+            slot = (ring.next_slot + sum(r.unit is not None for r in within.units)) % len(ring.slots)
             at, turn = len(within.units), Recorded(unit, [], arriving=within.arriving())
             if at not in within.made:
                 within.made[at] = weights.made(unit, slot)
@@ -336,9 +332,6 @@ class LayerExecutor:
             if self.done is not None:
                 self.done(lease)
             self._layers.ring.release(lease)
-
-    def all_done(self) -> None:
-        self.ended = self._metrics.clock(), self._metrics.ranks_s
 
     def arrive(self, lease: Lease) -> None:
         """Waits for a unit's bytes, the inputs from other ranks, and the keys and values that lie on disk."""

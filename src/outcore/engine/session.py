@@ -29,7 +29,7 @@ from ..plan.plan import Plan
 from ..plan.planner import prefill_steps
 from ..sizes import format_size
 from .binding import ReadSettings
-from .engine import Engine, State
+from .engine import Engine
 from .extensions import kv_offload, on_demand
 from .governor import room
 from .memory_monitor import Watch
@@ -140,7 +140,7 @@ class Session(Engine):
         layers = f"{plan.held} in memory"
         ring = f", the others through {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.streams else ""
         peak, budget = format_size(plan.peak_bytes), format_size(plan.budget_bytes)
-        closed = ", closed" * (self.state is State.CLOSED)
+        closed = ", closed" * (self.closed)
         return f"<Session{closed}: {layers}{ring}; {peak} planned of {budget}; reads {self.io}>"
 
     @property
@@ -192,7 +192,7 @@ class Session(Engine):
 
     def before_pass(self) -> None:
         """Checks memory if nothing is streamed; a streamed model checks by itself."""
-        if self.watch is not None and self.state is State.RESIDENT:
+        if self.watch is not None and not self.closed and self.streaming is None:
             self.watch.before_pass()
 
     def check_disk(self, plan: Plan, size: ModelSize) -> None:

@@ -56,6 +56,7 @@ class Streaming:
         self._within = False  # inside a transaction
         self._several = False  # inside run_passes
         self._executor = LayerExecutor(metrics, self.after_unit, evaluates=evaluates, transport=transport)
+        self.drain = self._executor.drain
         transport.attach(self._executor, lambda: None if self.experts is None else self.experts.settle())
         self.bind(bound)
 
@@ -230,16 +231,13 @@ class Streaming:
         if self.experts is not None:
             self.experts.end()
             if self._executor.pooled:
-                self._executor.all_done()
+                self._executor.ended = self.metrics.clock(), self.metrics.ranks_s
         if self._executor.undo is not None:
             self._executor.undo.passed()
         self.ring.reader.check()
         for t in self.tables:
             if t.reader is not None:
                 t.reader.check()
-
-    def drain(self) -> None:
-        self._executor.drain()
 
     # Several passes
 

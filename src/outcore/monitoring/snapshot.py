@@ -43,7 +43,7 @@ class SnapshotRecorder:
     def session(self) -> Session | None:
         """The model's session; None if it was closed or dropped."""
         session = self._session()
-        return None if session is None or session.state.value == "closed" else session
+        return None if session is None or session.closed else session
 
     def take(self) -> dict[str, Any] | None:
         """Returns the model's state (fields: docs/usage.md); None if it was closed or dropped."""
