@@ -12,8 +12,7 @@ import pytest
 
 import outcore
 from fake_darwin_memory import GB, FakeDarwin
-from outcore.engine.governor import MOST_CALM_S, Decision, Governor, reserve, room
-from outcore.engine.memory_monitor import Watch
+from outcore.engine.governor import MOST_CALM_S, Decision, Governor, Watch, reserve, room
 
 UNIT = 200_000_000
 BASE = 400_000_000

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 import outcore
 import zoo
-from outcore.checkpoint.config import LiteralFolder
+from outcore.checkpoint.checkpoint import LiteralFolder
 from outcore.checkpoint.packed_store import open_model
 from outcore.decode.loader import load_model
 from outcore_packs.full_copy import pack_model

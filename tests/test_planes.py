@@ -208,7 +208,7 @@ def test_what_has_no_codes_to_cut_is_refused(original: Path, tmp_path: Path, cac
     plain = zoo.save_checkpoint("qwen3", tmp_path / "plain")
     for folder, coding, why in ((plain, "planes:2", "not quantized"), (original, "planes:4", "of more than 4 bits")):
         for out in (tmp_path / "out", None):
-            with pytest.raises(StoreError, match=f"can be cut.*{why}"):
+            with pytest.raises(StoreError, match=f"can be packed.*{why}"):
                 pack_model(folder, out, coding=coding)
     assert not (tmp_path / "out").exists() and not written(cache), "nor an empty folder"
 

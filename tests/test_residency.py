@@ -16,8 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import outcore
 from outcore.decode.prompt import cached_tokens
 from outcore.disk import reader
-from outcore.engine.governor import Decision, Governor
-from outcore.engine.memory_monitor import Watch
+from outcore.engine.governor import Decision, Governor, Watch
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, PromptError
 from outcore.machine.memory import MemoryLimit, Pressure

@@ -25,8 +25,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from outcore.checkpoint.checkpoint import read_object
-from outcore.checkpoint.config import CONFIG
+from outcore.checkpoint.checkpoint import CONFIG, read_object
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import choice, real, whole
 from outcore.decode.loader import load_model

@@ -38,7 +38,6 @@ class CudaDriver:
         _check(self._cuda.cuCtxSynchronize())
 
     def stream(self) -> Any:
-        """Returns a stream of the calling thread."""
         stream = ctypes.c_void_p()
         _check(self._cuda.cuCtxSetCurrent(self._context))
         _check(self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING)))

@@ -105,7 +105,6 @@ class CacheSizes:
         return self.session.plan.pool_bytes // max(1, _slots(self.session.plan.pools))
 
     def _change(self, plan: Plan) -> None:
-        """Adopts another plan, reusing the ring if only the caches differ."""
         before, streaming = self.session.plan, self.session.streaming
         if plan.pools and streaming is not None and streaming.experts is not None and _ring(before) == _ring(plan):
             streaming.drain()

@@ -297,7 +297,6 @@ class Offloaded:
         return self._whole()
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Copies and pickles as a cache in memory."""
         whole = self._whole()
         return _made, (type(whole), whole.__dict__)
 

@@ -287,7 +287,6 @@ def _offloadable(caches: Sequence[Any]) -> list[Any]:
 
 
 def _alone(cache: Any) -> bool:
-    """Whether a cache holds a single sequence."""
     if isinstance(cache, Offloaded) or cache.keys is None:
         return True
     keys = cache.keys[0] if isinstance(cache.keys, list | tuple) else cache.keys

@@ -257,7 +257,6 @@ class MirroredReader:
         _pass_on(whole, part)
 
     def _elsewhere(self, file: Path, n: int) -> bool:
-        """Whether another folder that is not lost has the file."""
         return any(m != n and self._replicas.all[m].lost is None for m in self._holders[file])
 
     def _lose(self, n: int, why: str) -> None:

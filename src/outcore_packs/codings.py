@@ -108,7 +108,6 @@ class SplitDecoder:
 
     @classmethod
     def found(cls, stored: tuple[int, ...], _: Coded, side_table: SideTable | None) -> SplitDecoder:
-        """Make the decoder of a stored matrix, as ``codings.FORMS`` requires."""
         rows, columns = stored
         shape = rows, columns // 3 * 2
         if side_table is None or not could_be_split(shape):

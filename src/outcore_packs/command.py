@@ -20,7 +20,6 @@ from .full_copy import pack_model
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     began = time.perf_counter()
     coding = args.coding if args.coding != "auto" else PLAIN if on_cpu() else COMPACT
     cut = coding.startswith(PLANES)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from outcore.checkpoint.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from outcore.checkpoint.config import CONFIG, config_files
+from outcore.checkpoint.checkpoint import CONFIG, Checkpoint, TensorInfo, config_files, open_checkpoint
 from outcore.checkpoint.lazy_model import DTYPES, LazyModel, open_lazily
 from outcore.checkpoint.manifest import FULL, MANIFEST, PLAIN, PLANES, Manifest, is_packed
 from outcore.checkpoint.pack import OTHER, PackWriter, Progress, plain_pieces, write_small
@@ -99,7 +98,6 @@ def _packed(
 
 
 def _codings(lazy: LazyModel, coding: str, progress: Progress | None) -> dict[str, Coding]:
-    """Choose the tensors to encode by reading all layers."""
     again = open_again(lazy)
     found = choose(find_layers(again.model), coding, plain_pieces(again), progress)
     if coding.startswith(PLANES) and not found:

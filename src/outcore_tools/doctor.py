@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from outcore.checkpoint.config import CONFIG
+from outcore.checkpoint.checkpoint import CONFIG
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.packed_store import open_model
 from outcore.cli.console import console

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from outcore.engine import memory_monitor
+from outcore.engine import governor
 from outcore.engine.governor import Governor
 from outcore.machine.memory import MemoryLimit, Pressure
 
@@ -105,7 +105,7 @@ class Fault:
                 return Pressure((MemoryLimit(2_000_000_000, 18_000_000, "test"),))
 
             always = patch.object(Governor, "due", lambda *_: True)
-            with patch.object(memory_monitor, "read_pressure", short), always:
+            with patch.object(governor, "read_pressure", short), always:
                 yield
         else:
             yield

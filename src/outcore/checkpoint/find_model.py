@@ -50,7 +50,6 @@ def resolve_model(path_or_repo: str, revision: str | None = None) -> Path:
 
 
 def download(repo: str, revision: str | None) -> Path:
-    """Download a model from the Hub with mlx-lm, or find it in the Hub's cache."""
     # Imported here because together they take a second, and reading headers needs neither.
     from huggingface_hub import errors as hub
     from huggingface_hub.constants import HF_HUB_OFFLINE

@@ -87,7 +87,6 @@ def block_of(offset: int, nbytes: int) -> Place:
 
 
 def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:
-    """Read these places of a file."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:

@@ -23,8 +23,7 @@ from ..machine.random_state import random_state, random_state_kept
 from ..modules.layers import named_parameters
 from ..modules.mlx_lm_compat import classes_of
 from ..text import one_line
-from .checkpoint import ADAPTER, Checkpoint, TensorInfo, read_header
-from .config import CONFIG, LiteralFolder, check_files, read_config
+from .checkpoint import ADAPTER, CONFIG, Checkpoint, LiteralFolder, TensorInfo, check_files, read_config, read_header
 
 # safetensors dtype names → the dtypes in which MLX loads them
 DTYPES: dict[str, mx.Dtype] = {

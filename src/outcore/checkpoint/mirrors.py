@@ -46,7 +46,6 @@ class Mirrors(Protocol):
 
 
 def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> Mirrors | None:
-    """Find the copies of a model in these folders; None if no folder is given."""
     if not named:
         return None
     if (package := modules("mirrors").get("mirrors")) is None:

@@ -51,7 +51,6 @@ class PackedFile:
 
 
 def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence[Spec]) -> PackedFile:
-    """Lay out a file with these tensors, in their order."""
     if isinstance(tensors, Mapping):
         tensors = [(path, array.dtype, tuple(array.shape)) for path, array in tensors.items()]
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}

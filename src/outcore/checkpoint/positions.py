@@ -8,7 +8,7 @@ from typing import Any
 import mlx_lm.utils
 
 from ..errors import CheckpointError
-from .config import check_files
+from .checkpoint import check_files
 from .lazy_model import one_line_of
 
 

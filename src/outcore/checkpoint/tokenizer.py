@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import CheckpointError, OutcoreError, PromptError, UsageError
 from ..modules.mlx_lm_tokenizer import inner_tokenizer
 from ..text import half_character, one_line, shortened
-from .config import CONFIG, check_files
+from .checkpoint import CONFIG, check_files
 
 
 def load_tokenizer(

@@ -63,7 +63,6 @@ class Place:
     align: int
 
     def unit(self, layer: Layer) -> Unit:
-        """Returns the unit that streams a layer, or the parameters of it that are given."""
         sources = []
         for p in layer.parameters:
             info = self.where[f"{layer.path}.{p.path}"]
@@ -281,7 +280,6 @@ def item_bytes(parameters: Mapping[str, mx.array], dtype: mx.Dtype | None) -> in
 
 
 def output_width(config: dict[str, Any], layer: Layer) -> int:
-    """Returns how many numbers per token a layer's projections put out together."""
     flat = _flat(config)
     counts = (flat.get(k) for k in ("num_experts_per_tok", "top_k", "num_experts_per_token"))
     experts = next((n for n in counts if n), 8)

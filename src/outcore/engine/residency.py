@@ -267,7 +267,6 @@ class Residency:
         return replan(size, replace(self.session.plan, prefill_step=step), resident, self.calibration)
 
     def _lengthen(self) -> None:
-        """Adopts the longest chunks that fit with the current residents."""
         session, layers = self.session, self.layers
         plan, size = session.plan, session.size
         stay = sorted({*plan.resident, *layers.coming})

@@ -76,7 +76,6 @@ class DroppableDraft:
     drafter: Drafter
 
     def size_without(self, size: ModelSize, head_streamed: bool) -> ModelSize:
-        """Returns the model's size without the draft that it includes."""
         draft = self.draft
         states = draft.cache - held_bytes(draft.growing, self.context)
         return replace(

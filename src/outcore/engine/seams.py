@@ -138,8 +138,6 @@ class Stage:
 
 
 class ExpertFinder(Protocol):
-    """Finds routed experts that can be read one by one."""
-
     def switches_in(self, layer: Layer) -> Sequence[nn.Module]: ...
 
     def experts(

@@ -31,8 +31,7 @@ from ..sizes import format_size
 from .binding import ReadSettings
 from .engine import Engine
 from .extensions import kv_offload, on_demand
-from .governor import room
-from .memory_monitor import Watch
+from .governor import Watch, room
 from .model_profile import ModelProfile
 from .residency import Residency
 from .resident_layers import Drafter, DroppableDraft, come_down
@@ -149,7 +148,6 @@ class Session(Engine):
         return self._notes if self.watch is None else (*self._notes, *self.watch.notes)
 
     def note(self, line: str) -> None:
-        """Adds a line for the user, unless it is there already."""
         if line not in self._notes:
             self._notes = (*self._notes, line)
 
@@ -226,7 +224,6 @@ class Session(Engine):
         streaming.join(experts, None if offload is None else offload.offloader(streaming, self, plan))
 
     def _tell_of_lost_folders(self, mirrors: Mirrors | None) -> None:
-        """Logs and notes when one of the folders that are read from is lost."""
         if mirrors is None:
             return
         there = weakref.ref(self)

@@ -217,7 +217,6 @@ class Weights:
         return self._shared[key]
 
     def put(self, unit: int, slot: int, args: Any, made: Sequence[mx.array | None] | None = None) -> None:
-        """Puts a unit's parameters into the model."""
         plain = self._plain[unit] and not self.copies
         put(self.units[unit].layer.parameters, self._views[unit, slot] if plain else self.of(unit, slot, args, made))
 
