@@ -267,7 +267,8 @@ class LayerExecutor:
         self.tokens = max(self.tokens, tokens_in(args))
         ring, weights = self._layers.ring, self._layers.weights
         if (within := self.recording) is not None:
-            slot = (ring.next_slot + sum(r.unit is not None for r in within.units)) % len(ring.slots)
+            turns = sum(r.unit is not None for r in within.units)
+            slot = (ring.next_slot + turns) % len(ring.slots)
             at, turn = len(within.units), Recorded(unit, [], arriving=within.arriving())
             if at not in within.made:
                 within.made[at] = weights.made(unit, slot)
