@@ -437,7 +437,7 @@ def test_the_key_stands_in_no_list_of_processes() -> None:
         (["--hosts", "local,local", "--", "generate", "--nonsense"], "no flag --nonsense"),
         (
             ["--memory", "4GB", "--hosts", "a,b", "--", "generate"],
-            "no flag --memory; the command's own flags come behind",
+            "no flag --memory; flags of the launched command go after its name",
         ),
         (["--hosts", "local,no-such-host.invalid", "--", "generate", "m"], "has no address here"),
         # Before anybody looks for the hosts.

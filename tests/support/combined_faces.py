@@ -82,8 +82,8 @@ class Place:
         step = BLOCK if case.context in PREFIX else 64 if case.context == "kv_disk" else 16
         return How(settings, step, case.sampling)
 
-    def options(self) -> dict[str, Any]:
-        """Arguments of ``outcore.load``."""
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Arguments of ``outcore.load``; ``more``: those of a rank, whose smallest budget is its own."""
         case, texts = self.case, self.texts()
         prompt = max(len(t.prompt) for t in texts)
         options: dict[str, Any] = {
@@ -113,7 +113,7 @@ class Place:
                 del options["prompt"]
             if case.face == "session":  # as chat: what takes its cache back is a part of the smallest budget
                 options["resumable"] = True
-            options["memory"] = outcore.plan_model(str(self.folder), **options).smallest_budget_bytes
+            options["memory"] = outcore.plan_model(str(self.folder), **options, **more).smallest_budget_bytes
         else:
             more = {"streamed": {"resident": 1}, "pools": {"experts": 3}}.get(case.memory, {})
             options |= {"memory": LARGE, **more}
@@ -164,7 +164,7 @@ class Face:
 
     def open(self) -> None:
         """Load the model."""
-        folder, options = self.place.folder, self.place.options()
+        folder, options = self.place.folder, self.place.options(**self._more)
         if self._more:
             self.model, _ = outcore.load_model(folder, **options, **self._more)
             self.tokenizer = mlx_lm.utils.load_tokenizer(folder)
