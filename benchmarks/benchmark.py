@@ -20,7 +20,7 @@ from rich.console import Console
 import outcore
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.errors import OutcoreError
-from outcore_bench.fingerprint import machine
+from outcore_bench.disk import machine
 from result_file import shown
 
 Result = dict[str, Any]

@@ -17,7 +17,7 @@ What is measured
     streamed   Outcore with nothing resident, no limit: speed, memory, sweeps.
     small      Outcore with nothing resident under a limit of 800 MB.
     sweeps     a prompt of 64 tokens (try --prompt-tokens 300 where compute is fast), nothing resident.
-    plain      the plain way (outcore_bench.naive_streaming), without a limit and under the 40 % one.
+    plain      the plain way (outcore_bench.measure), without a limit and under the 40 % one.
 
 A token's time is the time between two tokens handed out: median over `--tokens` tokens, the prompt and one token of
 warm-up left out. Disk time is the bytes that were read per token over the disk's rate; compute time is `resident` with
@@ -61,8 +61,7 @@ from outcore.errors import OutcoreError
 from outcore.machine.memory import peak_rss, rss
 from outcore.sizes import format_size
 from outcore_bench.disk import disk_rate, drop_page_cache
-from outcore_bench.measure import prompt_ids
-from outcore_bench.naive_streaming import NaiveStreaming
+from outcore_bench.measure import NaiveStreaming, prompt_ids
 
 LIMIT = 0.4  # of the checkpoint's size
 SMALL_LIMIT = 800_000_000

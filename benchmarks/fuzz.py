@@ -33,7 +33,7 @@ import fuzz_targets
 from fuzz_targets import FuzzTarget
 from outcore.checks import parse_size
 from outcore.machine.memory import fields_of, peak_rss
-from outcore_bench.fingerprint import machine
+from outcore_bench.disk import machine
 
 ROUND = 200
 """Examples that share a seed."""

@@ -33,7 +33,7 @@ from typing import Any
 import xxhash
 
 from kills_work import KINDS, Kind, make_world
-from outcore_bench import fingerprint
+from outcore_bench import disk as fingerprint
 
 TIMES, EVENTS = "at a moment", "at a change of a file"
 HUNG_S = 120.0

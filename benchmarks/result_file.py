@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outcore_bench.fingerprint import machine
+from outcore_bench.disk import machine
 
 
 def shown(arguments: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from outcore.serve.apis import all_apis
+from outcore.serve.app import all_apis
 from outcore.serve.events import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 

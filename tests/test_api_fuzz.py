@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from any_json import changed, deep, places, values
 from outcore import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest, encoded
-from outcore.serve.apis import all_apis
-from outcore.serve.body import read_json
+from outcore.serve.app import all_apis
 from outcore.serve.events import Called, TextPart
+from outcore.serve.requests import read_json
 from outcore_apis.apis import OLLAMA
 from scripted import Scripted, said
 from translated import sent, token

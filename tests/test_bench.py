@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.errors import UnsupportedModelError
-from outcore_bench import naive_streaming
+from outcore_bench import measure as measuring
 from outcore_bench.jobs import BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import measure
 from outcore_packs.full_copy import pack_model
@@ -57,19 +57,19 @@ def logits(model: Any) -> list[bytes]:
 def test_naive_streaming_gives_mlx_lms_logits(tmp_path: Path, model_type: str, options: dict[str, Any]) -> None:
     folder = save_checkpoint(model_type, tmp_path / "model", **options)
     expected = logits(mlx_lm.utils.load_model(folder)[0])
-    with closing(naive_streaming.NaiveStreaming(folder)) as plain:
+    with closing(measuring.NaiveStreaming(folder)) as plain:
         assert logits(plain.model) == expected
 
 
 def test_naive_streaming_generates_mlx_lms_tokens(tiny: Path) -> None:
     model = mlx_lm.utils.load_model(tiny)[0]
     expected = [int(token) for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=6)]
-    with closing(naive_streaming.NaiveStreaming(tiny)) as plain:
+    with closing(measuring.NaiveStreaming(tiny)) as plain:
         assert [int(token) for token, _ in generate_step(mx.array(PROMPT), plain.model, max_tokens=6)] == expected
 
 
 def test_naive_streaming_holds_no_layer_between_calls(tiny: Path) -> None:
-    with closing(naive_streaming.NaiveStreaming(tiny)) as plain:
+    with closing(measuring.NaiveStreaming(tiny)) as plain:
         for _ in range(2):
             layers = plain.model.model.layers
             assert {layer.mlp.up_proj.weight.size for layer in layers} == {0}
@@ -78,11 +78,11 @@ def test_naive_streaming_holds_no_layer_between_calls(tiny: Path) -> None:
 
 
 def test_naive_streaming_refuses_parameters_that_mlx_lm_changes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = naive_streaming.open_lazily(naive_streaming.open_checkpoint(tiny))
+    opened = measuring.open_lazily(measuring.open_checkpoint(tiny))
     opened.origins.pop("model.layers.2.mlp.up_proj.weight")
-    monkeypatch.setattr(naive_streaming, "open_lazily", lambda _: opened)
+    monkeypatch.setattr(measuring, "open_lazily", lambda _: opened)
     with pytest.raises(UnsupportedModelError, match=r"mlx-lm changes model\.layers\.2\.mlp\.up_proj\.weight"):
-        naive_streaming.NaiveStreaming(tiny)
+        measuring.NaiveStreaming(tiny)
 
 
 def test_measurements_give_what_is_judged(tiny: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from outcore.cli.commands import parser_of
 from outcore.cli.main import main
 from outcore_bench import bench as runner
-from outcore_bench import measure, processes
+from outcore_bench import jobs, measure
 from outcore_bench.disk import disk_rate
-from outcore_bench.document import SCHEMA, BenchRow, Document, DocumentError, Stat, read_record
+from outcore_bench.document import SCHEMA, BenchRow, Document, DocumentError, Model, Stat, read_record
 from outcore_bench.jobs import BenchJob, BenchSettings, RunSettings, make_jobs
 from outcore_bench.measure import Loop
 from zoo import save_checkpoint
@@ -254,7 +254,7 @@ def row(mode: str, io: str, s_per_token: Stat, **more: Any) -> BenchRow:
 def document(*rows: BenchRow) -> Document:
     found = Document.__new__(Document)
     found.rows = list(rows)
-    found.model = runner.fingerprint.Model("m", "llama", 10**9, 4, 800_000_000, 200_000_000, None, "bfloat16")
+    found.model = Model("m", "llama", 10**9, 4, 800_000_000, 200_000_000, None, "bfloat16")
     return found
 
 
@@ -286,14 +286,14 @@ def theirs(tiny: Path) -> Document:
 
 
 def test_a_child_killed_for_memory_is_a_row_without_numbers(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
+    monkeypatch.setattr(jobs.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -9, "", ""))
     (row,) = theirs(tiny).rows
     assert (row.error, row.speed.decode_tps) == ("killed for memory", None)
 
 
 def test_a_child_that_fails_leaves_its_last_line_without_paths(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 1, "", f"Traceback\nReadError: {tiny}/model.safetensors: too short\n")
-    monkeypatch.setattr(processes.subprocess, "run", lambda *a, **k: failed)
+    monkeypatch.setattr(jobs.subprocess, "run", lambda *a, **k: failed)
     assert theirs(tiny).rows[0].error == "ReadError: model.safetensors: too short"
 
 
@@ -303,7 +303,7 @@ def test_a_model_that_does_not_fit_is_not_given_to_mlx_lm(tiny: Path, monkeypatc
 
 
 def test_commands_are_shown_without_paths() -> None:
-    shown = processes.names_only("outcore bench /home/me/models/m --output=/out/r.json -o out/r.json --io=auto")
+    shown = jobs.names_only("outcore bench /home/me/models/m --output=/out/r.json -o out/r.json --io=auto")
     assert shown == "outcore bench m --output=r.json -o out/r.json --io=auto"
 
 

@@ -32,9 +32,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import zoo
 from interrupts import heard
 from outcore.cli import answers
-from outcore.cli.answering import interruptible
+from outcore.cli.answers import KeptChat
 from outcore.cli.chat import session_file
-from outcore.cli.kept_chat import KeptChat
+from outcore.cli.engine import interruptible
 from outcore.cli.main import main
 from outcore.decode import text_drafts
 from outcore.decode.conversation import ChatTemplate
@@ -402,7 +402,7 @@ def test_what_was_typed_is_there_in_the_next_run_and_nobody_else_may_read_it(typ
 def test_the_terminal_is_left_as_it_was(typing: Any) -> None:
     terminal = typing("-m", "200")
     terminal.type("def f(x):\r")
-    terminal.wait_for("\x1b[?2004l\x1b[?2004h")
+    terminal.wait_for("\x1b[?2004l")
     time.sleep(0.5)
     assert not termios.tcgetattr(terminal.master)[3] & termios.ECHO
     terminal.process.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from outcore.serve.apis import all_apis
+from outcore.serve.app import all_apis
 from outcore.serve.events import Called, Event, TextPart
 from scripted import HELLO, Scripted, said, served
 from translated import lines

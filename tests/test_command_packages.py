@@ -15,7 +15,7 @@ from fake_service import FakeService
 from outcore import packages
 from outcore.cli.commands import commands, parser_of
 from outcore.cli.main import main
-from outcore.serve.apis import all_apis
+from outcore.serve.app import all_apis
 from scripted import served
 
 GROUP = "outcore.commands"

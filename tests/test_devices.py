@@ -11,7 +11,7 @@ from outcore.errors import UsageError
 from outcore.plan.model_size import ModelSize
 from outcore.plan.partition import LayerSize
 from outcore.plan.planner import make_plan
-from outcore_bench.devices import DEVICES, device
+from outcore_bench.plan import DEVICES, device
 
 IPAD, IPHONE, MAC = "ipad-air-m3", "iphone-15-pro-max", "mac-studio-m2-ultra"
 

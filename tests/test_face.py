@@ -88,7 +88,7 @@ def test_info_imports_no_transformers(demo_model: Path, capsys: pytest.CaptureFi
 
 def test_a_tokenizer_that_was_left_out_is_not_taken_for_one() -> None:
     code = """if True:
-        from outcore_tools.no_tokenizers import leave_out
+        from outcore_tools.commands import leave_out
         leave_out()
         from mlx_lm.tokenizer_utils import AutoTokenizer
         AutoTokenizer.from_pretrained("x")

@@ -21,7 +21,7 @@ from outcore.decode.speculative.draft_length import DraftLengthPolicy
 from outcore.errors import RequestError
 from outcore.serve.events import Called, GenerationRequest
 from outcore.serve.prompting import Prompter
-from outcore_grammar.lark_grammar import Before, Free, Grammars, schema_rule
+from outcore_grammar.grammars import Before, Free, Grammars, schema_rule
 
 MESSAGES = ({"role": "user", "content": "x"},)
 WIDTH = 8256

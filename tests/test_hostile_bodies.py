@@ -16,7 +16,7 @@ import pytest
 from fake_service import FakeService, exchange, posted, running
 from outcore.errors import RequestError
 from outcore.serve.api import HttpRequest, ParsedRequest
-from outcore.serve.apis import all_apis
+from outcore.serve.app import all_apis
 from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Ended, Event, Finished, GenerationRequest, TextPart
 from outcore.serve.prompting import Prompter

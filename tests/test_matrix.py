@@ -18,11 +18,10 @@ from outcore.sizes import format_size
 from outcore_bench import bench as runner
 from outcore_bench.disk import DiskRate
 from outcore_bench.document import BUSY, BenchRow, Stat
-from outcore_bench.jobs import BenchJob, RunSettings
+from outcore_bench.jobs import BenchJob, RunSettings, failed
 from outcore_bench.matrix import Grid, choose_budgets, jobs_of, size_text
 from outcore_bench.measure import measure
-from outcore_bench.processes import failed
-from outcore_bench.verdict import by_budget, sentences, start
+from outcore_bench.report.tables import by_budget, sentences, start
 from zoo import save_checkpoint
 
 SETTINGS = RunSettings(tokens=2, prompt_tokens=4, repeats=1, warmup=0)

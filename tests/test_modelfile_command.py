@@ -20,8 +20,8 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_logits_processors
 
 from outcore.cli import serve
-from outcore.cli.answering import AnswerOutput
 from outcore.cli.commands import parser_of
+from outcore.cli.engine import AnswerOutput
 from outcore.cli.main import main
 from outcore.decode.conversation import Conversation
 from outcore.errors import UsageError

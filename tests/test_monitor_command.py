@@ -18,7 +18,7 @@ from rich.console import Console
 
 from interrupts import heard
 from outcore.cli.main import main
-from outcore.monitoring import files
+from outcore.monitoring import publisher
 from outcore_tools import monitor
 from outcore_tools.monitor import STATES, look, read_all, view
 from watching import made_up, own_folder, until
@@ -37,7 +37,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def write(folder: Path, pid: int, command: str = "chat", *names: str) -> None:
     """Leave a snapshot of a process with models of these names."""
     models = [made_up(name=name)["models"][0] for name in names] or made_up()["models"]
-    files.write(folder / f"{pid}.json", made_up() | {"pid": pid, "command": command, "models": models})
+    publisher.write(folder / f"{pid}.json", made_up() | {"pid": pid, "command": command, "models": models})
 
 
 def drawn(what: Any, width: int = 100) -> str:

@@ -22,9 +22,8 @@ import outcore
 from interrupts import heard
 from outcore.errors import StoreError, UsageError
 from outcore.machine.allocator import reset_peak
-from outcore.monitoring import files, publish
-from outcore.monitoring.publisher import board
-from outcore.monitoring.snapshot import TOKENS_S, SnapshotRecorder
+from outcore.monitoring import publish, publisher
+from outcore.monitoring.publisher import TOKENS_S, SnapshotRecorder, board
 from outcore_tools.monitor import read_all
 from watching import made_up, own_folder, until
 
@@ -181,7 +180,7 @@ def test_a_file_is_always_whole_and_is_written_again_where_it_was_lost(folder: P
     until(path.exists)
     document = json.loads(path.read_text())
     for n in range(300):
-        files.write(path, document | {"filler": "x" * (n % 7) * 10_000})
+        publisher.write(path, document | {"filler": "x" * (n % 7) * 10_000})
         assert read_all()
 
 

@@ -9,7 +9,7 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
-from outcore.serve.apis import all_apis
+from outcore.serve.app import all_apis
 from outcore.serve.events import RequestError, TextPart
 from scripted import CALLS, HELLO, THOUGHT, Scripted, said, served
 

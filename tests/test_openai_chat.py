@@ -11,7 +11,7 @@ import pytest
 from outcore import RequestError
 from outcore.checks import COUNT
 from outcore.serve.api import Defaults
-from outcore.serve.apis import OPENAI as API
+from outcore.serve.app import OPENAI as API
 from outcore.serve.events import Called, Event, Finished, GenerationRequest, Sampling, TextPart
 from outcore.serve.openai import timings
 from translated import asked, events, streamed, token

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 
 from fake_service import FakeService, Script
 from outcore import RequestError
-from outcore.serve.apis import OPENAI
-from outcore.serve.app import application
+from outcore.serve.app import OPENAI, application
 from outcore.serve.events import Begun, Called, Event, GenerationRequest, TextPart
 from outcore.serve.site import Site
 from outcore_apis.apis import RESPONSES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outcore import RequestError
-from outcore.serve.apis import OPENAI as API
+from outcore.serve.app import OPENAI as API
 from outcore.serve.events import GenerationRequest, TextPart
 from translated import asked, events, streamed, token
 

@@ -9,7 +9,7 @@ import pytest
 from outcore import RequestError
 from outcore.serve import requests
 from outcore.serve.api import Api
-from outcore.serve.apis import OPENAI
+from outcore.serve.app import OPENAI
 from outcore_apis.apis import ANTHROPIC, OLLAMA, RESPONSES
 from translated import asked
 

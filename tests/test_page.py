@@ -15,7 +15,7 @@ import pytest
 from fake_service import running
 from outcore.monitoring.publisher import Board
 from outcore.serve.access import Access
-from outcore_pages import page
+from outcore_pages import pages as page
 from watching import made_up
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

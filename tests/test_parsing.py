@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from outcore.serve.events import Called, TextPart
-from outcore.serve.harmony import harmony_markers
-from outcore.serve.parsing import TRIES, Markers, Stopper, TextParser, markers_of
+from outcore.serve.parsing import TRIES, Markers, Stopper, TextParser, harmony_markers, markers_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = [

@@ -12,9 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.errors import RequestError
-from outcore.serve.chat_template import TokenizerTemplate
 from outcore.serve.events import Called, GenerationRequest, Sampling, TextPart
-from outcore.serve.prompting import Prompter
+from outcore.serve.prompting import Prompter, TokenizerTemplate
 
 TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 TOKENS = {"HERMES": TAGS, "OPENED": TAGS, "CLOSED": TAGS, "ELEMENTS": TAGS, "HEADERS": ("[TOOL_CALLS]", "[ARGS]"),

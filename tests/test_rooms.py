@@ -13,7 +13,7 @@ import outcore
 ROOT = Path(__file__).parents[1]
 
 PLANTED = {
-    "monitoring/files.py": "from ..decode import generate",
+    "monitoring/publisher.py": "from ..decode import generate",
     "disk/reader.py": "from ..decode import loader",
     "plan/plan.py": "def late() -> None:\n    import mlx.core",
     "machine/memory.py": "import mlx_lm.utils",
@@ -42,7 +42,7 @@ def test_a_planted_import_that_goes_the_wrong_way_is_refused(tmp_path: Path) -> 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "4 broken" in done.stdout
     for broken in (
-        "outcore.monitoring.files -> outcore.decode.generate",
+        "outcore.monitoring.publisher -> outcore.decode.generate",
         "outcore.disk.reader -> outcore.decode.loader",
         "outcore.plan.plan -> mlx",
         "outcore.machine.memory -> mlx_lm",

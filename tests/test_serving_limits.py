@@ -13,9 +13,9 @@ import pytest
 
 from fake_service import Running, exchange, posted, running
 from hostile_bodies import bodies
-from outcore.serve.body import read_json
 from outcore.serve.connection import ClientLimits
 from outcore.serve.events import Begun, Event, Finished, GenerationRequest, RequestError, TextPart
+from outcore.serve.requests import read_json
 
 PIECE = "x" * 50_000
 

@@ -24,7 +24,7 @@ from outcore.decode.generate import generate_step
 from outcore.decode.loader import load_model
 from outcore.disk.reader import THREADS, FileReader, Read
 from outcore.disk.ring import Slot
-from outcore_bench import fingerprint
+from outcore_bench import disk as fingerprint
 from outcore_bench.measure import prompt_ids
 
 TOKENS = 2

@@ -23,8 +23,8 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
           429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 
+# Signature of thinking blocks. It is not checked, but some clients drop thinking without one.
 SIGNATURE = "unsigned"
-"""Signature of thinking blocks. It is not checked, but some clients drop thinking without one."""
 
 
 class ContentBlock(requests.Part):
@@ -288,7 +288,6 @@ class MessageWriter(ResponseWriter):
                 yield {"type": "message_delta", "delta": delta, "usage": self._message["usage"]}
 
     def _grow(self, kind: str, text: str, delta: str, more: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Append text to the open block of this kind, or to a new one."""
         if not self._open or self._message["content"][-1]["type"] != kind:
             yield from self._close()
             yield self._opened({"type": kind, kind: "", **(more or {})})

@@ -34,8 +34,8 @@ from outcore.serve.events import Begun, Called, Ended, Event, Finished, Generati
 
 from .ollama_models import Named, plain_name, pull, running, show, tags, timestamp
 
+# The version of Ollama's API. Clients compare it to find out which features they may use.
 VERSION = "0.13.0"
-"""The version of Ollama's API. Clients compare it to find out which features they may use."""
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 TIME = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h|$)", re.ASCII)
@@ -62,8 +62,8 @@ def _stops(value: Any) -> Any:
     return [stop for stop in stops if stop != ""] if isinstance(stops, list) else stops
 
 
+# May be negative, for none or for no limit.
 Integer = Annotated[int, BeforeValidator(_whole), Field(ge=-COUNT, le=COUNT)]
-"""May be negative, for none or for no limit."""
 
 
 class Options(requests.SamplerFields):
@@ -188,7 +188,6 @@ def generate(http: HttpRequest) -> Handled:
 
 
 async def _loaded(body: OllamaBody, http: HttpRequest, empty: dict[str, Any]) -> dict[str, Any]:
-    """Load the model, or unload it if ``keep_alive`` is 0."""
     card = await http.service.load(plain_name(body.called), body.keep_alive)
     done = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
     return {"model": body.called or card.name, "created_at": timestamp(datetime.now(UTC)), **empty, **done}

@@ -11,8 +11,8 @@ from outcore.serve.events import ModelCard, RequestError
 from outcore.serve.requests import Body, read
 from outcore.text import shortened
 
+# ``expires_at`` of a model that stays loaded; clients show this date as forever.
 FOR_GOOD = "9999-12-31T23:59:59Z"
-"""``expires_at`` of a model that stays loaded; clients show this date as forever."""
 
 LENGTHS = {"context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
            "embedding_length": "hidden_size"}  # fmt: skip
@@ -34,7 +34,6 @@ def timestamp(at: datetime) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name without Ollama's default tag."""
     return name.removesuffix(":latest")
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from outcore.serve import requests
 
+# The argument of the function that stands for a custom tool.
 INPUT = "input"
-"""The argument of the function that stands for a custom tool."""
 
 
 class Item(requests.Part):

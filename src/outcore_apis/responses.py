@@ -186,7 +186,6 @@ class ItemsWriter(ResponseWriter):
             yield self._step(kind, response=self._response("in_progress"))
 
     def _grow(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Append to the open part of this kind, or to a new item with one."""
         if self._open is None or self._open["type"] != kind:
             yield from self._close()
             item: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": []}
@@ -211,7 +210,6 @@ class ItemsWriter(ResponseWriter):
 
     @property
     def _names(self) -> tuple[str, str]:
-        """Prefixes of the event types of the open part and of its text."""
         if self._open is not None and self._open["type"] == "summary_text":
             return "reasoning_summary_part", "reasoning_summary_text"
         return "content_part", str((self._open or {}).get("type"))

@@ -20,8 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from outcore.checkpoint.positions import config_of, position_limit
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import COUNT, whole
-from outcore.cli.arguments import loading_options
 from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, watched
+from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
 from outcore.decode.batch import Progress, answers
 from outcore.decode.loader import load_model

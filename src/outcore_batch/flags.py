@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outcore.cli.commands import Flag, switch
 from outcore.cli.flags import FLAGS
-from outcore.cli.parser import Flag, switch
 
 BATCH: list[str | Flag] = [
     "model-flags adapter-path input",

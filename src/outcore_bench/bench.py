@@ -22,22 +22,31 @@ from rich.text import Text
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.positions import longest_context
-from outcore.cli.arguments import model_name
 from outcore.cli.console import PlainConsole
 from outcore.cli.engine import ProgressBar
+from outcore.cli.flags import model_name
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import OutcoreError
 from outcore.machine.memory import last_resort
 from outcore.plan.planner import resident_budget
 from outcore.sizes import format_size
 
-from . import fingerprint
-from .disk import weight_files
+from .commands import AUTO, OUTCORE
+from .disk import describe, machine, weight_files
 from .document import BenchRow, Document, writable, write_record
-from .jobs import BenchJob, BenchSettings, RunSettings, listed, make_jobs, numbers
-from .processes import failed, measure_disk, measure_row, names_only
+from .jobs import (
+    BenchJob,
+    BenchSettings,
+    RunSettings,
+    failed,
+    listed,
+    make_jobs,
+    measure_disk,
+    measure_row,
+    names_only,
+    numbers,
+)
 from .report.tables import BUSY_LEGEND, LEGEND, ReportTable, main_table, notes
-from .words import AUTO, OUTCORE
 
 
 def run(args: argparse.Namespace) -> None:
@@ -111,8 +120,8 @@ def rich_table(table: ReportTable, width: int) -> Table:
     return shown
 
 
+# Called with the current row's label, the number of rows done, and of all rows.
 Progress = Callable[[str, int, int], None]
-"""Called with the current row's label, the number of rows done, and of all rows."""
 
 DISK_ALONE = "the ceiling counts disk time only, as nothing was measured with everything resident"
 
@@ -149,8 +158,8 @@ class Runner:
         self.document = Document(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
-            machine=fingerprint.machine(folder),
-            model=fingerprint.describe(name, prepared),
+            machine=machine(folder),
+            model=describe(name, prepared),
             settings=dict(settings),
             disk={"measurements": []},
         )
@@ -178,7 +187,6 @@ class Runner:
         return row
 
     def _disk(self) -> float | None:
-        """Returns the disk's GB/s, measured again if anything ran since the last time."""
         if self._rate is None and (rate := measure_disk(self.files)) is not None:
             disk = self.document.disk
             disk["measurements"].append(asdict(rate) | {"before_row": len(self.document.rows)})
@@ -218,6 +226,5 @@ def compare(document: Document) -> None:
 
 
 def vocabulary(prepared: Preparation) -> int:
-    """Returns the size of the model's vocabulary, or 128 if its configuration does not say."""
     config = prepared.profile.lazy.config
     return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 128)

@@ -1,27 +1,43 @@
-"""Measures the disk's read rate, the ceiling for streaming, and empties the page cache."""
+"""Describes the machine and the model, measures the disk's read rate (the ceiling for streaming), and empties the page
+cache."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import statistics
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import mlx.core as mx
+import psutil  # type: ignore[import-untyped]
+from mlx.utils import tree_flatten
 
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.manifest import MANIFEST, is_packed, read_manifest
+from outcore.decode.preparation import Preparation
 from outcore.disk import disk_calls
 from outcore.disk.layout import Extent
 from outcore.disk.reader import FileReader, Read
 from outcore.disk.ring import Slot
 from outcore.machine.device import device_kind
+from outcore.machine.hardware import cpu_name, filesystem, gpu_name
 from outcore.sizes import BLOCK, round_up
+from outcore.version import __version__
+
+from .document import Machine, Model
 
 THREADS = (4, 8)
+# Bytes per read, about one layer of a 4 GB model.
 PIECE = 128 << 20
-"""Bytes per read, about one layer of a 4 GB model."""
+# Shortest repeat in seconds; small files are read several times.
 LEAST_S = 0.2
-"""Shortest repeat in seconds; small files are read several times."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,78 @@ def drop_page_cache(files: Iterable[Path]) -> None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Returns the files of a model's weights, also of a packed copy."""
     if is_packed(folder):
         return tuple(folder / name for name in sorted(read_manifest(folder / MANIFEST).files))
     return open_checkpoint(folder).files
+
+
+PACKAGES = ("mlx", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal", "mlx-lm", "numpy", "transformers")
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def machine(folder: Path) -> Machine:
+    commit, changed = _git()
+    return Machine(
+        cpu=cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpu=gpu_name(),
+        device=str(mx.default_device()),
+        memory_bytes=int(psutil.virtual_memory().total),
+        filesystem=filesystem(folder),
+        kernel=platform.platform(),
+        python=platform.python_version(),
+        versions=_versions(),
+        git_commit=commit,
+        git_changed_files=changed,
+    )
+
+
+def describe(name: str, prepared: Preparation) -> Model:
+    profile = prepared.profile
+    checkpoint, config = profile.lazy.checkpoint, profile.lazy.config
+    dtypes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in DTYPES:
+            dtypes[DTYPES[tensor.dtype]] += tensor.nbytes
+    layers = sum(layer.nbytes for layer in profile.layers)
+    quantization = config.get("quantization")
+    return Model(
+        name=name,
+        model_type=str(config.get("model_type")),
+        nbytes=checkpoint.nbytes,
+        layers=len(profile.size.layers),
+        layer_bytes=layers,
+        non_layer_bytes=sum(a.nbytes for _, a in tree_flatten(profile.lazy.model.parameters())) - layers,
+        quantization={k: v for k, v in quantization.items() if not isinstance(v, dict)} if quantization else None,
+        dtype=dtypes.most_common(1)[0][0] if dtypes else "unknown",
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"outcore": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    try:
+        driver = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        driver = None
+    return found | ({"nvidia driver": driver[0]} if driver else {})
+
+
+def _git() -> tuple[str, int]:
+    """Returns this checkout's commit and number of changed files; an empty commit and 0 for an installed package."""
+    # A package that is installed below another project's checkout is not tracked there.
+    if not _run_git("ls-files", Path(__file__).name):
+        return "", 0
+    return _run_git("rev-parse", "HEAD"), len(_run_git("status", "--porcelain").splitlines())
+
+
+def _run_git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.rstrip()

@@ -23,8 +23,8 @@ from outcore.text import one_line
 
 SCHEMA = "outcore-bench/1"
 
+# The beginning of a note that the machine was busy, so that the row's numbers are not reliable.
 BUSY = "other programs used"
-"""The beginning of a note that the machine was busy, so that the row's numbers are not reliable."""
 
 T = TypeVar("T")
 
@@ -195,8 +195,6 @@ _PARTS = ("setting", "speed", "reading", "ceiling", "use")
 
 @dataclass
 class Document:
-    """One run of ``outcore bench`` or ``outcore matrix``."""
-
     created: str
     command: str
     machine: Machine
@@ -223,7 +221,6 @@ def writable(path: Path) -> Path:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a JSON object to a file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import choice, parse_size, whole
-from outcore.cli.arguments import model_name
 from outcore.cli.engine import ProgressBar
+from outcore.cli.flags import model_name
 from outcore.decode.budget import given_budget
 from outcore.decode.preparation import prepare
 from outcore.errors import UsageError
@@ -26,11 +26,10 @@ from outcore.sizes import format_size
 from outcore.text import printable
 
 from .bench import Progress, Runner, finish, vocabulary
+from .commands import BUDGETS, IO, OUTCORE
 from .document import Document, writable, write_record
-from .jobs import BenchJob, RunSettings, listed, numbers
-from .processes import names_only
-from .verdict import by_budget, sentences
-from .words import BUDGETS, IO, OUTCORE
+from .jobs import BenchJob, RunSettings, listed, names_only, numbers
+from .report.tables import by_budget, sentences
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,8 +62,8 @@ def each_run(args: argparse.Namespace) -> RunSettings:
     return RunSettings(**{name: getattr(args, name) for name in names})
 
 
+# Seed for the order of the runs, which is shuffled so that the disk's drift does not look like an axis's effect.
 SEED = 20
-"""Seed for the order of the runs, which is shuffled so that the disk's drift does not look like an axis's effect."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,6 @@ def jobs_of(grid: Grid, resident: int, job: BenchJob) -> list[BenchJob]:
 
 
 def size_text(nbytes: int) -> str:
-    """Formats a size so that it parses to exactly these bytes: ``1.66GB``, or ``1663214592B``."""
     short = format_size(nbytes).replace(" ", "")
     return short if parse_size(short) == nbytes else f"{nbytes}B"
 

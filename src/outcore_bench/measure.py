@@ -15,23 +15,28 @@ import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generation_stream, wired_limit
 from mlx_lm.generate import generate_step as resident_step
 
+from outcore.checkpoint.checkpoint import TensorInfo, open_checkpoint
+from outcore.checkpoint.lazy_model import open_lazily
 from outcore.decode.generate import generate_step
 from outcore.decode.loader import load_model
 from outcore.disk.metrics import Metrics
 from outcore.engine.session import Session
+from outcore.errors import UnsupportedModelError
+from outcore.machine.allocator import clear_cache
 from outcore.machine.device import COMPUTE_DTYPES
 from outcore.machine.memory import peak_rss
+from outcore.modules.hooks import absent, arrays_in, put, swap, unswap
+from outcore.modules.layers import Layer, find_layers
 from outcore.options import LoadOptions
 from outcore.plan.planner import PREFILL_STEP
 
+from .commands import AUTO, OUTCORE
 from .disk import drop_page_cache, weight_files
 from .document import BenchRow, Reading, RowSetting, Speed, Stat, Use
 from .jobs import BenchJob
-from .naive_streaming import NaiveStreaming
-from .words import AUTO, OUTCORE
 
+# ``RowSetting.cache`` by how weights are read; for ``cold``, the page cache is emptied before each token.
 CACHES = {"direct": "bypassed", "cached": "cold", "none": None}
-"""``RowSetting.cache`` by how weights are read; for ``cold``, the page cache is emptied before each token."""
 
 
 def prompt_ids(n: int, sequence: int = 0, vocabulary: int = 128) -> list[int]:
@@ -73,7 +78,6 @@ class _Repeat:
 
     @property
     def decoded(self) -> int:
-        """Tokens after the first step, of all sequences together."""
         return sum(len(tokens) for tokens in self.steps[1:])
 
 
@@ -154,9 +158,9 @@ def _add_reading(reading: Reading, speed: Speed, tokens: int, runs: Sequence[_Re
     reading.io_share = min(1.0, read_s / seconds)
 
 
+# Called with one prompt per sequence and the number of tokens to generate for each. Yields the tokens of each step: in
+# a batch one per sequence, for a single sequence all that the step gives.
 Steps = Callable[[Sequence[Sequence[int]], int], Generator[list[int], None, None]]
-"""Called with one prompt per sequence and the number of tokens to generate for each. Yields the tokens of each step:
-in a batch one per sequence, for a single sequence all that the step gives."""
 
 
 @dataclass
@@ -238,5 +242,66 @@ def _open_outcore(job: BenchJob) -> Loop:
     return Loop(model, mlx_lm_steps(model, session.plan.prefill_step, one), session.io, session, session.close)
 
 
+# By mode, the function that loads a job's model; it raises OutcoreError if the mode cannot.
 LOOPS: dict[str, Callable[[BenchJob], Loop]] = {"mlx-lm": _open_mlx_lm, "plain": _open_plain, OUTCORE: _open_outcore}
-"""By mode, the function that loads a job's model; it raises OutcoreError if the mode cannot."""
+
+
+class NaiveStreaming:
+    """Loads a layer's weights each time the layer is called.
+
+    Args:
+        dtype: compute in this dtype; None: the checkpoint's.
+        options: ``model_config`` and ``trust_remote_code``, as in ``mlx_lm.load``.
+
+    Attributes:
+        model: a model for mlx-lm's functions. 1-D parameters and everything outside the layers stay in memory.
+
+    Raises:
+        UnsupportedModelError: mlx-lm changes layers' parameters on loading, so they cannot be loaded one by one.
+    """
+
+    def __init__(self, folder: Path, dtype: mx.Dtype | None = None, **options: Any) -> None:
+        lazy = open_lazily(open_checkpoint(folder), **options)
+        self.model = lazy.model
+        if dtype is not None:
+            self.model.set_dtype(dtype)
+        self._layers = find_layers(self.model)
+        for layer in self._layers:
+            paths = [f"{layer.path}.{p.path}" for p in layer.parameters]
+            changed = [path for path in paths if path not in lazy.origins]
+            if changed:
+                raise UnsupportedModelError(
+                    f"{folder}: mlx-lm changes {changed[0]} when it loads it; save the model with mlx_lm.convert first"
+                )
+            places = [lazy.origins[path] for path in paths]
+            put(layer.parameters, absent([p.array for p in layer.parameters]))
+            swap(layer.module, "Plain", _loading(layer, places))
+        mx.eval(self.model.parameters())
+
+    def close(self) -> None:
+        for layer in self._layers:
+            unswap(layer.module)
+
+
+def _loading(layer: Layer, places: Sequence[TensorInfo]) -> Callable[..., Any]:
+    nothing = absent([p.array for p in layer.parameters])
+    dtypes = [p.array.dtype for p in layer.parameters]
+    files = sorted({place.file for place in places})
+
+    def call(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        shards: dict[Path, Any] = {file: mx.load(str(file)) for file in files}
+        weights = [shards[place.file][place.name].astype(dtype) for place, dtype in zip(places, dtypes, strict=True)]
+        del shards
+        mx.eval(weights)
+        put(layer.parameters, weights)
+        try:
+            out = original(*args, **kwargs)
+            # Evaluates the caches as well: the output does not depend on a recurrent state.
+            mx.eval(arrays_in(out, args, kwargs))
+        finally:
+            put(layer.parameters, nothing)
+        del weights
+        clear_cache()
+        return out
+
+    return call

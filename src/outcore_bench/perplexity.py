@@ -24,15 +24,15 @@ from mlx_lm.perplexity import eval_ppl, load_data
 from outcore.checkpoint.checkpoint import open_checkpoint
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import not_endless, whole
-from outcore.cli.arguments import loading_options, model_name
 from outcore.cli.engine import ProgressBar, engine_record, model_folder, print_summary, watched
+from outcore.cli.flags import loading_options, model_name
 from outcore.decode.loader import load_model
 from outcore.engine.session import Session
 from outcore.errors import BudgetError, UsageError
 from outcore.machine.allocator import peak_held
 from outcore.text import counted, one_line, printable
 
-from . import fingerprint
+from .disk import machine
 from .document import PERPLEXITY_SCHEMA, Perplexities, PerplexityRow
 
 
@@ -115,7 +115,7 @@ def _document(
         **{"streamed_ppl" if streams else "ppl": found["perplexity"]},
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"schema": PERPLEXITY_SCHEMA} | asdict(Perplexities(created, asdict(fingerprint.machine(folder)), (row,)))
+    return {"schema": PERPLEXITY_SCHEMA} | asdict(Perplexities(created, asdict(machine(folder)), (row,)))
 
 
 PYTHON_TEXT = "pydoc_data.topics"
@@ -124,7 +124,6 @@ _ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".
 
 
 def default_text() -> str:
-    """Returns the language reference that comes with Python (``pydoc_data.topics``)."""
     try:
         from pydoc_data.topics import topics
     except ImportError as e:

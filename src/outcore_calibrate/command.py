@@ -10,9 +10,9 @@ from typing import Any
 from outcore.calibration.calibration_file import file_of, key_of
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checks import whole
-from outcore.cli.arguments import loading_options
 from outcore.cli.console import console, listing
 from outcore.cli.engine import ProgressBar
+from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
 from outcore.decode.preparation import Preparation, prepare
 from outcore.errors import UsageError

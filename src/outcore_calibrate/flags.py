@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outcore.cli.commands import Flag
 from outcore.cli.flags import FLAGS, MODEL
-from outcore.cli.parser import Flag
 
 CALIBRATE: list[str | Flag] = [
     "model_named",

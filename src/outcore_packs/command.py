@@ -7,8 +7,8 @@ import time
 
 from outcore.checkpoint.find_model import resolve_model
 from outcore.checkpoint.manifest import CODING, COMPACT, PLAIN, PLANES
-from outcore.cli.arguments import text_of
 from outcore.cli.engine import ProgressBar
+from outcore.cli.flags import text_of
 from outcore.decode.preparation import prepare
 from outcore.decode.speculative.sources import draft_source, parse_draft
 from outcore.errors import UsageError

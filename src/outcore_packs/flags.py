@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outcore.cli.commands import Flag, flag
 from outcore.cli.flags import FLAGS
-from outcore.cli.parser import Flag, flag
 
 PACK: list[str | Flag] = [
     "model-flags",

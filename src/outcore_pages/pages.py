@@ -1,19 +1,33 @@
-"""The routes of this package."""
+"""The routes of this package: the page at ``/`` with a live view of the server and a chat box, ``/metrics`` in
+Prometheus's format, and ``/openapi.json``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import base64
+import hashlib
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from outcore.monitoring.publisher import board
-from outcore.serve.site import Site, json_response
+from outcore.serve.api import EVENT_STREAM, Api, server_sent
+from outcore.serve.events import Event, Finished
+from outcore.serve.site import Observer, Site, json_response
+from outcore.version import __version__
 
-from . import page
-from .description import described
-from .metrics import ServerMetrics
+EVENTS = "/monitor/events"
 
 
 def routes(site: Site) -> Sequence[Route]:
@@ -22,15 +36,175 @@ def routes(site: Site) -> Sequence[Route]:
 
     async def front(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):  # programs that probe for a server send */*
-            return page.page()
+            return page()
         return PlainTextResponse("Outcore is running", headers={"Vary": "Accept"})
 
-    async def metrics(request: Request) -> Response:
-        return counted.response(request.headers.get("accept", ""))
+    async def metrics(_: Request) -> Response:
+        return counted.response()
 
     async def openapi(_: Request) -> Response:
         return json_response(described(site.apis))
 
-    watched = page.Events(board.snapshot, lambda: site.closing).response
-    answers = {"/": front, page.EVENTS: watched, "/metrics": metrics, "/openapi.json": openapi}
+    watched = Events(board.snapshot, lambda: site.closing).response
+    answers = {"/": front, EVENTS: watched, "/metrics": metrics, "/openapi.json": openapi}
     return [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
+
+
+FIRST_TOKEN_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+STATE = {
+    "running": "Answers being generated",
+    "waiting": "Answers waiting to start",
+    "memory_held_bytes": "Bytes that MLX holds, cached memory included, as the budget counts them",
+    "memory_peak_bytes": "Peak of outcore_memory_held_bytes",
+}
+OF_MODELS = {
+    "memory_bytes": "Bytes of a loaded model's plan",
+    "sweeps": "Forward passes",
+    "bytes_read": "Bytes of weights read from disk",
+    "tokens": "Tokens generated",
+    "drafted": "Tokens proposed by the drafter",
+    "accepted": "Proposed tokens that were accepted",
+}
+OF_CONNECTIONS = {
+    "turned_away": "Connections refused at the limit",
+    "dropped": "Connections closed to make room for others",
+    "late": "Connections closed because of a time-out",
+}
+
+
+class ServerMetrics(Collector, Observer):
+    def __init__(self, site: Site) -> None:
+        self._site, self._registry = site, CollectorRegistry()
+        own: dict[str, Any] = {"registry": self._registry}
+        self._requests = Counter("outcore_requests", "Requests answered", ("route", "status"), **own)
+        self._prompt_tokens = Counter("outcore_prompt_tokens", "Tokens of answered prompts", **own)
+        self._cached_tokens = Counter("outcore_prompt_tokens_cached", "Cached tokens of answered prompts", **own)
+        text = "Seconds from a request to the first text of its answer"
+        self._first_token = Histogram("outcore_first_token_seconds", text, buckets=FIRST_TOKEN_S, **own)
+        self._registry.register(self)
+
+    def responded(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    def happened(self, event: Event, first_s: float | None) -> None:
+        if first_s is not None:
+            self._first_token.observe(first_s)
+        if isinstance(event, Finished):
+            self._prompt_tokens.inc(event.prompt_tokens)
+            self._cached_tokens.inc(event.cached_tokens)
+
+    def response(self) -> Response:
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def collect(self) -> Iterable[Metric]:
+        state = self._site.service.state()
+        for name, text in STATE.items():
+            if name in state:
+                yield GaugeMetricFamily(f"outcore_{name}", text, state[name])
+        for name, text in OF_CONNECTIONS.items():
+            yield CounterMetricFamily(f"outcore_connections_{name}", text, getattr(self._site, name))
+        for name, text in OF_MODELS.items():
+            kind = GaugeMetricFamily if name == "memory_bytes" else CounterMetricFamily
+            family = kind(f"outcore_{name}", text, labels=["model"])
+            for model, counters in state.get("models", {}).items():
+                family.add_metric([model], counters[name])
+            yield family
+
+
+PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
+
+OWN = {
+    "/": ("The server's page, or a line of text", "text/plain"),
+    "/health": ("Status, and numbers of running and waiting requests", "application/json"),
+    "/metrics": ("Metrics in Prometheus's format", "text/plain"),
+    EVENTS: ("Snapshots of the server's activity, four a second", "text/event-stream"),
+    "/openapi.json": ("This description", "application/json"),
+}
+
+
+def described(apis: Sequence[Api]) -> dict[str, Any]:
+    bodies = dict.fromkeys(route.body for api in apis for route in api.routes if route.body is not None)
+    named, schemas = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, dict[str, Any]] = {
+        path: {"get": _operation("get", path, summary, media_type)} for path, (summary, media_type) in OWN.items()
+    }
+    for api, route in [(a, route) for a in apis for route in a.routes]:
+        operation = _operation(route.method.lower(), route.path, route.summary) | {"tags": [api.name]}
+        if route.body is not None:
+            content = {"application/json": {"schema": named[route.body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        # Two APIs may share a path and differ by a header; OpenAPI can describe only one of them.
+        paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {}).setdefault(route.method.lower(), operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Outcore", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas.get("$defs", {})},
+    }
+
+
+def _operation(method: str, path: str, summary: str, media_type: str = "application/json") -> dict[str, Any]:
+    schema = {"type": "string"} if media_type.startswith("text/") else {"type": "object"}
+    error = {"description": "The error", "content": {"application/json": {"schema": {"type": "object"}}}}
+    names = PARAMETER.findall(path)
+    return {
+        "summary": summary,
+        "operationId": "_".join([method, *re.findall(r"\w+", PARAMETER.sub(r"\1", path))]),
+        "responses": {
+            "200": {"description": "The answer", "content": {media_type: {"schema": schema}}},
+            "default": error,
+        },
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names],
+    }
+
+
+EVERY_S = 0.25
+
+
+@cache
+def page() -> Response:
+    """The page, with a policy that allows only its own script, its own style and requests to its own server."""
+    html = resources.files(__package__).joinpath("page", "page.html").read_text(encoding="utf-8")
+    allowed = {}
+    for kind in ("script", "style"):
+        (inside,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+        allowed[kind] = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{allowed['script']}'; style-src 'sha256-{allowed['style']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "Vary": "Accept",
+    }
+    return Response(html, media_type="text/html", headers=headers)
+
+
+class Events:
+    """Snapshots as server-sent events, one for all that look.
+
+    Args:
+        snapshot: what the server does now; must not wait for anything.
+        closing: whether the server ends.
+    """
+
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]], closing: Callable[[], bool]) -> None:
+        self._snapshot, self._closing = snapshot, closing
+        self._taken, self._event = 0.0, b""
+
+    async def response(self, request: Request) -> Response:
+        return StreamingResponse(self._stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-cache"})
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        while not self._closing():
+            now = asyncio.get_running_loop().time()
+            if not self._event or now - self._taken >= EVERY_S / 2:
+                self._taken, self._event = now, server_sent(self._snapshot())
+            yield self._event
+            await asyncio.sleep(EVERY_S)

@@ -24,7 +24,7 @@ from outcore.machine.small_files import INDEX_BYTES, parse_json, read_small
 from outcore.sizes import format_size
 from outcore.text import counted, shortened
 
-from .flags import ACTIONS
+from .commands import ACTIONS
 
 _AGES = (("d", 86_400), ("h", 3600), ("min", 60))
 
@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _named(name: str, found: Sequence[Entry]) -> Entry:
-    """Returns the entry of that name, or the only one whose name begins so."""
     same = [e for e in found if e.name == name] or [e for e in found if name and e.name.startswith(name)]
     if len(same) == 1:
         return same[0]
@@ -131,6 +130,8 @@ _CODING = re.compile(r"compact|planes:[1-7]")
 
 KERNELS, REMAINS, PROMPTS, CONVERSATION = "kernels", "remains", "prompts", "conversation"
 
+# Folders of single files: what each file is, and the pattern of its name. Earlier versions wrote ``runs`` and
+# ``experts``.
 FILES = {
     "calibration": ("calibration", r"[0-9a-f]{16}\.json"),
     "checked": ("first-use mark", r"[0-9a-f]{16}"),
@@ -140,8 +141,6 @@ FILES = {
     "drafts-seen": ("what drafts gave", r"[0-9a-f]{16}\.json"),
     SESSIONS: (CONVERSATION, r"[\w.-]+\.json"),
 }
-"""Folders of single files: what each file is, and the pattern of its name. Earlier versions wrote ``runs`` and
-``experts``."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,6 @@ class Entry:
     coding: str | None = None
 
     def remove(self) -> None:
-        """Removes it; raises InUseError if a process uses it, OSError if that fails."""
         if self.kind == CONVERSATION:
             _remove_conversation(self.path)
         elif self.path.parent.name in FILES:
@@ -241,7 +239,6 @@ def _is_folder(path: Path) -> bool:
 
 
 def _weight(folder: Path) -> tuple[int, float]:
-    """Returns the bytes of all files below the folder, and the time of its last use or change."""
     nbytes, used = 0, 0.0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from outcore.cli.commands import HUB, KEEP, LOOK, Command
+from outcore.checks import choice
+from outcore.cli.commands import HUB, KEEP, LOG_LEVELS, LOOK, Command, Flag, commands, flag, parser_of, switch
+from outcore.cli.flags import FLAGS, PLANNED
+from outcore.options import LoadOptions
+
+ELSEWHERE = {"list": "info:list_models", "completion": "commands:completion"}
 
 
 def _command(name: str, about: str, example: str, kind: str, **more: Any) -> tuple[str, Command]:
-    run, flags = f"outcore_tools.{name}:run", f"outcore_tools.flags:{name.upper()}"
+    run = f"outcore_tools.{name}:run" if name not in ELSEWHERE else f"outcore_tools.{ELSEWHERE[name]}"
+    flags = f"outcore_tools.commands:{name.upper()}"
     return name, Command(about, run, flags, example, kind, **more)
 
 
-_LEAVE_OUT = "outcore_tools.no_tokenizers:leave_out"
+_LEAVE_OUT = "outcore_tools.commands:leave_out"
 
 COMMANDS = dict([
     _command(
@@ -69,3 +80,96 @@ COMMANDS = dict([
         KEEP,
     ),
 ])  # fmt: skip
+
+
+SHELLS, ACTIONS = ("bash", "zsh", "tcsh"), ("ls", "rm", "clear")
+
+INFO: list[str | Flag] = ["model-flags", *PLANNED, "engine-flags output-flags"]
+
+LIST: list[str | Flag] = [
+    flag("--cache-dir", "Folder of the Hub's cache. Default: the Hub's own.", metavar="DIR"),
+    FLAGS["memory"].but(group="", help="Budget to compare with. Default: the budget that commands use by default."),
+    FLAGS["context"].but(group=""),
+    "output-flags",
+]
+
+DEMO: list[str | Flag] = [
+    FLAGS["memory"].but(group="", help="Budget of the streamed run.", default="15MB"),
+    FLAGS["prompt"].but(default="def read_lines(path):\n", help="The prompt. Default: the first line of a function."),
+    FLAGS["max-tokens"].but(default=64, help="Tokens to generate."),
+    "output-flags",
+]
+
+DOCTOR: list[str | Flag] = [
+    "model_named",
+    FLAGS["model"].but(help="Check this model's files and plan as well. Default: none."),
+    "revision output-flags",
+]
+
+MONITOR: list[str | Flag] = [switch("--once", "Print the state once, after a second, and exit."), "output-flags"]
+
+CACHE: list[str | Flag] = [
+    flag("action", "ls lists entries, largest first; rm removes some; clear removes all.", metavar="ls | rm | clear"),
+    flag("names", "Entries to remove, by name or by the beginning of a name.", (), nargs="*", metavar="NAME"),
+    FLAGS["force"].but("--yes", "-y", help="Do not ask before clearing."),
+    "output-flags",
+]
+
+COMPLETION: list[str | Flag] = [flag("shell", f"The shell: {', '.join(SHELLS)}.", metavar="SHELL")]
+
+
+NAMES = {
+    "transformers": ["AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"],
+    "transformers.tokenization_utils_base": ["PreTrainedTokenizerBase"],
+}
+
+
+class _Tokenizer:
+    @classmethod
+    def register(cls, *args: Any, **kwargs: Any) -> None:
+        """Does nothing, as no tokenizer is looked up."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("this process imported mlx-lm without tokenizers")
+
+
+def leave_out() -> None:
+    """Imports mlx-lm without transformers, which would take half of the time of ``outcore info``.
+
+    On import mlx-lm names four classes of transformers; it uses them when a tokenizer is loaded. Stand-ins take their
+    place. Later imports of transformers, for example by a model's own code, get the real module.
+    """
+    if "transformers" in sys.modules:
+        return
+    for module, classes in NAMES.items():
+        sys.modules[module] = ModuleType(module)
+        vars(sys.modules[module]).update(dict.fromkeys(classes, _Tokenizer))
+    try:
+        importlib.import_module("mlx_lm.utils")
+    finally:
+        for module in NAMES:
+            del sys.modules[module]
+
+
+def completion(args: argparse.Namespace) -> None:
+    """Prints a shell's completion script for commands, flags, their values and files."""
+    import shtab
+
+    # The values that flags accept. The parsers do not list them as choices, so that errors are Outcore's own.
+    words = {name: each.metadata["words"] for name, each in LoadOptions.__dataclass_fields__.items() if each.metadata}
+    words |= {"log_level": LOG_LEVELS, "shell": SHELLS, "action": ACTIONS}
+    choice("SHELL", args.shell, SHELLS)
+    whole = argparse.ArgumentParser(prog="outcore")
+    parsers = whole.add_subparsers()
+    for name, command in commands().items():
+        own = parser_of(name)
+        for action in own._actions:
+            if words.get(action.dest) and "," not in str(action.default):
+                action.choices = words[action.dest]
+            elif action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.dest in ("model", "model_named"):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        parsers.add_parser(name, help=command.help, parents=[own], add_help=False)
+    print(shtab.complete(whole, args.shell))

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outcore.checkpoint.tokenizer import load_tokenizer
 from outcore.checks import whole
-from outcore.cli.arguments import text_of
 from outcore.cli.console import PlainConsole, listing
 from outcore.cli.engine import ProgressBar, engine_record, prefill_progress
+from outcore.cli.flags import text_of
 from outcore.decode.budget import asked_budget
 from outcore.decode.generate import stream_generate
 from outcore.decode.loader import load
@@ -73,7 +73,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(folder: Path, args: argparse.Namespace, memory: int) -> dict[str, Any]:
-    """Loads the model, warms it up, times one text, and returns the record for ``--json``."""
     # Frees the previous run's memory, so that the peak is this run's.
     gc.collect()
     reset_peak()

@@ -52,8 +52,8 @@ OVERLAP_BYTES, OVERLAP_ROUNDS = 256 << 20, 4
 
 WORKING_SET = "recommended working set"
 
+# Largest share of a read's time that submitting it may take, as reads run in the background.
 SUBMIT = 0.25
-"""Largest share of a read's time that submitting it may take, as reads run in the background."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Finding:
     advice: str = ""
 
 
+# What a check returns: the fields of ``Finding`` after its name.
 Verdict = tuple[bool | None, str] | tuple[bool | None, str, str]
-"""What a check returns: the fields of ``Finding`` after its name."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,7 +110,6 @@ def examine(model: Path | None = None, progress: Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def _file_of(model: Path | None) -> Iterator[Path]:
-    """Yields the file that checks read: the model's largest, or a scratch file."""
     if model is not None:
         yield max(open_model(model).checkpoint.files, key=lambda f: f.stat().st_size)
         return
@@ -220,7 +219,6 @@ def _answers(file: Path, model: Path | None) -> Verdict:
 
 
 def _logits(folder: str, layers: int | None) -> Any:
-    """Returns the logits of two calls with ``layers`` resident layers (None: all), as a float32 NumPy array."""
     model, _ = load_model(folder, resident=layers, memory="400MB", context=8, prompt=4, draft="none")
     with model.outcore as session:
         assert (session.streaming is None) == (layers is None)
@@ -228,6 +226,7 @@ def _logits(folder: str, layers: int | None) -> Any:
         return np.array(mx.stack(calls).astype(mx.float32))
 
 
+# The checks in order. Each takes the file to read, and the model's folder if one was given.
 CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
     "slots": _slots,
     "offsets": _offsets,
@@ -236,11 +235,11 @@ CHECKS: dict[str, Callable[[Path, Path | None], Verdict]] = {
     "overlap": _overlap,
     "answers": _answers,
 }
-"""The checks in order. Each takes the file to read, and the model's folder if one was given."""
 
 
 _LAYERS, _BITS, _GROUP = 8, 4, 64
 
+# As the demo model, with half of its layers: one of attention after every three recurrent ones.
 _TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text", "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 768,
     "num_hidden_layers": _LAYERS, "full_attention_interval": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -251,7 +250,6 @@ _TEXT: dict[str, Any] = {
         "type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
     },
 }  # fmt: skip
-"""As the demo model, with half of its layers: one of attention after every three recurrent ones."""
 
 
 def save_random_checkpoint(folder: Path) -> Path:

@@ -23,14 +23,14 @@ from rich.text import Text
 
 from outcore.cli.console import PlainConsole, console
 from outcore.errors import OutcoreError, StoreError, UsageError
-from outcore.monitoring import files
+from outcore.monitoring import publisher
 from outcore.sizes import format_size
 from outcore.text import counted, shown
 
 EVERY_S = 0.25
 
+# Updates that ``--once`` waits for, so that rates cover a second.
 SETTLED = 5
-"""Updates that ``--once`` waits for, so that rates cover a second."""
 
 NONE_RUNNING = "no Outcore process of yours is running (or OUTCORE_MONITOR is off); start one, such as outcore chat"
 
@@ -64,7 +64,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _looks() -> Iterator[list[dict[str, Any]]]:
-    """Yields the snapshots of all processes, again and again, until the last process has ended."""
     if not (processes := read_all()):
         raise OutcoreError(NONE_RUNNING)
     while processes:
@@ -150,11 +149,11 @@ def _grid() -> Table:
     return grid
 
 
+# Largest snapshot file in bytes; a longer one is ignored.
 LONGEST = 1 << 20
-"""Largest snapshot file in bytes; a longer one is ignored."""
 
+# Seconds by which a process may seem to have started after it wrote, as its start is measured by another clock.
 CLOCK_S = 2.0
-"""Seconds by which a process may seem to have started after it wrote, as its start is measured by another clock."""
 
 
 def read_all() -> list[dict[str, Any]]:
@@ -165,9 +164,9 @@ def read_all() -> list[dict[str, Any]]:
     Raises:
         StoreError: other users can access the folder.
     """
-    folder = files.runtime_folder()
+    folder = publisher.runtime_folder()
     try:
-        files.require_private(folder)
+        publisher.require_private(folder)
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return []

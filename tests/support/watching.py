@@ -19,7 +19,7 @@ def own_folder() -> Iterator[Path]:
     """Where this test's processes are found; nobody else's are."""
     base = Path(tempfile.mkdtemp(prefix="oc"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outcore.monitoring.files.runtime_folder", lambda: base / "outcore")
+        patch.setattr("outcore.monitoring.publisher.runtime_folder", lambda: base / "outcore")
         patch.setenv("OUTCORE_MONITOR", "on")
         yield base / "outcore"
     shutil.rmtree(base)

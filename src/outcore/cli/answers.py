@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decode import saved_conversation
 from ..decode.conversation import ChatTemplate, Conversation
 from ..decode.generate import stream_generate
+from ..decode.one_text import make_room
 from ..decode.prompt import most_tokens, note_bounds
 from ..decode.sampling import Processor
-from ..decode.saved_conversation import SavedTurn
+from ..decode.saved_conversation import Saved, SavedTurn
 from ..engine.session import Session
 from ..errors import BudgetError, PromptError, StoreError, UsageError
+from ..machine.random_state import random_state, set_random_state
 from ..sizes import format_size
-from .answering import AnswerOutput, interruptible
+from ..text import counted, one_line
 from .commands import TYPED_ELSEWHERE
-from .engine import ProgressBar, prefill_progress
-from .kept_chat import WARN, KeptChat
+from .engine import AnswerOutput, ProgressBar, interruptible, prefill_progress
 
 COMMAND = re.compile(r"/[a-z]+")
 
@@ -161,7 +164,6 @@ class Chat:
             self._say(f"the answer was cut off at {self._limit(self._room, self._room)}; {RESET}", WARN)
 
     def _generate(self, prompt: list[int], answer: AnswerOutput) -> Exception | None:
-        """Answers a prompt. Returns the error that prevented the answer or cut it off; the caches stay valid."""
         conversation, agreement, agreed = self._conversation, self._agreement, False
         with interruptible() as pressed:
 
@@ -219,14 +221,12 @@ class Chat:
         self._say(line, WARN)
 
     def _limit(self, tokens: int, room: int) -> str:
-        """Names the limit that ``tokens`` exceed: the model's positions, or memory for ``room`` tokens."""
         longest = self._session.positions
         if longest is not None and tokens > longest:  # the last token has no position
             return f"the model's maximum of {longest} tokens"
         return f"the {room} tokens that fit in memory"
 
     def _processors(self) -> dict[str, Any]:
-        """Wraps the logits processors so that they see the whole conversation, not this turn alone."""
         before = mx.array(self._conversation.text[: self._conversation.held], dtype=mx.int32)
 
         def whole(process: Processor) -> Processor:
@@ -254,3 +254,102 @@ class Chat:
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._bar.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+WARN = "yellow"
+
+
+class KeptChat:
+    """Saves a conversation, and continues a saved one.
+
+    Args:
+        name: the model's name as the user typed it.
+        say: prints a line; with ``WARN`` as the second argument, a warning.
+
+    Attributes:
+        unsure: an answer is being generated, or failed unexpectedly, so the caches may hold tokens that the
+            conversation does not.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        conversation: Conversation,
+        tokenizer: TokenizerWrapper,
+        name: str,
+        say: Callable[..., None],
+    ) -> None:
+        self.turns: list[SavedTurn] = []
+        self.unsure = False
+        self._session, self._conversation, self._tokenizer = session, conversation, tokenizer
+        self._name, self._say = name, say
+        self._path: Path | None = None
+        self._caches: str | None = None  # the name under which the prefix cache has its caches
+
+    def save(self, path: Path) -> None:
+        self._write(path)
+        self._keep_caches()
+        self._say(f"{path}: {counted(len(self.turns), 'turn')}, {counted(len(self._conversation.text), 'token')}")
+
+    def load(self, path: Path) -> None:
+        saved = saved_conversation.load(path, self._tokenizer, self._session.vocabulary)
+        # Frees the present caches before others are loaded.
+        self._conversation.goes_on(saved.tokens, None, 0)
+        self._caches = self._restored(saved)
+        self.turns = saved.turns
+        set_random_state(saved.random)
+        how = "its cache was loaded too" if self._caches else "the next answer computes them first"
+        self._say(f"{path}: {counted(len(saved.turns), 'turn')}, {counted(len(saved.tokens), 'token')}; {how}")
+        if Path(saved.model).name != Path(self._name).name:
+            self._say(f"it was saved with another model, {one_line(saved.model)[:200]}", WARN)
+
+    def _restored(self, saved: Saved) -> str | None:
+        prefix = self._session.prefix
+        if prefix is None or not saved.held or self.unsure:
+            return None
+        try:
+            make_room(self._session, len(saved.tokens) + 1)
+        except BudgetError:
+            return None
+        if self._session.plan.kv_slot:
+            return None  # with KV offload, all of it would have to be in memory at once
+        cache = self._conversation.make_cache()
+        name = prefix.kept(saved.tokens[: saved.held], cache)
+        if name is not None:
+            self._conversation.goes_on(saved.tokens, cache, saved.held)
+        return name
+
+    def resume(self, path: Path) -> bool:
+        """Continues the conversation in a session's file, or begins one there. Returns whether it had turns."""
+        exists = path.exists()
+        (self.load if exists else self._write)(path)
+        self._path = path
+        return exists and bool(self.turns)
+
+    def added(self, turn: SavedTurn) -> None:
+        """Saves another turn; a file that cannot be written is a warning and does not end the chat."""
+        self.turns.append(turn)
+        self._keep_text()
+
+    def leave(self) -> None:
+        if self._path is not None:
+            self._keep_text()
+            self._keep_caches()
+
+    def _keep_text(self) -> None:
+        if self._path is not None:
+            try:
+                self._write(self._path)
+            except UsageError as e:
+                self._say(f"the conversation is not saved: {e}", WARN)
+
+    def _write(self, path: Path) -> None:
+        tokens, held = self._conversation.text, self._conversation.held
+        text = {"model": self._name, "turns": self.turns, "text": self._tokenizer.decode(tokens), "held": held}
+        saved_conversation.save(path, **text, tokens=tokens, random=random_state())
+
+    def _keep_caches(self) -> None:
+        conversation, prefix = self._conversation, self._session.prefix
+        if prefix is not None and conversation.held and not self._session.closed and not self.unsure:
+            text = conversation.text[: conversation.held]
+            self._caches = prefix.keep(text, conversation.cache, self._caches)

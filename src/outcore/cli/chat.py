@@ -23,20 +23,19 @@ from ..engine.transport import Agreement
 from ..errors import BudgetError, UsageError
 from ..machine.cache_folder import SESSIONS, make_cache, require_own
 from ..text import counted, shortened
-from .answering import draft_tokens, generation_options, open_tokenizer
 from .answers import Chat
-from .arguments import check_numbers, loading_options, template_options, text_of
 from .commands import TYPED_ELSEWHERE
-from .engine import ProgressBar, engine_record, print_summary, watched
+from .engine import ProgressBar, draft_tokens, engine_record, generation_options, open_tokenizer, print_summary, watched
+from .flags import check_numbers, loading_options, template_options, text_of
 from .output import tell
 
+# Context lengths to plan for, in the order tried, when ``--context`` is not given. None: the default length.
 CONTEXTS = None, 512, 256
-"""Context lengths to plan for, in the order tried, when ``--context`` is not given. None: the default length."""
 
 SESSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
+# Tokens of a message that memory is reserved for at first; longer messages get room when they come.
 MESSAGE = 512
-"""Tokens of a message that memory is reserved for at first; longer messages get room when they come."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,7 +88,6 @@ def _load(folder: Path, args: argparse.Namespace, bar: ProgressBar) -> nn.Module
 
 @contextmanager
 def session_file(name: str | None) -> Iterator[Path | None]:
-    """Yields the path of a session's conversation, locked against other processes; None without a session."""
     if name is None:
         yield None
         return
@@ -113,7 +111,6 @@ def session_file(name: str | None) -> Iterator[Path | None]:
 
 
 def shared_lines(agreement: Agreement) -> Generator[str, None, None]:
-    """Yields the first rank's input lines on every rank."""
     with closing(lines()) as typed:
         # Only the first rank calls the function, and so reads its input.
         while (line := json.loads(agreement.text(lambda: json.dumps(next(typed, None))))) is not None:

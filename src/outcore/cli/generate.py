@@ -1,15 +1,19 @@
-"""``outcore generate``: answers a prompt. Flags are those of ``mlx_lm.generate``."""
+"""``outcore generate`` and ``outcore cache-prompt``, with the flags of mlx-lm's programs."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..checkpoint.prompt_cache import open_prompt_cache
+from ..checkpoint.find_model import resolve_model
+from ..checkpoint.prompt_cache import PromptCacheFile, open_prompt_cache
+from ..checkpoint.tokenizer import load_tokenizer
 from ..checks import whole
 from ..decode.generate import stream_generate
 from ..decode.loader import load_model
@@ -17,18 +21,23 @@ from ..decode.prompt import cached_tokens
 from ..errors import UsageError
 from ..machine.settings import setting
 from ..modules.cache_check import check_cache
+from ..sizes import format_size
 from ..text import counted
-from .answering import (
+from .engine import (
     AnswerOutput,
+    ProgressBar,
     draft_tokens,
+    engine_record,
     generation_options,
     note_unquantized,
     open_tokenizer,
+    prefill_progress,
+    print_summary,
     prompt_text,
     rendered,
+    watched,
 )
-from .arguments import check_numbers, loading_options, template_options, text_of
-from .engine import ProgressBar, engine_record, prefill_progress, print_summary, watched
+from .flags import cache_options, check_numbers, loading_options, template_options, text_of
 
 HINT = "; try without --system-prompt and --chat-template-config, or with --ignore-chat-template"
 
@@ -94,7 +103,6 @@ def _cached_tokens(cache: list[Any] | None) -> int:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cache: bool) -> list[int]:
-    """Applies the chat template, if there is one and it is wanted, and returns the token ids, as mlx-lm does."""
     text = prompt_text(args.prompt if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     extra = template_options(args.chat_template_config)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
@@ -111,3 +119,40 @@ def encode_prompt(tokenizer: TokenizerWrapper, args: argparse.Namespace, in_cach
         messages[-1]["content"] = "<query>"
         prompt = prompt[max(0, rendered(tokenizer, messages, HINT, **extra).find("<query>")) :]
     return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def cache_prompt(args: argparse.Namespace) -> None:
+    check_numbers(args)
+    if args.kv_disk == "on":
+        raise UsageError("--kv-disk on: cache-prompt needs the whole KV cache in memory; leave the flag out")
+    folder = resolve_model(args.model, args.revision)
+    settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    if args.eos_token is not None:
+        settings["eos_token"] = args.eos_token
+    tokenizer = load_tokenizer(folder, settings)
+    text = prompt_text(args.prompt)
+    if tokenizer.has_chat_template:
+        # The message is left unfinished, as in mlx-lm.
+        text = rendered(tokenizer, [{"role": "user", "content": text}], continue_final_message=True)
+    prompt = list(tokenizer.encode(text, **({"add_special_tokens": False} if tokenizer.has_chat_template else {})))
+    if not prompt:
+        raise UsageError("--prompt: empty; give at least one token")
+    sizes: dict[str, Any] = {"context": len(prompt) + 1, "prompt": len(prompt), "kv_disk": "off"}
+    with PromptCacheFile(args.prompt_cache_file) as file, ProgressBar() as bar:
+        options = loading_options(args) | sizes
+        model, _ = load_model(folder, **options, draft="none", resumable=True, progress=bar)
+        with watched(model, args) as session:
+            cache = make_prompt_cache(model, args.max_kv_size)
+            first_token, began = prefill_progress(bar, session), time.perf_counter()
+            # One token is sampled, which costs no forward pass, and left out of the caches.
+            given = {"prompt_cache": cache, "max_tokens": 1, "leave_last": True, **cache_options(args)}
+            for _ in stream_generate(model, tokenizer, prompt, **given):
+                first_token()
+            seconds = time.perf_counter() - began
+            note_unquantized(args, session, len(prompt) + 1)
+            assert session.in_cache == len(prompt)
+            nbytes = file.save(cache, args.model, settings)
+            record = {"file": str(file.path), "prompt_tokens": len(prompt), "bytes": nbytes, "seconds": seconds}
+            args.result.record = record | engine_record(session)
+            print(f"{file.path}: {counted(len(prompt), 'token')}, {format_size(nbytes)}, {seconds:.1f} s")
+            print_summary([], session)

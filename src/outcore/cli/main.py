@@ -24,9 +24,8 @@ from ..machine.gpus import leave_one
 from ..machine.settings import Setting, setting, settled
 from ..text import meant, shortened
 from ..version import __version__
-from .commands import RANKS, Command, commands, parser_of, rank_module
+from .commands import RANKS, ArgumentParser, Command, commands, parser_of, rank_module
 from .output import Result, failed, log_from, open_streams, spinner, streams
-from .parser import ArgumentParser
 
 WIDEST = 110
 
@@ -147,7 +146,6 @@ def _with_sources(filled: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | None]:
-    """Imports the function that the command runs; an extra that is not installed is a UsageError."""
     try:
         return pkgutil.resolve_name(run)
     except ModuleNotFoundError as e:
@@ -157,7 +155,6 @@ def _work(command: Command, run: str) -> Callable[[argparse.Namespace], int | No
 
 
 def _settle(command: Command, parser: ArgumentParser, args: argparse.Namespace) -> dict[str, Setting]:
-    """Fills in the configured budget and model where the command line has none; returns the budget's setting."""
     setting("monitor")
     settled()  # every command reports a configuration file that cannot be used, also one that needs no setting
     if getattr(args, "device", None) is not None:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from ..checks import choice
 from ..errors import OutcoreError, UsageError, no_mlx
 from ..text import one_line, printable, unmoved
-from .parser import LOG_LEVELS
+from .commands import LOG_LEVELS
 
 DEBUG = "OUTCORE_DEBUG"
 
@@ -76,7 +76,6 @@ def tell(line: str) -> None:
 
 
 def spinner(what: str) -> AbstractContextManager[object]:
-    """Shows a spinner on standard error, if that is a terminal, until the block ends."""
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return nullcontext()
     from .console import PlainConsole
@@ -152,7 +151,6 @@ def open_streams() -> None:
 
 @contextmanager
 def streams(as_json: bool, quiet: bool, stderr: TextIO) -> Iterator[None]:
-    """Redirects everything printed in the block, by mlx-lm too, as ``--json`` and ``--quiet`` say."""
     target: Any = Nowhere() if quiet else stderr
     with redirect_stderr(target), redirect_stdout(target) if as_json else nullcontext():
         yield

@@ -20,14 +20,14 @@ from ..plan.machine_profile import Calibration
 from ..plan.plan import Plan
 from ..sizes import format_size
 from ..text import counted
-from .arguments import loading_options
 from .console import console, listing, table
 from .engine import ProgressBar
+from .flags import loading_options
 from .output import tell
 
+# Factors by which the real time per token may differ from the prediction, on a measured machine and on one that was
+# not. Source: every run in predictions-cpu.json and predictions-qwen3.5-9b-8bit-h200.json lay within the first.
 SPREAD, ASSUMED_SPREAD = 1.25, 2.0
-"""Factors by which the real time per token may differ from the prediction, on a measured machine and on one that was
-not. Source: every run in predictions-cpu.json and predictions-qwen3.5-9b-8bit-h200.json lay within the first."""
 
 
 def token_range_s(plan: Plan) -> tuple[float, float]:
@@ -137,7 +137,6 @@ def show(
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Returns the fields of a plan that JSON documents have under the same name."""
     sizes = "budget_bytes", "smallest_budget_bytes", "bytes_per_token"
     return {name: getattr(plan, name) for name in (*sizes, "slots", "head_streamed", "prefill_step", "calibrated")}
 

@@ -24,23 +24,22 @@ from ..options import LoadOptions
 from ..serve import requests
 from ..serve.access import Access, local_names
 from ..serve.api import Defaults
-from ..serve.apis import all_apis
-from ..serve.app import application
+from ..serve.app import all_apis, application
 from ..serve.events import Sampling
 from ..serve.server import Deadline, Server, listen, url
 from ..serve.site import Site
 from ..text import counted, one_line, shortened
-from .arguments import check_numbers, loading_options, template_options, text_of
+from .commands import Preset
+from .flags import check_numbers, loading_options, template_options, text_of
 from .output import tell
-from .preset import Preset
 
 if TYPE_CHECKING:
     from ..serve.service import ModelService, ServiceOptions
 
 DAY_S = 86400.0
 
+# Seconds that an unused model stays in memory, if several are served.
 KEEP_S = 300.0
-"""Seconds that an unused model stays in memory, if several are served."""
 
 KEY_BYTES = 4096
 
@@ -148,7 +147,6 @@ def key_of(args: argparse.Namespace) -> str | None:
 
 
 def access_of(args: argparse.Namespace, sockets: Sequence[socket.socket]) -> Access:
-    """Returns the rules for access. Refuses to serve other machines without a key."""
     key = key_of(args)
     local = all(ipaddress.ip_address(s.getsockname()[0].partition("%")[0]).is_loopback for s in sockets)
     if not local and key is None and not args.insecure:
@@ -191,7 +189,7 @@ def open_service(args: argparse.Namespace, names: Sequence[str]) -> ModelService
 
 def service_options(args: argparse.Namespace) -> ServiceOptions:
     from ..serve.service import ServiceOptions
-    from .answering import draft_tokens
+    from .engine import draft_tokens
 
     # Memory for contexts is taken as requests come, so little of it is reserved.
     engine = loading_options(args) | {"priority": "speed"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import termios
 from collections.abc import Iterator
@@ -18,11 +17,8 @@ from ..machine.cache_folder import make_cache
 
 PROMPT, MORE = "> ", ". "
 
+# File in the cache folder; ``outcore cache clear`` leaves it, as it cannot be made again.
 HISTORY = "chat-history"
-"""File in the cache folder; ``outcore cache clear`` leaves it, as it cannot be made again."""
-
-_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"
-"""Switch xterm's bracketed paste on and off, by which the terminal marks pasted text."""
 
 
 def typed(on_error: bool) -> Iterator[str]:
@@ -45,11 +41,7 @@ def typed(on_error: bool) -> Iterator[str]:
             except EOFError:
                 return
             if text.strip():
-                _send(_PASTES)
-                try:
-                    yield text
-                finally:
-                    _send(_NO_PASTES)
+                yield text
 
 
 def _keys() -> KeyBindings:
@@ -72,7 +64,6 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """Opens the history file, which only this user can read; without one, the history lasts for this run."""
     try:
         path = make_cache() / HISTORY
         path.touch(0o600)
@@ -101,8 +92,3 @@ def _no_echo() -> Iterator[None]:
         # Not TCSAFLUSH, which would discard what was typed.
         with suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSANOW, before)
-
-
-def _send(sequence: str) -> None:
-    with suppress(OSError):
-        os.write(sys.stdin.fileno(), sequence.encode())

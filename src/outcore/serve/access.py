@@ -25,8 +25,8 @@ from .events import RequestError
 
 KEYLESS_PATHS = {"/", "/health"}
 LOCAL = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+# Error code of requests whose end is unknown, so that the connection must be closed.
 FRAMING = "request_framing"
-"""Error code of requests whose end is unknown, so that the connection must be closed."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ def cors(access: Access, exposed: str) -> Middleware:
 
 
 def _name(host: str) -> str:
-    """The Host header without port and IPv6 brackets."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 
+# OpenAI's value for minus infinity, which JSON cannot express.
 LEAST_LOGPROB = -9999.0
-"""OpenAI's value for minus infinity, which JSON cannot express."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ class ResponseWriter(ABC):
         """The JSON object of an answer that is not streamed."""
 
     def sent(self, steps: Iterable[Any]) -> bytes:
-        """The bytes that a stream sends for these objects."""
         return b"".join(server_sent(step, step["type"] if self.named else "") for step in steps)
 
     def closing(self) -> bytes:

@@ -24,16 +24,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..machine.memory import free_heap
 from ..packages import modules
+from . import completions, openai
 from .access import Access, Guard, cors
 from .api import EVENT_STREAM, Api, HttpRequest, ParsedRequest, ResponseWriter, Route
-from .body import HeldBody
 from .events import Called, Event, RequestError, TextPart, shutting_down
+from .requests import HeldBody
 from .site import IGNORED, Site, error_response, ignored_header, json_response
 
 log = logging.getLogger("outcore")
 
+# Size in bytes of a body after which freed memory is returned to the system.
 RETURNED = 1 << 20
-"""Size in bytes of a body after which freed memory is returned to the system."""
 
 
 def application(site: Site, access: Access | None = None) -> Starlette:
@@ -244,7 +245,6 @@ async def _with_silences(events: AsyncGenerator[Event, None], site: Site) -> Asy
 
 
 async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work``, and cancel it when the client disconnects."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -263,3 +263,10 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+OPENAI = Api("openai", openai.error_body, (*openai.ROUTES, *completions.ROUTES))
+
+
+def all_apis() -> tuple[Api, ...]:
+    return (OPENAI, *(api for module in modules("apis").values() for api in module.APIS))

@@ -75,7 +75,6 @@ class AnswerChoice:
         self._logprobs: list[TokenLogprob] = []
 
     def add(self, token: Token) -> list[Event]:
-        """The events of another token, with ``Ended`` if it is the last."""
         self.tokens += 1
         self.reasoning_tokens += self._parser.thinking
         ends = token.token in self.prompt.tokenizer.eos_token_ids
@@ -90,7 +89,6 @@ class AnswerChoice:
         return [*events, *self.end("length")] if self.tokens >= (self.request.max_tokens or 1) else events
 
     def end(self, reason: Literal["stop", "length"]) -> list[Event]:
-        """The last events: text that was held back, and ``Ended``."""
         self._text.finalize()
         rest = self._stopper.feed(self._text.last_segment) + self._stopper.finish()
         stop = self._stopper.found

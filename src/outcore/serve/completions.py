@@ -36,7 +36,6 @@ def completion(http: HttpRequest) -> ParsedRequest:
 
 
 def _prompts(value: Any) -> list[str | tuple[int, ...]]:
-    """The prompts in a string, a list of token ids, or a list of those."""
     given = value if isinstance(value, list) and not _ids(value) else [value]
     if not 1 <= len(given) <= MOST_CHOICES:
         raise wrong("prompt", f"{len(given)} prompts; give 1 to {MOST_CHOICES}")

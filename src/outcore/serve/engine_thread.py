@@ -33,12 +33,12 @@ from ..monitoring import publish
 from ..text import one_line
 from .choice import AnswerChoice, as_request_error, request_of
 from .events import RETRY_S, Begun, Ended, Event, shutting_down
-from .loaded import Loaded
+from .shelf import Loaded
 
 log = logging.getLogger("outcore.serve")
 
+# Seconds between checks that the other ranks are alive, while the model is idle.
 LOOK_S = 0.5
-"""Seconds between checks that the other ranks are alive, while the model is idle."""
 
 
 class EngineThread:
@@ -74,7 +74,6 @@ class EngineThread:
 
     @property
     def running(self) -> int:
-        """Number of choices that the scheduler has."""
         loaded = self.loaded
         return loaded.sequences.running if loaded is not None else 0
 
@@ -318,7 +317,6 @@ class EngineThread:
 
 
 def _send(choice: AnswerChoice, events: Sequence[Event], over: dict[AnswerChoice, Ended | Exception]) -> None:
-    """Send all events but the end, which goes to ``over``."""
     for event in events:
         if isinstance(event, Ended):
             over[choice] = event

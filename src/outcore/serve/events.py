@@ -207,8 +207,8 @@ class ModelCard:
     digest: str = ""
 
 
+# Value of ``Retry-After`` for requests that are refused because the server is busy, in seconds.
 RETRY_S = 5.0
-"""Value of ``Retry-After`` for requests that are refused because the server is busy, in seconds."""
 
 
 def shutting_down() -> RequestError:

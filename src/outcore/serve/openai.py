@@ -260,7 +260,6 @@ class ChatWriter(ResponseWriter):
         return self._head | {"model": answer.begun.model} | more
 
     def deltas(self, event: Event) -> Iterable[dict[str, Any]]:
-        """For each chunk of an event, its choice."""
 
         def delta(index: int, content: Any, end: str | None = None, logprobs: Any = None) -> dict[str, Any]:
             return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": end}

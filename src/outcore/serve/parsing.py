@@ -18,8 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..text import half_character
 from .events import Called, TextPart
 
+# Number of failed calls after which an answer's text is no longer searched for calls, as each is read twice.
 TRIES = 16
-"""Number of failed calls after which an answer's text is no longer searched for calls, as each is read twice."""
 
 SPACE = " \t\r\n"
 NAME = re.compile(r"[\w.:/-]+")
@@ -144,7 +144,6 @@ class TextParser:
 
     @property
     def thinking(self) -> bool:
-        """Whether the next text is reasoning, as far as is known."""
         return (self._opened[0] if self._state == "tool" else self._state) == "reasoning"
 
     def feed(self, text: str) -> list[TextPart | Called]:
@@ -267,7 +266,6 @@ class TextParser:
         self._out.append(TextPart(self.index, text, reasoning))
 
     def _call(self, body: str) -> bool:
-        """Emit the calls in ``body``; False if it has none."""
         found = read_calls(self._markers.parse, body, self._tools)
         if not found:
             return False
@@ -310,3 +308,26 @@ def _call(found: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, str
     if half_character(text) is not None:
         text = json.dumps(arguments)
     return name, text, given if isinstance(given, str) and half_character(given) is None else ""
+
+
+FINAL = "<|channel|>final<|message|>"
+CALL = "to=functions."
+PARTS = {"<|channel|>analysis<|message|>": "reasoning", "<|channel|>commentary<|message|>": "normal", FINAL: "normal"}
+PART_ENDS = {"<|end|>": "header", "<|start|>assistant": "header"}
+
+
+def is_harmony(template: str) -> bool:
+    return all(token in template for token in ("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
+
+
+def harmony_markers(tools: bool) -> Markers:
+    header = PARTS | ({CALL: "tool"} if tools else {})
+    return Markers({"header": header, "normal": PART_ENDS, "reasoning": PART_ENDS, "tool": {}}, read_call, "header")
+
+
+def read_call(text: str, tools: Any = None) -> dict[str, Any]:
+    """Parses ``NAME ...<|message|>{...}``, with the signature of mlx-lm's parsers. Raises ValueError for other text."""
+    found = re.match(r"([\w.:/-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>)?\s*$", text, re.DOTALL)
+    if found is None:
+        raise ValueError("no call")
+    return {"name": found[1], "arguments": found[2]}

@@ -5,32 +5,37 @@ A field that is null counts as absent. Unknown fields are ignored, and a respons
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
+from starlette.requests import Request
 
 from ..checks import COUNT, LEAST_TEMPERATURE
 from ..decode.request_text import TEMPLATE_OWN, checked_text
-from ..text import shortened
-from .body import read_json
+from ..text import one_line, shortened
 from .events import RequestError, Sampling
+
+if TYPE_CHECKING:
+    from .site import Site
+
 
 UNSUPPORTED = "unsupported_parameter"
 
+# Limit of penalties and biases, so that a changed logit is still a finite float32.
 LARGE = 1e30
-"""Limit of penalties and biases, so that a changed logit is still a finite float32."""
 
 MOST_STOPS, STOP_CHARACTERS = 64, 1000
 MOST_TOOLS = 1024
 MOST_IGNORED = 32
 
+# Replaces pydantic's messages that name Python types.
 WORDS = {"missing": "it is needed", "model_type": "a JSON object is needed", "dict_type": "a JSON object is needed"}
-"""Replaces pydantic's messages that name Python types."""
 
 
 class Part(BaseModel):
@@ -139,7 +144,6 @@ def template_options(options: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_of_json(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in a string, such as a call's arguments; empty for an empty string."""
     try:
         return read_json(text.encode())
     except RequestError:
@@ -153,8 +157,8 @@ Change = Annotated[float, Field(ge=-LARGE, le=LARGE)]
 Factor = Annotated[float, Field(ge=0, le=LARGE)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+# A string or a list of strings, validated to a tuple.
 Stops = Annotated[Any, AfterValidator(_stops)]
-"""A string or a list of strings, validated to a tuple."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Needed = Annotated[str, Field(min_length=1)]
 
@@ -191,21 +195,20 @@ class Function(Part):
     strict: bool = False
 
     def tool(self, **changes: Any) -> dict[str, Any]:
-        """The function in OpenAI's form, without the fields that were not given."""
         given = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_defaults=True)
         return {"type": "function", "function": given | changes}
 
 
+# One of ``GenerationRequest.messages``.
 Message = dict[str, Any]
-"""One of ``GenerationRequest.messages``."""
 
+# Types of content parts that contain text.
 TEXT = ("text", "input_text", "output_text", "refusal")
-"""Types of content parts that contain text."""
 
+# Readers of a user's other content parts, such as images, by type. A package adds a function of the part and its path,
+# which returns a part for the chat template and the package's service. A message with such a part keeps a list of parts
+# as its content.
 OPAQUE: dict[str, Callable[[dict[str, Any], str], Any]] = {}
-"""Readers of a user's other content parts, such as images, by type. A package adds a function of the part and its path,
-which returns a part for the chat template and the package's service. A message with such a part keeps a list of parts
-as its content."""
 
 
 def text_of(content: Any, where: str, texts: Sequence[str] = TEXT, between: str = "", *, opaque: bool = False) -> Any:
@@ -241,7 +244,6 @@ def part_of(part: Any, where: str, texts: Sequence[str] = TEXT, *, opaque: bool 
 
 
 def joined(parts: Sequence[Any], between: str = "") -> Any:
-    """The texts joined, or a list of parts if not all are text."""
     if all(isinstance(part, str) for part in parts):
         return between.join(parts)
     flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
@@ -270,3 +272,86 @@ def continues(messages: Sequence[Message], where: str = "messages") -> bool:
     if last == [True, True]:
         raise wrong(where, "the last two are the assistant's; only one can be continued")
     return last[-1:] == [True]
+
+
+R = TypeVar("R")
+
+LARGE_BODY = 1 << 16
+# Limit of nesting, since templates and grammars recurse into a body's values.
+DEPTH = 100
+
+BOM = b"\xef\xbb\xbf"
+
+
+class HeldBody:
+    """A request's body; its ``nbytes`` count against the limit of all bodies until ``release``."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.nbytes = self.received = 0
+
+    def release(self) -> None:
+        self._site.held_bytes -= self.nbytes
+        self.nbytes = 0
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """The JSON object of the body, empty without one.
+
+        Raises:
+            RequestError: 413 too large, 415 compressed, 503 too many bytes of bodies are held, 400 not JSON.
+            ClientDisconnect: the client disconnected.
+        """
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise RequestError("compressed bodies are not supported: send the body uncompressed", status=415)
+        site, most, data = self._site, self._site.limits.body_bytes, bytearray()
+        declared = request.headers.get("content-length", "")
+        large = RequestError(f"the body is larger than {most} bytes", "request_too_large", status=413)
+        if declared.isdecimal() and int(declared[:20]) > most:
+            raise large
+        async for chunk in request.stream():
+            if len(data) + len(chunk) > most:
+                raise large
+            if site.held_bytes + len(chunk) > 4 * most:
+                why = "too many large requests are being read, or wait for their answers"
+                raise RequestError(why, "overloaded", status=503, retry_after=1)
+            site.held_bytes += len(chunk)
+            self.nbytes += len(chunk)
+            self.received += len(chunk)
+            data += chunk
+        return await self.work(read_json, data, site.limits.values)
+
+    async def work(self, work: Callable[..., R], *args: Any) -> R:
+        """Call ``work``, in another thread if the body is large."""
+        return await asyncio.to_thread(work, *args) if self.received > LARGE_BODY else work(*args)
+
+
+def read_json(data: bytes | bytearray, values: int | None = None) -> dict[str, Any]:
+    """The JSON object in ``data``, empty if there is none; all numbers are finite.
+
+    Args:
+        values: limit of its commas and brackets, those within strings included; None: no limit.
+
+    Raises:
+        RequestError: not a JSON object, or nested more than ``DEPTH`` deep (400), or too many values (413).
+    """
+    data = data.removeprefix(BOM)
+    if not data.strip():
+        return {}
+    if values is not None and sum(map(data.count, (b",", b"[", b"{"))) > values:
+        raise RequestError(f"the body has more than {values} commas and brackets", "request_too_large", status=413)
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")
+    except ValueError as e:
+        raise RequestError(f"the body is not JSON in UTF-8: {one_line(e)}") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body is not a JSON object")
+    # Level by level: recursion could exhaust the stack.
+    level: list[Any] = [value]
+    for _ in range(DEPTH):
+        held = [v for inner in level for v in (inner.values() if isinstance(inner, dict) else inner)]
+        if any(type(v) is float and math.isinf(v) for v in held):
+            raise RequestError("the body holds a number that is too large")
+        level = [v for v in held if type(v) in (dict, list)]
+        if not level:
+            return value
+    raise RequestError(f"the body has more than {DEPTH} brackets inside each other")

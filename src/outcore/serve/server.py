@@ -23,21 +23,21 @@ from ..text import one_line
 from .connection import Connection
 from .site import Site
 
+# Connections that asyncio accepts in one turn of its loop; others wait in the system's queue.
 ACCEPTED_AT_ONCE = 32
-"""Connections that asyncio accepts in one turn of its loop; others wait in the system's queue."""
 
+# Length of that queue; Linux caps it at net.core.somaxconn.
 QUEUE = 4096
-"""Length of that queue; Linux caps it at net.core.somaxconn."""
 
+# The interpreter's switch interval in seconds. The event loop releases the GIL with every socket call, and with the
+# default it would wait 5 ms each time for threads that compute.
 SWITCH_S = 0.0005
-"""The interpreter's switch interval in seconds. The event loop releases the GIL with every socket call, and with the
-default it would wait 5 ms each time for threads that compute."""
 
+# Thresholds of Python's garbage collector.
 YOUNG = 10_000, 5, 10_000
-"""Thresholds of Python's garbage collector."""
 
+# Seconds that Python and the system need to free a process of several gigabytes.
 EXIT_S = 0.4
-"""Seconds that Python and the system need to free a process of several gigabytes."""
 
 
 class Deadline:

@@ -28,11 +28,11 @@ from .events import Begun, Ended, Event, Finished, GenerationRequest, ModelCard,
 from .prompting import Prompt, Prompter, too_long
 from .shelf import Offered, Shelf
 
+# Length in tokens of prompts that are counted even if the model's context is shorter.
 COUNTED = 62_500
-"""Length in tokens of prompts that are counted even if the model's context is shorter."""
 
+# mlx_lm.server's default limit of an answer.
 MAX_TOKENS = 512
-"""mlx_lm.server's default limit of an answer."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,6 @@ class ModelService:
         return [self._card(model) for model in self.shelf.models.values()]
 
     def card(self, name: str) -> ModelCard:
-        """A model's card. Raises RequestError (404) for an unknown name."""
         return self._card(self.shelf.named(name))
 
     async def load(self, name: str, keep_alive: float | None) -> ModelCard:
@@ -178,7 +177,6 @@ class ModelService:
 
     @property
     def failure(self) -> Exception | None:
-        """The error of the ranks that ended the engine; None: none."""
         return self.engine.failure
 
     @property
@@ -193,7 +191,6 @@ class ModelService:
         self._reader.shutdown(cancel_futures=True)
 
     def _room(self, model: Offered) -> int | None:
-        """Limit of a prompt and its answer together, in tokens; None: unlimited."""
         given = self.options.most_context or longest_context(model.config)
         return min((n for n in (given, position_limit(model.config)) if n is not None), default=None)
 

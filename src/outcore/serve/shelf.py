@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,10 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.find_model import resolve_model
 from ..checkpoint.positions import config_of, longest_context
+from ..decode.passes import generating
+from ..decode.scheduler import Scheduler
+from ..engine.session import Session
+from ..engine.transport import Leader
 from ..errors import OutcoreError, RequestError, UsageError
+from ..machine.allocator import clear_cache
 from ..machine.small_files import TOKENIZER_BYTES, parse_json, read_small
 from ..text import shortened
 from .events import ModelCard
@@ -130,7 +139,6 @@ def _parameters(checkpoint: Checkpoint, bits: int | None) -> int:
 
 
 def _template(folder: Path) -> str:
-    """The chat template's text; empty if it cannot be read without loading the tokenizer."""
     try:
         if (path := folder / "chat_template.jinja").is_file():
             return read_small(path, TOKENIZER_BYTES).decode("utf-8", "replace")
@@ -145,3 +153,59 @@ def _template(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return ""
+
+
+@dataclass
+class Loaded:
+    """The model that is in memory.
+
+    Attributes:
+        sequences: the scheduler, or a ``Leader`` if other ranks have layers of the model.
+        keep_s: seconds that it stays loaded without requests; None or negative: for ever, as with other ranks.
+        load_s: seconds that loading took; 0 once an answer has reported them.
+        idle_at: when its last answer ended, by ``time.monotonic``; None while it answers.
+        busy: contexts that hold while it answers.
+    """
+
+    name: str
+    model: nn.Module
+    sequences: Scheduler | Leader
+    keep_s: float | None
+    load_s: float = 0.0
+    idle_at: float | None = field(default_factory=time.monotonic)
+    tokens: int = 0
+    busy: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def session(self) -> Session:
+        session: Session = self.model.outcore
+        return session
+
+    @property
+    def leader(self) -> Leader | None:
+        return None if isinstance(self.sequences, Scheduler) else self.sequences
+
+    @property
+    def counters(self) -> dict[str, int]:
+        m, plan = self.session.metrics, self.session.plan
+        return {"sweeps": m.sweeps, "bytes_read": m.bytes_read, "tokens": self.tokens, "drafted": m.drafted,
+                "accepted": m.accepted, "memory_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}  # fmt: skip
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is unloaded unless a request comes; None: it stays, or it answers now."""
+        if self.leader is not None or self.keep_s is None or self.keep_s < 0 or self.idle_at is None:
+            return None
+        return max(0.0, self.idle_at + self.keep_s - time.monotonic())
+
+    def wake(self) -> None:
+        if self.idle_at is not None:
+            self.idle_at = None
+            self.busy.enter_context(generating(self.model))
+
+    def rest(self) -> None:
+        self.busy.close()
+        self.idle_at = self.idle_at or time.monotonic()
+        if self.leader is not None:
+            self.leader.rest()
+        clear_cache()

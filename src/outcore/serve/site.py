@@ -19,8 +19,8 @@ from .events import Event, RequestError, shutting_down
 if TYPE_CHECKING:
     from .service import ModelService
 
+# Response header that lists the request's fields that have no effect.
 IGNORED = "x-outcore-ignored"
-"""Response header that lists the request's fields that have no effect."""
 
 
 class Observer:
@@ -82,7 +82,6 @@ class Site:
         return error_response(max(self.apis, key=likeness), error)
 
     def refused(self, status: int, message: str) -> bytes:
-        """The body of an error that is sent before any API has the request."""
         return encoded(self.apis[0].error_body(RequestError(message, "connection", status=status)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,8 +14,8 @@ from outcore.errors import OutcoreError
 from outcore.text import printable, shown
 
 from ..document import read_inputs
-from .markdown import markdown
 from .sections import Section, sections, summary
+from .tables import ReportTable
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,3 +63,33 @@ def page(summary: str, sections: Sequence[Section]) -> str:
         sections=sections,
     )
     return shown(page)
+
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|#])")
+
+
+def markdown(summary: str, sections: Sequence[Section]) -> str:
+    parts = ["# Outcore: results", escape(summary)]
+    for section in sections:
+        parts.append(f"## {escape(section.title)}")
+        if section.text and (section.table or not section.charts):
+            parts.append(escape(section.text))
+        if section.verdict:
+            parts.append("\n".join(f"- {escape(text)}" for text in section.verdict))
+        if section.table:
+            parts.append(_table(section.table))
+        if section.notes:
+            parts.append("\n".join(f"- Note: {escape(n)}" for n in section.notes))
+    return shown("\n\n".join(parts) + "\n")
+
+
+def escape(text: str) -> str:
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _table(table: ReportTable) -> str:
+    rows = [list(map(escape, table.columns)), ["---" if kind == "text" else "---:" for kind in table.kinds]]
+    for line in table.lines:
+        cells = [f"**{escape(c)}**" if line.kind == "group" else escape(c) for c in line.cells]
+        rows.append(cells + [""] * (len(table.columns) - len(cells)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

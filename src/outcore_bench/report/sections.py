@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
+
+from outcore.text import shown
 
 from ..document import BenchRow, Document, Inputs, Stat
-from ..verdict import by_budget, place, sentences
 from . import tables
-from .charts import ChartCurve, curves_chart
-from .tables import ReportTable, ceiling, document_name, number, size, speed, streams
+from .tables import ReportTable, by_budget, ceiling, document_name, number, place, sentences, size, speed, streams
 
+# Names of modes in charts. Each has its own colour; other modes share one.
 _MODES = {"outcore": "Outcore", "plain": "naive streaming", "mlx-lm": "mlx-lm, all in memory"}
-"""Names of modes in charts. Each has its own colour; other modes share one."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,6 @@ def _chart(document: Document, heading: str) -> Chart | None:
 
 
 def summary(inputs: Inputs) -> str:
-    """Returns a sentence on speed and memory for each machine, from its document with the most rows."""
     headlines = [(d, row) for d in _best(inputs.documents) if (row := _headline(d)) is not None]
     fullest = {}
     for d, row in sorted(headlines, key=lambda pair: (len(pair[0].rows), pair[0].model.nbytes)):
@@ -88,7 +88,6 @@ def summary(inputs: Inputs) -> str:
 
 
 def _headline(document: Document) -> BenchRow | None:
-    """Returns the row for the summary: Outcore in the least memory, not on a busy machine."""
     rows = [r for r in document.rows if r.mode == "outcore" and r.error is None and speed(r) and streams(r)]
     rows = [r for r in rows if not r.busy]
     return min(rows, key=lambda r: r.use.peak_memory_bytes or r.setting.budget_bytes or float("inf"), default=None)
@@ -115,3 +114,50 @@ def _checks(inputs: Inputs) -> list[str]:
     if failed:
         out.append(f"{failed} of {len(rows)} rows failed.")
     return out
+
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 460, 300, 44, 36
+# Grid lines and labels per axis, besides 0.
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class ChartCurve:
+    name: str
+    colour: str
+    points: tuple[tuple[float, Stat], ...]
+    dashed: bool = False
+
+
+def curves_chart(title: str, curves: Sequence[ChartCurve], x_label: str) -> str:
+    most_x = max(x for curve in curves for x, _ in curve.points)
+    most_y = max(stat.most for curve in curves for _, stat in curve.points)
+    foot, legend = HEIGHT - BOTTOM, 16 * len(curves)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return LEFT + x / most_x * (WIDTH - LEFT - 16), foot - y / most_y * (foot - 24)
+
+    def text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:
+        content = escape(shown(words))
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var({colour})">{content}</text>'
+
+    def drawn(curve: ChartCurve) -> Iterator[str]:
+        points = sorted(curve.points, key=lambda point: point[0])
+        path = " ".join("{:.1f},{:.1f}".format(*at(x, stat.median)) for x, stat in points)
+        dashes = ' stroke-dasharray="4 3"' if curve.dashed else ""
+        yield f'<polyline points="{path}" fill="none" stroke="var({curve.colour})" stroke-width="2"{dashes}/>'
+        for x, stat in points if not curve.dashed else ():
+            (left, top), (_, low), (_, high) = (at(x, y) for y in (stat.median, stat.least, stat.most))
+            yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="var({curve.colour})"/>'
+            yield f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="var({curve.colour})"/>'
+
+    parts = [text(LEFT, 14, "tokens per second"), text(WIDTH - 16, HEIGHT - 4, x_label, "end")]
+    for i in range(STEPS + 1):
+        x, y = at(most_x * i / STEPS, most_y * i / STEPS)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 16}" stroke="var(--grid)"/>')
+        parts.append(text(LEFT - 4, y + 4, f"{most_y * i / STEPS:.3g}", "end"))
+        parts.append(text(x, foot + 16, f"{most_x * i / STEPS:.3g}", "middle"))
+    for i, curve in enumerate(curves):
+        parts += [*drawn(curve), text(LEFT, HEIGHT + 14 + 16 * i, curve.name, colour=curve.colour)]
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT + legend + 4}"'
+    return f'<svg {box} role="img" aria-label="{escape(shown(title))}">{"".join(parts)}</svg>'

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
+from outcore.cli.commands import ArgumentParser
 from outcore.cli.main import uninterrupted
 from outcore.cli.output import Nowhere, Result
-from outcore.cli.parser import ArgumentParser
 from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 

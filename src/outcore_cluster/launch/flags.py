@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outcore.cli.parser import Flag, flag
+from outcore.cli.commands import Flag, flag
 
 LAUNCH: list[str | Flag] = [
     flag(

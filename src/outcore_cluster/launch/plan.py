@@ -9,8 +9,8 @@ from typing import Any
 
 from outcore.calibration.calibration_file import measuring
 from outcore.checkpoint.find_model import name_of
-from outcore.cli.arguments import loading_options
 from outcore.cli.engine import ProgressBar, model_folder
+from outcore.cli.flags import loading_options
 from outcore.cli.output import tell
 from outcore.decode.preparation import Preparation, prepare
 from outcore.sizes import format_size

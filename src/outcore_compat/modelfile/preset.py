@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from outcore.cli.parser import ArgumentParser
-from outcore.cli.preset import Preset
+from outcore.cli.commands import ArgumentParser, Preset
 from outcore.errors import UsageError
 from outcore.machine.settings import Setting
 from outcore.text import counted
