@@ -11,7 +11,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import chat_tokenizers
 from outcore.checkpoint.tokenizer import load_tokenizer
+from outcore.decode.sampling import OwnSampler
 from outcore.errors import RequestError
+from outcore.serve.choice import request_of
 from outcore.serve.events import Called, GenerationRequest, Sampling, TextPart
 from outcore.serve.prompting import Prompter, TokenizerTemplate
 
@@ -269,3 +271,10 @@ def test_prompts_are_made_on_any_thread(made: Callable[[str], TokenizerWrapper])
         thread.join(60)
     assert found == [prompter.prepare(ask).tokens for ask in asks] * 3
     assert json.dumps(found)
+
+
+def test_xtc_spares_newlines_and_ends_as_in_mlx_lms_server(demo: TokenizerWrapper) -> None:
+    request = GenerationRequest(prompt="a", sampling=Sampling(temperature=1.0, xtc_probability=0.5))
+    sampler = request_of(1, Prompter(demo).prepare(request), request).sampler
+    assert isinstance(sampler, OwnSampler)
+    assert sampler._sampler.xtc_special_tokens == [*demo.encode("\n"), *demo.eos_token_ids]

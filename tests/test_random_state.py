@@ -21,7 +21,7 @@ import zoo
 from outcore.cli.main import main
 from outcore.decode.loader import load_model
 from outcore.decode.preparation import prepare
-from outcore.decode.sampling import make_sampler
+from outcore.decode.sampling import make_sampler, own_sampler
 from outcore.machine.random_state import random_state_kept
 from outcore_calibrate.layer_times import rig
 from outcore_packs.full_copy import pack_model
@@ -267,3 +267,20 @@ def test_a_text_that_breaks_off_leaves_the_random_state_where_mlx_lm_has_it_behi
             text.close()
             found.append((said, key()))
         assert found[0] == found[1]
+
+
+def test_a_seed_decides_about_xtc_whatever_the_random_state_is() -> None:
+    rows = mx.log(mx.softmax(mx.random.normal((1, 50), key=mx.random.key(3)) * 0.5, axis=-1))
+
+    def drawn(state: int, **more: Any) -> list[int]:
+        mx.random.seed(state)
+        draw = own_sampler(1.0, seed=5, xtc_probability=0.5, xtc_threshold=0.0, **more)
+        assert draw is not None
+        return [int(draw(rows).item()) for _ in range(40)]
+
+    once = drawn(1)
+    assert once == drawn(2) and len(set(once)) > 2
+    # With XTC in half of the draws, at least this share is of the least likely token, which is all that it leaves.
+    least = int(mx.argmin(rows).item())
+    assert once.count(least) >= 8
+    assert drawn(1, xtc_special_tokens=list(range(50))).count(least) < 8

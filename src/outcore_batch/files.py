@@ -246,7 +246,7 @@ class Output:
             raise self._failed(e) from e
 
     def _leave_out(self) -> None:
-        """Replace the file atomically by one without the lines that are tried again."""
+        """Rewrite the file atomically without the lines that will be tried again."""
         partial = self._real.with_name(f".{self._real.name[:200]}.{os.getpid()}")
         file = partial.open("xb", buffering=0)
         try:

@@ -104,7 +104,7 @@ def _print(found: dict[str, Any]) -> None:
 def _document(
     args: argparse.Namespace, found: dict[str, Any], folder: Path, config: dict[str, Any], session: Session
 ) -> dict[str, Any]:
-    """Returns what ``outcore report`` needs. Its speeds and peaks are those of generating, so none are given here."""
+    """Returns the perplexities as ``outcore report`` reads them; speeds and peaks are left to ``outcore bench``."""
     quantization, streams = config.get("quantization"), session.plan.streams
     row = PerplexityRow(
         model=model_name(args.model),

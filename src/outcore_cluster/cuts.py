@@ -82,7 +82,8 @@ def find_cuts(
     """Builds the forward pass for a few tokens and for one, and finds where the model can be cut.
 
     Args:
-        cast: as for the trace. ``evaluates``: the model evaluates arrays inside its forward pass.
+        cast: as in ``modules.trace``.
+        evaluates: whether the model evaluates arrays inside its forward pass.
     """
     units = [*layers, *tables]
     arrays = stand_ins(units, cast, foreign=not evaluates)

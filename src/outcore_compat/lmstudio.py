@@ -187,8 +187,8 @@ def _text_model_loader(original: Callable[..., Any]) -> Callable[..., Any]:
         _, config = read_object(folder / CONFIG, CONFIG_BYTES)
         if found := next((name for name in SEES if config.get(name)), None):
             raise UsageError(
-                f"{folder.name}: a model that takes images or sound ({found}), and Outcore streams text models only: "
-                "end the patch to load it with mlx_vlm, or take the text model of its family"
+                f"{folder.name}: a model that takes images or sound ({found}); Outcore streams text models only: call "
+                "remove_flash_patch() and load it with mlx_vlm, or use a text model of its family"
             )
         if lazy:
             # LM Studio's engine looks at the caches to choose how to run the model. Since these cannot be merged, it

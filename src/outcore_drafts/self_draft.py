@@ -71,8 +71,8 @@ class SelfDrafts(DraftSource):
         if profile.size.kv_disk != "off":
             if o.kv_disk == "on":
                 raise UsageError(
-                    f"{called('kv_disk')} on and {called('draft')} {o.draft}: a copy of the model reads all keys and "
-                    f"values for every token that it drafts; use {called('draft')} ngram, which reads none"
+                    f"{called('kv_disk')} on and {called('draft')} {o.draft} do not go together: a copy of the model "
+                    f"reads all keys and values for every token that it drafts; use {called('draft')} ngram"
                 )
             profile = replace(profile, size=replace(profile.size, kv_disk="off"))
         copied, size = low_bit_copy(profile, which), profile.size

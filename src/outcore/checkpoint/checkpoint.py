@@ -316,7 +316,7 @@ _MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf
 
 
 class LiteralFolder(type(Path())):  # type: ignore[misc]  # a Path is made as a PosixPath
-    """A folder for mlx-lm, which globs in it and would take its own name for a pattern."""
+    """A folder in which mlx-lm can glob: special characters in the folder's own name are escaped."""
 
     def __truediv__(self, name: Any) -> Path:
         return Path(glob.escape(str(self)) if "*" in str(name) else str(self)) / name

@@ -137,7 +137,7 @@ class Conversation:
         self.held += in_cache
 
     def end_answer(self, text: str) -> None:
-        """Cut the last answer to this text, with which it begins."""
+        """Shorten the last answer to ``text``, its beginning, and trim the caches to match."""
         kept = [*self.text[: self._answer], *self._template.encode(text)]
         same = same_tokens(self.text, kept)
         self.text = kept

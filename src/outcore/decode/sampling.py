@@ -132,7 +132,14 @@ class OwnSampler:
         following, own = mx.random.split(self._keys[-1])
         self._keys.append(following)
         self.drawn += 1
-        return mx.random.categorical(mx.log(kept.distribution(logprobs)), key=own)
+        if 0 < kept.xtc_probability < 1:
+            # mlx-lm's ``apply_xtc`` draws from the global random state.
+            own, chance = mx.random.split(own)
+            without, with_xtc = (replace(kept, xtc_probability=p).distribution(logprobs) for p in (0.0, 1.0))
+            p = mx.where(mx.random.uniform(key=chance) > kept.xtc_probability, without, with_xtc)
+        else:
+            p = kept.distribution(logprobs)
+        return mx.random.categorical(mx.log(p), key=own)
 
     def rewind(self, drawn: int) -> None:
         """Go back to the state after so many draws, so that tokens drawn ahead and not handed out are drawn again."""

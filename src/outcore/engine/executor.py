@@ -287,7 +287,7 @@ class LayerExecutor:
         return Recorded(unit, [], lease=lease)
 
     def _end(self, turn: Recorded) -> None:
-        """Hands a unit's finished graph to the device, or records it; its weights have been taken out of the model."""
+        """Hands a unit's finished graph to the device, or records it. The unit's weights must be out of the model."""
         if turn.lease is None:
             turn.arrays += [array for _, array in turn.leaving]
             turn.moved = self.moved()

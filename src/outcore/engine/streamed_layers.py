@@ -59,8 +59,12 @@ class Table:
 
 @dataclass(frozen=True)
 class StreamedTable:
-    """A table that is not in memory. ``rows`` are the unit and the rows of each slice, if it is multiplied with;
-    ``reader`` reads single rows, if they are looked up."""
+    """A table that is not in memory.
+
+    Attributes:
+        rows: for a table that is used as a matrix, each slice's unit and rows.
+        reader: reads single rows of a table that is used for look-ups.
+    """
 
     table: Table
     rows: tuple[tuple[int, slice], ...]
@@ -149,8 +153,8 @@ class StreamedUnit:
 
 @dataclass(frozen=True)
 class Binding:
-    """A plan's assignment of units to a ring: streamed layers, slices of tables, and ``resident`` layers that may be
-    shed."""
+    """What of a model goes through the ring: streamed layers and slices of tables. ``resident``: layers in memory that
+    may be shed later."""
 
     ring: Ring
     units: Sequence[StreamedUnit]

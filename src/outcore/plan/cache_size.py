@@ -85,7 +85,8 @@ class CacheSize(Texts):
         """Returns bytes of all sequences' caches, including copies made while they grow or merge.
 
         Args:
-            share: of layers in flight at once, whose recurrent states exist both before and after the layer.
+            share: the fraction of the layers that are computed at once; their recurrent states are held twice. Used for
+                several sequences only.
         """
         if self.on_disk:
             return self._with_offload

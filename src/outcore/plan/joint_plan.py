@@ -114,8 +114,8 @@ class Planning:
     Attributes:
         size: of the model without a draft.
         kind: of the draft, as from ``parse_draft``; ``auto`` drafts only where there is room.
-        blocks: drafted tokens are computed in one pass. Otherwise plans with an expert cache draft nothing, since each
-            token would read as much as without.
+        blocks: whether all drafted tokens are computed in one pass. If not, plans with an expert cache do not draft:
+            each drafted token would read its own experts.
         options: of ``make_plan``.
     """
 

@@ -87,8 +87,8 @@ def _passes(prompt: int, step: int) -> Passes:
 
 
 class Turn(NamedTuple):
-    """One step of a pass: a layer, a part of it, or everything behind the layers (None). Seconds of computing, and of
-    reading before it (0: resident)."""
+    """One step of a pass, as seconds of computing and of reading before it (0: resident). ``layer``: its layer; None:
+    everything after the last layer."""
 
     compute_s: float
     read_s: float = 0.0

@@ -32,6 +32,8 @@ def request_of(uid: int, prompt: Prompt, request: GenerationRequest) -> Request:
     """The scheduler's request; made on the thread that computes, since it holds MLX arrays."""
     sampling, values = request.sampling, vars(request.sampling)
     named = {field.name: values[field.name] for field in fields(MlxLmSampler) if field.name in values}
+    if sampling.xtc_probability:  # as in mlx_lm.server
+        named["xtc_special_tokens"] = [*prompt.tokenizer.encode("\n"), *prompt.tokenizer.eos_token_ids]
     sampler = own_sampler(sampling.temperature, seed=sampling.seed, **named)
     options: dict[str, Any] = {}
     for kind, none in (("repetition", 1), ("presence", 0), ("frequency", 0)):

@@ -119,8 +119,8 @@ async def _run(
 
 
 def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
-    """Returns this process's standard streams for a first rank here. With JSON, that rank's output goes through its
-    guard."""
+    """Returns descriptors of this process's standard streams for rank 0, if that runs on this machine. With JSON,
+    standard output is not among them: rank 0's output goes through the guard process that started it."""
     found = []
     for fd in (0, 2) if as_json else (0, 1, 2):
         try:
@@ -201,8 +201,8 @@ def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStac
 
 
 def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
-    """Passes Ctrl-C to rank 0, unless the terminal does: rank 0 ends, and the others with it, or goes on, as ``chat``
-    does. A second one within ``TWICE_S`` ends all ranks at once, and so does one before there are ranks."""
+    """Passes Ctrl-C to rank 0, unless the terminal already did. Rank 0 then ends (and all ranks with it) or continues,
+    as in ``chat``. A second Ctrl-C within ``TWICE_S``, or one before any rank has started, ends everything at once."""
     this = asyncio.current_task()
     assert this is not None
 

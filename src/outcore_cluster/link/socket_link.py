@@ -187,8 +187,11 @@ class SocketLink:
                 connection.close()
 
     def wait_for(self, done: Callable[[], object], rank: int, due: bool) -> None:
-        """Waits for something from a rank, and says so in heartbeats; ``due``: only work of that rank can bring it.
-        Handles held signals."""
+        """Waits until ``done()``, for something that ``rank`` sends. Heartbeats tell the other ranks about the wait.
+
+        Args:
+            due: only that rank's work can end the wait, so it is blamed if it is idle.
+        """
         with self._movement.waiting(rank, due):
             while True:
                 ended = not due and self._peers[rank].ended  # before a look at what it has sent
