@@ -71,7 +71,7 @@ def test_a_quiet_launcher_tells_what_went_wrong_and_nothing_else(first: str, spo
     done = outcore(*words, "-m", "2")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.strip()
     refused = outcore(*words, "-m", "0")
-    assert refused.returncode == 2 and "--max-tokens 0: ask for at least one" in refused.stderr
+    assert refused.returncode == 2 and "--max-tokens 0: give at least 1" in refused.stderr
 
 
 @pytest.mark.parametrize("first", ["local"])

@@ -204,7 +204,7 @@ def test_an_answer_under_way_ends_well_before_all_do(demo_model: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--model", "another"], "several machines can serve only one model"),
+        (["--model", "another"], "one model over several machines"),
         (["--prefix-cache", "1GB"], "prefix_cache: not over several machines"),
         (["--draft", "mtp"], "draft mtp: not over several machines"),
     ],
