@@ -39,7 +39,7 @@ BITS, DEFAULT_BITS = (2, 3, 4, 5, 6, 8), 3
 WEIGHED = (2, 3, 4)
 
 # Acceptance rate assumed before any guess, by a copy's bits: measured on code and prose with a model of 28M parameters
-# at 4 and 8 bits (dev/LOG.md). More bits: as 4.
+# at 4 and 8 bits (dev/log/drafts.md). More bits: as 4.
 CHANCES = {2: 0.75, 3: 0.88, 4: 0.94}
 
 
