@@ -139,7 +139,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("outcore.decode.loader.load_model", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "folder.safetensors").mkdir()
-    for name, says in ((tmp_path / "no" / "c", "No such file"), (tmp_path / "folder", "no prompt cache")):
+    for name, says in ((tmp_path / "no" / "c", "No such file"), (tmp_path / "folder", "not a prompt cache")):
         args = ["cache-prompt", "--model", str(quick), "--prompt", "x", "--prompt-cache-file", str(name)]
         assert main(args) == 2
         out, err = capsys.readouterr()
@@ -152,7 +152,7 @@ def test_what_is_no_prompt_cache_is_not_written_over(quick: Path, tmp_path: Path
     weights = own / "model.safetensors"
     before = weights.read_bytes()
     assert main(["cache-prompt", str(own), "--prompt", "x", "--prompt-cache-file", str(weights)]) == 2
-    assert "no prompt cache; give another name" in capsys.readouterr().err
+    assert "not a prompt cache; give another name" in capsys.readouterr().err
     assert weights.read_bytes() == before
 
 

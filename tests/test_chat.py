@@ -453,7 +453,7 @@ def test_what_is_no_conversation_is_neither_loaded_nor_written_over(spoken: Spok
     good, own = tmp_path / "good.json", tmp_path / "own.json"
     own.write_text('{"mine": 1}')
     _, err = spoken(["hi", f"/save {good}", f"/save {own}", f"/save {tmp_path}/no/x"], "-m", "2", *SMALL)
-    assert own.read_text() == '{"mine": 1}' and "is no conversation" in err and "No such file" in err
+    assert own.read_text() == '{"mine": 1}' and "not a saved conversation" in err and "No such file" in err
     document = json.loads(good.read_text())
     changes: list[Any] = [
         document | {"tokens": [10**6]}, document | {"tokens": [-1]}, document | {"text": "other"},

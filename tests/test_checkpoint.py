@@ -252,7 +252,7 @@ def test_what_only_bears_the_name_of_a_safetensors_file_is_named(tmp_path: Path)
 
 def test_a_missing_file_and_a_link_to_nothing_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    assert "not there; download" in refusal(MissingFileError, read_header, path)
+    assert "missing; download" in refusal(MissingFileError, read_header, path)
     path.symlink_to(tmp_path / "blobs" / "abc")
     assert "links to" in refusal(MissingFileError, read_header, path)
     path.unlink()
@@ -328,7 +328,7 @@ OUTSIDE = ["../model.safetensors", "/etc/passwd", "..", "", "a\\b", "C:x", "a\0b
 def test_an_index_that_leads_elsewhere_is_refused_by_name(tmp_path: Path, name: str) -> None:
     save(tmp_path / "model.safetensors", "a")  # what the first name would reach
     folder = model(tmp_path / "m", {"model.safetensors": ("a",)}, {"a": name})
-    assert "no plain file name" in refusal(CheckpointError, open_checkpoint, folder)
+    assert "lead out of the folder" in refusal(CheckpointError, open_checkpoint, folder)
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": 1}}])
@@ -344,7 +344,7 @@ def test_all_missing_shards_of_an_index_are_named(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", {names[0]: ("t0",), names[2]: ("t2",)}, index)
     (folder / names[8]).symlink_to("nowhere")
     message = refusal(MissingFileError, open_checkpoint, folder)
-    assert "half-downloaded: 7 files not there" in message
+    assert "half-downloaded: 7 files missing" in message
     assert f"{names[1]}, {names[3]}" in message and "and 2 more" in message
 
 

@@ -103,7 +103,10 @@ def test_a_sequence_joins_when_all_ranks_have_room(two: RankProcesses, llama: Pa
     assert expected["most"] == 5 and first["most"] == 2
     # Not even one alone: it fails, and ranks go on.
     first, _ = two.run(rank_work.sequences_with_options, llama, joining, {}, {"resident": 0, "room": 0})
-    assert first["failed"] == dict.fromkeys(range(5), "another machine has no room for it") and not first["tokens"]
+    assert (
+        first["failed"] == dict.fromkeys(range(5), "another machine has too little memory: shorten this text")
+        and not first["tokens"]
+    )
 
 
 def test_who_outgrows_memory_waits_or_ends_on_all_ranks_and_no_text_is_another(two: RankProcesses, llama: Path) -> None:
@@ -195,6 +198,6 @@ def test_room_and_chunks_are_the_least_of_all_and_asked_for_when_that_is_outgrow
     for longest in (31, 40, 63):
         assert fit([longest, 21]) == ["", ""]
     assert [room.asked for room in rooms] == [1, 1], "what was agreed on is not asked for again"
-    assert fit([64, 21]) == ["no more than 64", "another machine has no room for it"]
+    assert fit([64, 21]) == ["no more than 64", "another machine has too little memory: shorten this text"]
     # Whoever had room took it, so it is seen to anew; and for fewer sequences too.
     assert fit([40, 21]) == fit([40]) == ["", ""] and [room.asked for room in rooms] == [4, 4]

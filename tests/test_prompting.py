@@ -116,7 +116,11 @@ def test_a_template_that_fails_says_why(
     assert refused(made("STRICT"), GenerationRequest(messages=()))[2] == "messages"
     for option in ("chat_template", "tokenize", "continue_final_message"):
         ask = GenerationRequest(messages=(USER,), template_options={option: "{% for a in range(9) %}{% endfor %}"})
-        assert refused(made("STRICT"), ask) == (f"{option}: no option of the chat template", "invalid_request", option)
+        assert refused(made("STRICT"), ask) == (
+            f"{option}: Outcore sets this option itself; leave it out",
+            "invalid_request",
+            option,
+        )
 
 
 def test_a_model_without_a_template_takes_prompts(demo_model: Path, tmp_path: Path) -> None:

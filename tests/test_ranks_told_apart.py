@@ -27,7 +27,7 @@ def test_what_one_rank_refuses_all_refuse(options: dict[str, Any], two: RankProc
     alone = rank_work.Alone()
     one = [rank_work.told_apart(alone, llama, [text], options)[0] for text in (texts[0], texts[2])]  # type: ignore[arg-type]
     first, second = two.run(rank_work.told_apart, llama, texts, options)
-    assert first == [one[0], "BudgetError: another machine has no room for it", one[1]]
+    assert first == [one[0], "BudgetError: another machine has too little memory: shorten this text", one[1]]
     assert second == [one[0], "BudgetError: no room for 6", one[1]]
 
 

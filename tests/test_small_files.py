@@ -291,8 +291,8 @@ def test_a_prompt_cache_without_end_is_refused_before_it_is_read(tmp_path: Path,
 
 
 def test_other_safetensors_files_are_no_prompt_caches(llama: Path) -> None:
-    assert "no prompt cache" in refusal(UsageError, open_prompt_cache, llama / "model.safetensors", "m")
-    assert "not there" in refusal(UsageError, open_prompt_cache, llama / "nowhere.safetensors", "m")
+    assert "not a prompt cache" in refusal(UsageError, open_prompt_cache, llama / "model.safetensors", "m")
+    assert "no such file" in refusal(UsageError, open_prompt_cache, llama / "nowhere.safetensors", "m")
 
 
 def test_a_missing_config_is_still_named_as_missing(llama: Path) -> None:

@@ -52,7 +52,7 @@ class RankRoom(RankAgreement):
         return state
 
     def text_room(self, text: Callable[[], Sequence[int]], has_room: HasRoom, *, asked: bool) -> tuple[int, int]:
-        refusal: PromptError | BudgetError = BudgetError("another machine has no room for it")
+        refusal: PromptError | BudgetError = BudgetError("another machine has too little memory: shorten this text")
         tokens = step = 0
         try:
             tokens, step = has_room()
@@ -74,7 +74,7 @@ class RankRoom(RankAgreement):
         longest = max(lengths) + 1
         if not joining and self._agreed is not None and self._agreed[0] == len(lengths) and longest <= self._agreed[1]:
             return self._agreed_step
-        refusal, context = BudgetError("another machine has no room for it"), 0
+        refusal, context = BudgetError("another machine has too little memory: shorten this text"), 0
         try:
             context = here(lengths, joining, begun)
         except BudgetError as e:

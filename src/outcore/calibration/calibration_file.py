@@ -94,10 +94,10 @@ def store_calibration(folder: Path, cpu_streams: int, calibration: Calibration) 
         path = file_of(key)
         keep_document(path, {"format": FORMAT, "schema": SCHEMA, "key": key, "calibration": asdict(kept)})
     except StoreError as e:
-        raise CalibrationError(f"the calibration cannot be kept: {e}") from e
+        raise CalibrationError(f"the calibration cannot be saved: {e}") from e
     except OSError as e:
         advice = "" if "OUTCORE_CACHE" in str(e.strerror) else "; set OUTCORE_CACHE to a folder that can be written"
-        raise CalibrationError(f"{path.parent}: the calibration cannot be kept: {e.strerror}{advice}") from e
+        raise CalibrationError(f"{path.parent}: the calibration cannot be saved: {e.strerror}{advice}") from e
     return path
 
 
@@ -148,4 +148,4 @@ def measuring() -> Measuring:
     """
     for module in modules("calibration").values():
         return cast(Measuring, module)
-    raise CalibrationError("nothing here measures a machine: the package outcore_calibrate is missing; install it")
+    raise CalibrationError("measuring this machine needs the package outcore_calibrate, which is missing; install it")

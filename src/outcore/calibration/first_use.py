@@ -50,8 +50,8 @@ def check_machine(files: Sequence[Path], io: str = "auto", unchanged: Callable[[
     if wrong:
         offset, _, way = wrong[0]
         raise UnsupportedModelError(
-            f"{files[0]}: bytes from {offset} on came wrong ({way} reads), and so would weights: nothing is loaded; "
-            + ADVICE
+            f"{files[0]}: {way} reads return wrong bytes from byte {offset} on, so weights would be wrong: nothing is "
+            f"loaded; {ADVICE}"
         )
     if unseen := unseen_rewrites(REWRITES):
         raise UnsupportedModelError(

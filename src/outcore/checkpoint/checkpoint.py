@@ -110,9 +110,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         missing, of = _unnumbered(files), "of its numbered shards"
     if missing:
         many, names = f"{len(missing)} file{'s' * (len(missing) > 1)}", _list(sorted(missing))
-        raise MissingFileError(f"{folder}: looks half-downloaded: {many} not there {of}: {names}; {_AGAIN}")
+        raise MissingFileError(f"{folder}: looks half-downloaded: {many} missing {of}: {names}; {_AGAIN}")
     if stray := sorted(set((index or {}).values()) - {file.name for file in files}):
-        raise CheckpointError(f"{folder / _INDEX}: names {_list(stray)}, but mlx-lm only loads {_WEIGHTS}; rename")
+        raise CheckpointError(f"{folder / _INDEX}: names {_list(stray)}, but mlx-lm only loads {_WEIGHTS}; rename them")
     if not files:
         others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)})
         what = f"but {_list(others)}; get its MLX version, or convert it with mlx_lm.convert" if others else _AGAIN
@@ -171,7 +171,7 @@ def header_bytes(path: Path) -> tuple[bytes, os.stat_result]:
             _check_length(path, prefix, length, status.st_size)
             raw = file.read(length)
     except FileNotFoundError as error:
-        what = f"links to {path.readlink()}, which is not there" if path.is_symlink() else "not there"
+        what = f"links to {path.readlink()}, which is not there" if path.is_symlink() else "missing"
         raise MissingFileError(f"{path}: {what}; download the model again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
@@ -257,7 +257,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
     for name in set(index.values()):
         # Judged by name, not by link target: the Hub's cache links every file to a blob outside of the folder.
         if name in {"", ".", ".."} or re.search(r"[/\\\0:]", name) or len(name) > 200:
-            raise CheckpointError(f"{path}: names {quoted(name)}, which is no plain file name; do not use this model")
+            raise CheckpointError(f"{path}: {quoted(name)} may lead out of the folder; do not use this model")
     return index
 
 
@@ -267,7 +267,7 @@ def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, di
         raw = read_small(path, most)
         found = parse_json(raw, twins=twins)
     except FileNotFoundError as error:
-        raise MissingFileError(f"{path}: not there; a model folder needs it, download the model again") from error
+        raise MissingFileError(f"{path}: missing; every model needs this file: download it again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -202,7 +202,7 @@ def _wrap(where: Path, load: Callable[[], Any]) -> Any:
     except OutcoreError:
         raise
     except Exception as e:  # a model's code may raise anything on an unexpected configuration
-        raise CheckpointError(f"{where}: mlx-lm could not make a model of it: {one_line_of(e)}") from e
+        raise CheckpointError(f"{where}: mlx-lm could not make a model from it: {one_line_of(e)}") from e
 
 
 def one_line_of(error: BaseException) -> str:

@@ -49,6 +49,6 @@ def find_mirrors(named: Sequence[Path], checkpoint: Checkpoint) -> Mirrors | Non
     if not named:
         return None
     if (package := modules("mirrors").get("mirrors")) is None:
-        what = "needs the package outcore_mirrors, which is not there; install outcore whole"
+        what = "needs the package outcore_mirrors, which is missing; install outcore again"
         raise UsageError(f"--mirror {named[0]}: {what}")
     return cast(Mirrors, package.find_mirrors(named, checkpoint))

@@ -183,7 +183,7 @@ class PackWriter:
         if self._in_cache:
             require_own(self.folder)
         elif ours and self.folder.is_symlink():
-            raise StoreError(f"{self.folder}: a link; a packed copy that came with it is not to be trusted, pack again")
+            raise StoreError(f"{self.folder}: a link, which Outcore never makes; delete it and pack again")
         if not self.folder.is_dir():
             raise StoreError(f"{self.folder}: a file; give a new or empty folder for the packed copy")
         begun = ours or is_packed(self.folder) or is_packed(self.folder, PARTIAL_MANIFEST)
@@ -239,7 +239,7 @@ class PackWriter:
         folder = self.checkpoint.folder
         if not is_packed(folder) and identity_of(open_checkpoint(folder)) != identity_of(self.checkpoint):
             self.discard()
-            raise StoreError(f"{folder}: changed while it was packed; start again when it is whole")
+            raise StoreError(f"{folder}: the model changed while it was packed; pack again once its files are complete")
 
     def _begin(self, records: dict[str, Record]) -> None:
         """Remove files that the manifest will not list; at every moment the folder is recognizable as Outcore's."""

@@ -58,7 +58,7 @@ def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence
     end = 0
     for tensor, dtype, shape in tensors:
         if tensor in header or tensor.startswith(PAD):
-            raise StoreError(f"tensor {tensor!r}: a name that a packed file cannot have; this model cannot be packed")
+            raise StoreError(f"tensor {tensor!r}: packed files cannot have this name; use the model unpacked")
         begin, end = end, end + dtype.size * prod(shape)
         starts.append(begin)
         header[tensor] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
@@ -98,7 +98,7 @@ def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
         piece = pieces.pop(info.name, None)
         found = DTYPES[piece.dtype] if isinstance(piece, TensorInfo) else None if piece is None else piece.dtype
         if piece is None or found != dtype or tuple(piece.shape) != info.shape:
-            raise StoreError(f"{file.unit}: {info.name!a} is different now; the model changed while it was packed")
+            raise StoreError(f"{file.unit}: {info.name!a} changed while it was packed; pack the model again")
         yield from piece_bytes(info.name, piece)
         del piece
         end = info.offset + info.nbytes
@@ -117,7 +117,7 @@ def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
             while left:
                 data = file.read(min(CHUNK, left))
                 if not data:
-                    raise StoreError(f"{piece.file}: {name!a}: {left} bytes short; it changed while it was packed")
+                    raise StoreError(f"{piece.file}: {name!a}: {left} bytes missing; the file changed: pack again")
                 left -= len(data)
                 yield memoryview(data)
     except OSError as error:

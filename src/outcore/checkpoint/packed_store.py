@@ -68,8 +68,8 @@ def as_used(
     if not manifest.codings:
         return tensors, {}
     if (known := codings()) is None:
-        what = "needs the package outcore_packs, which is not there"
-        raise StoreError(f"{folder}: packed with --coding {manifest.coding}, which {what}; install outcore whole")
+        what = "needs the package outcore_packs, which is missing"
+        raise StoreError(f"{folder}: packed with --coding {manifest.coding}, which {what}; install outcore again")
     return known.as_used(folder, tensors, manifest.codings)
 
 
@@ -167,7 +167,7 @@ def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
     try:
         return _open_kept(copy, arguments, identity_of(checkpoint))
     except StoreError as error:
-        logging.getLogger("outcore").warning("%s; reading the original meanwhile", error)
+        logging.getLogger("outcore").warning("%s; until then the original model is used", error)
         return None
 
 
@@ -186,7 +186,7 @@ def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
     """Open a model lazily from a full packed copy, whose manifest need not be written yet."""
     manifest, folder = store.manifest, store.folder
     if manifest.kind != FULL:
-        raise StoreError(f"{folder}: only a part of {manifest.source.folder!a}; give the model's own folder")
+        raise StoreError(f"{folder}: holds only some tensors of {manifest.source.folder!a}; give that folder")
     weights: dict[str, mx.array] = {}
     for file in store.files:
         found: Any = mx.load(str(file))

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, MissingFileError, UsageError
 from ..modules.cache_check import impossible
 from ..modules.hooks import flat
 from ..modules.mlx_lm_compat import BaseCache
@@ -59,14 +59,15 @@ def open_prompt_cache(path: Path, model: str | None) -> tuple[list[Any], dict[st
             if not isinstance(c, BaseCache) or (why := impossible(c)) is not None:
                 raise ValueError(f"a {type(c).__name__} {why if isinstance(c, BaseCache) else 'is no cache'}")
         if not cache:
-            raise ValueError("it holds nothing")
+            raise ValueError("it has no caches")
     except CheckpointError as e:
-        raise UsageError(f"--prompt-cache-file {e}") from e
+        missing = f"{where}: no such file; outcore cache-prompt makes one"
+        raise UsageError(missing if isinstance(e, MissingFileError) else f"--prompt-cache-file {e}") from e
     except ValidationError as e:
         raise UsageError(f"{where}: {first_fault(e)}; make it again with mlx_lm.cache_prompt") from e
     except Exception as e:  # mlx-lm checks nothing before it uses it
         why = " ".join(str(e).split())[:200] or type(e).__name__
-        what = "no prompt cache of mlx_lm.cache_prompt, or one of an older version: make it again"
+        what = "not a prompt cache that this mlx-lm can load: make it again with mlx_lm.cache_prompt"
         raise UsageError(f"{where}: {what} ({why})") from e
     if metadata.model is not None and model is not None and not _same(metadata.model, model):
         raise UsageError(f"--prompt-cache-file: made with {metadata.model[:200]}, not with {model}")
@@ -89,7 +90,7 @@ def _check_numbers(file: Path) -> None:
     for name in names:
         for part in name.split("."):
             if part.isdigit() and int(part) > len(names):
-                raise ValueError(f"it names part {part[:20]}, and has {len(names)}")
+                raise ValueError(f"a tensor name has the index {part[:20]}, and the file only {len(names)} names")
 
 
 _SUFFIX = ".safetensors"
@@ -115,7 +116,7 @@ class PromptCacheFile:
                 open_prompt_cache(self._target, None)
             self._partial.open("xb").close()
         except UsageError as e:
-            what = "exists and is no prompt cache; give another name"
+            what = "exists and is not a prompt cache; give another name"
             raise UsageError(f"--prompt-cache-file {self.path}: {what}") from e
         except OSError as e:
             raise self._cannot(e) from e

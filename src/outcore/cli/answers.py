@@ -241,7 +241,7 @@ class Chat:
         Raises:
             PromptError: on all ranks, if one of them has no room.
         """
-        error, most = PromptError("another machine has no room for it"), 0
+        error, most = PromptError("another machine has too little memory: shorten this text"), 0
         wanted, bounded = self._options["max_tokens"], self._options.get("max_kv_size") is None
         try:
             most = most_tokens(prompt, wanted, self._session, self._conversation.held, bounded)

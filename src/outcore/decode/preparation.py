@@ -248,7 +248,7 @@ def draft_kind(o: LoadOptions) -> tuple[str, Any]:
     kind, which = parse_draft(o.draft)
     if o.most_sequences > 1 and kind not in (AUTO, NONE):
         raise UsageError(
-            f"{called('draft')} {o.draft}: several sequences that share passes have no drafts; leave it out"
+            f"{called('draft')} {o.draft}: sequences that share forward passes cannot use drafts; leave it out"
         )
     return (NONE, None) if o.most_sequences > 1 else (kind, which)
 

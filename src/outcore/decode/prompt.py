@@ -34,7 +34,7 @@ def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     """
     tokens = list(tokenizer.encode(checked_text(text, "messages"), add_special_tokens=False))
     if not tokens:
-        raise RequestError("messages: they are empty; give at least one token", param="messages")
+        raise RequestError("messages: the chat template makes no tokens of them; give some text", param="messages")
     return tokens
 
 
@@ -48,7 +48,7 @@ def render(
         RequestError: an option that no request may give, or the template refuses the messages.
     """
     if given := TEMPLATE_OWN & options.keys():
-        raise RequestError(f"{min(given)}: no option of the chat template", param=min(given))
+        raise RequestError(f"{min(given)}: Outcore sets this option itself; leave it out", param=min(given))
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options, **arguments))
     except Exception as e:  # a template is code that comes with the model: it raises what it likes

@@ -67,7 +67,7 @@ def save(path: Path, **fields: Any) -> None:
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
     try:
         if path.exists() and not _is_conversation(path):
-            raise UsageError(f"{path}: exists and is no conversation; give another name")
+            raise UsageError(f"{path}: exists and is not a saved conversation; give another name")
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as out:

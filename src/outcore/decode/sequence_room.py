@@ -84,7 +84,7 @@ class SequenceRoom:
             return session.size.context
         if len(lengths) > 1 and session.streaming is not None and session.streaming.kv is not None:
             # A layer's offloaded keys and values are those of one text; other texts would be computed with them.
-            raise BudgetError("keys and values on disk are those of one text at a time")
+            raise BudgetError("KV offload to disk works for one text at a time")
         given_up, self.records = self._see_draft(), True
         longest = max(lengths) + 1
         if len(lengths) == 1:
@@ -144,7 +144,7 @@ class SequenceRoom:
             least = replace(session.plan, prefill_step=prefill_steps(prompt)[-1])
             needed = replanned_bytes(wanted, least, least.resident)
             if needed > least.budget_bytes:
-                raise BudgetError("no room for another sequence next to a model that is all in memory", needed)
+                raise BudgetError("all weights are in memory, which leaves no room for another sequence", needed)
         steps = [min(self._asked_step, prompt)] if self._asked_step else None
         residency.accommodate(wanted, steps=steps, keep_draft=bool(drafted))
         if len(lengths) < size.sequences or captured < before:

@@ -70,7 +70,7 @@ class OpenFile:
         content = (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns)
         if content or _status(now) == _status(was) or self._sampled() != self._blocks:
             raise ReadError(
-                f"{self.path}: was written to while the model ran; what it answered last may be wrong: load it again"
+                f"{self.path}: was written to while the model ran; its last answer may be wrong: load the model again"
             )
         self._was = now
 

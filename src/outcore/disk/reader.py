@@ -235,7 +235,7 @@ class FileReader:
                 try:
                     self.move(target[what.at : what.at + len(what.source)], what.source)
                 except OSError as e:
-                    failed = ReadError(f"{read.name}: what is in memory could not be copied: {e}")
+                    failed = ReadError(f"{read.name}: its bytes in memory could not be copied to the slot: {e}")
                 read.finish(failed)
             del read, what, target
 

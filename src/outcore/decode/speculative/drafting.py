@@ -105,5 +105,5 @@ class Drafting:
 def check_draft_length(most: int, name: str = "num_draft_tokens") -> int:
     """The number of drafted tokens that was asked for; ``UsageError`` below 1 or above ``LONGEST``."""
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= LONGEST:
-        raise UsageError(f"{name} {shortened(most)}: from 1 to {LONGEST}; to draft nothing, load with draft none")
+        raise UsageError(f"{name} {shortened(most)}: give 1 to {LONGEST}; to turn drafting off, load with draft none")
     return most

@@ -27,7 +27,7 @@ from .drafting import Drafting
 # The kinds that the core has itself.
 OWN = (AUTO, NONE, NGRAM)
 
-MISSING = "needs the package outcore_drafts, which is not there; install outcore whole, or draft ngram"
+MISSING = "needs the package outcore_drafts, which is missing; install outcore again, or draft ngram"
 
 
 class DraftSource:
@@ -56,7 +56,7 @@ class DraftSource:
             UsageError: it means nothing.
         """
         if argument is not None:
-            raise UsageError(f"{called('draft')} {shortened(asked)}: {self.kind} takes nothing after a colon")
+            raise UsageError(f"{called('draft')} {shortened(asked)}: give {self.kind} alone, without a colon")
         return None
 
     def offers(self, profile: ModelProfile) -> Iterator[tuple[str, Any, int]]:
