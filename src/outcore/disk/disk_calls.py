@@ -24,8 +24,8 @@ class DiskCalls:
     """Linux's calls, with ``O_DIRECT`` and ``posix_fadvise``. All of them may raise ``OSError``.
 
     Attributes:
-        cache_first: direct reads take cached pages from the page cache, so a disk's rate is measured with a new file.
-        lanes: further numbers of concurrent reads that a calibration tries.
+        cache_first: whether direct reads return cached pages; if so, a calibration reads a file that it has written.
+        lanes: numbers of concurrent reads that a calibration tries besides its usual ones.
     """
 
     cache_first = False
@@ -76,10 +76,9 @@ class DiskCalls:
         os.fsync(fd)
 
     def around_cache(self, fd: int) -> bool:
-        """Ask that nothing read or written through this descriptor stays in the page cache. Returns whether that
-        worked.
+        """Ask the system to keep what this descriptor reads and writes out of the page cache; False if it cannot.
 
-        Linux has only the flag of open(2), which would require writers to write whole blocks.
+        Linux cannot: there, only the flag ``O_DIRECT`` of open(2) does that, and then every write must be whole blocks.
         """
         return False
 
@@ -93,12 +92,12 @@ class DiskCalls:
 
 
 class DarwinCalls(DiskCalls):
-    """macOS: ``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c).
+    """macOS's calls. Direct reads use ``F_NOCACHE``, a flag of the open file (``fg_flag``, kern_descrip.c).
 
-    Only whole blocks are read directly. ``cluster_read_direct`` (vfs_cluster.c) sends a request whose file offset or
-    address is off the device's block size through the page cache (``cluster_read_copy``, which then reads nothing ahead
-    and drops the pages again), and likewise the rest behind the last page of a request that ends off a block. Pages
-    already in the cache are always taken from there (``cluster_copy_ubc_data_internal``).
+    macOS reads only whole blocks directly (``cluster_read_direct``, vfs_cluster.c). If file offset or address is not a
+    multiple of the device's block size, the request goes through the page cache, without read-ahead, and its pages are
+    dropped afterwards (``cluster_read_copy``). So do bytes after the last whole page of a request that ends inside a
+    block. Pages that the cache already has are always copied from it (``cluster_copy_ubc_data_internal``).
     """
 
     cache_first = True
@@ -129,7 +128,7 @@ class DarwinCalls(DiskCalls):
         return True
 
     def forget(self, fd: int, offset: int, nbytes: int) -> None:
-        """macOS has no such call: data whose disk rate is measured must be written around the cache."""
+        """Do nothing: macOS has no such call. Calibration therefore writes its file around the page cache."""
 
     def expect_random(self, fd: int) -> None:
         with contextlib.suppress(OSError):

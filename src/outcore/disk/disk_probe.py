@@ -15,7 +15,7 @@ from .layout import Source, place_unit
 from .reader import FileReader
 from .ring import Slot
 
-# Bytes from the start of the file. The third and the sixth were once read wrongly.
+# Bytes from the start of the file. Reads at the third and the sixth once returned wrong bytes.
 ODD_OFFSETS = (0, 1, 1288, BLOCK - 1, BLOCK, 7936, 16385)
 
 ALIGNMENTS = (1, 8, 256)  # Alignments of parameters in a slot, in bytes: a CPU's, the files' own and a GPU's.
@@ -50,10 +50,10 @@ def wrong_reads(path: Path, io: str = "auto") -> tuple[tuple[int, int, str], ...
 
 
 def unseen_rewrites(times: int = REWRITES) -> int:
-    """Rewrite a slot ``times`` times and let the device sum the first view that was made of it.
+    """Write new numbers into a slot ``times`` times; each time, the device sums a view made before the first write.
 
     Returns:
-        How often its sum differed from NumPy's. Streaming needs 0.
+        How many sums differed from NumPy's sum of the numbers written. Streaming works only if there are none.
     """
     nbytes = 16 * BLOCK
     slot = Slot(nbytes, device_kind())
@@ -64,6 +64,6 @@ def unseen_rewrites(times: int = REWRITES) -> int:
     for _ in range(times):
         content = rng.integers(0, 2**32, nbytes // 4, dtype=np.uint32)
         slot.payload[:nbytes] = content.tobytes()
-        # Sums of 32-bit numbers wrap around in both.
+        # MLX and NumPy both let sums of 32-bit numbers wrap around.
         unseen += mx.sum(view).item() != int(content.sum(dtype=np.uint32))
     return unseen

@@ -17,8 +17,8 @@ from ..sizes import BLOCK, GAP, round_up
 
 GPU_ALIGN = 256  # Bytes. MLX aligns its own GPU allocations to this; kernels load up to 16 bytes at a time.
 
-# Number of tokens from which a GPU with its own memory copies a weight once instead of reading it over the bus for each
-# product.
+# Tokens in a pass. With at least as many, a GPU with memory of its own copies a weight to it once; with fewer, each
+# product reads the weight over the bus.
 COPY_ROWS = 128
 
 
@@ -50,10 +50,10 @@ class SlotField:
 
 @dataclass(frozen=True)
 class Extent:
-    """A byte range of a file (``offset``, ``nbytes``) and its first byte in a slot (``at``).
+    """A byte range of a file (``offset``, ``nbytes``) and the byte of the slot where it begins (``at``).
 
-    ``in_place``: address and offset agree modulo ``BLOCK`` and no other data shares the blocks that it touches, so
-    whole blocks may be read straight into the slot.
+    ``in_place``: the range may be read straight into the slot in whole blocks: ``at`` and ``offset`` agree modulo
+    ``BLOCK``, and its outer blocks in the slot have no other data.
     """
 
     file: Path

@@ -13,8 +13,8 @@ class ExpertCounters:
     """Counters of routed experts.
 
     Attributes:
-        used: experts computed from the expert cache; ``read``: of these, cache misses that were read on demand.
-        foreseen: experts prefetched (not in ``read``); ``wasted``: of these, those that were then not used.
+        used: experts that calls needed, counted per call; ``read``: of these, cache misses that were read on demand.
+        foreseen: experts that were prefetched (not in ``read``); ``wasted``: of these, experts that no call needed.
     """
 
     used: int = 0
@@ -37,7 +37,7 @@ class Metrics:
         units: streamed units computed; ``misses``: of these, units that were not prefetched and were read on demand.
         bytes_read: bytes read from files into slots, including rounding to blocks.
         read_s: seconds with at least one read in flight.
-        stall_s, ranks_s: seconds that the loop waited for reads, and for other ranks.
+        stall_s, ranks_s: seconds that the computing thread waited for reads, and for other ranks.
         rows_read: embedding rows read one by one; their bytes are not in ``bytes_read``.
         prompt_found: prompt tokens found in the prefix cache. ``tokens``: generated tokens.
         drafted, accepted: proposed and accepted draft tokens.
@@ -75,14 +75,14 @@ class Metrics:
                 self.read_s += self.clock() - reads.since
 
     def reading(self) -> tuple[int, float]:
-        """Bytes read, and seconds with a read in flight, including the one that has not ended."""
+        """Return ``bytes_read``, and ``read_s`` including the seconds since the read in flight began."""
         reads = self._reads
         with reads.lock:
             return self.bytes_read, self.read_s + (self.clock() - reads.since if reads.count else 0.0)
 
     @property
     def read_gbps(self) -> float:
-        """Bytes read per second of reading, in units of 1e9; 0 if nothing was read."""
+        """GB (1e9 bytes) read per second with a read in flight; 0 if nothing was read."""
         nbytes, seconds = self.reading()
         return nbytes / seconds / 1e9 if seconds > 0 else 0.0
 

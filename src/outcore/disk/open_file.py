@@ -1,4 +1,4 @@
-"""Open files: reads from them into slots, and the check that they have not changed since."""
+"""Open files: reads from them into slots, and the check that they have not changed since they were opened."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class OpenFile:
     """An open file with descriptors that read through the page cache (``cached``) and around it (``direct``).
 
     Attributes:
-        watched: raise an error if the file is written to. False for Outcore's own files.
-        read: whether something was read since the last check.
+        watched: whether checks raise an error if the file was written to. False for Outcore's own files.
+        read: whether bytes were read from the file since the last check.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class OpenFile:
         self._blocks = self._sampled() if self.watched else 0
 
     def check(self) -> None:
-        """Check the file if something was read from it since the last check."""
+        """Call ``look`` if bytes were read from the file since the last check."""
         if not self.read:
             return
         self.read = False  # before the look: a read in the meantime causes another check
@@ -57,8 +57,8 @@ class OpenFile:
     def look(self) -> None:
         """Compare the file's size and times with those at opening.
 
-        A copy that preserves times restores the content's time, but never the status's (``st_ctime``). That one also
-        changes without a write, with the file's links, mode or owner; then a sample of blocks is compared.
+        A write can be hidden by setting the old ``st_mtime`` again (``cp -p`` does), but not from ``st_ctime``, which
+        cannot be set. A new link, mode or owner also changes ``st_ctime``; then a sample of blocks is compared.
 
         Raises:
             ReadError: the file was written to.
@@ -115,7 +115,7 @@ def open_file(path: Path, io: str, calls: DiskCalls) -> OpenFile:
 
 
 def state_of(file: Path) -> tuple[int, ...]:
-    """Return device, inode, size and modification time of a file, to see whether it changes; empty if there is none."""
+    """Return a file's device, inode, size and modification time, to compare later; empty if there is no such file."""
     try:
         found = file.stat()
     except OSError:
@@ -123,10 +123,10 @@ def state_of(file: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# Errors of the disk or the file. Any other may be about the memory that the read writes to.
+# Errors of the disk or the file. All others may come from the memory that the read writes to.
 _DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.EBADF}
 
-PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}  # Errors that may not occur again at the next read.
+PASSING_ERRORS = {errno.ENOMEM, errno.EAGAIN, errno.EINTR}  # With these, the same read may succeed later.
 
 Move = Callable[[memoryview, memoryview], None]
 
@@ -176,7 +176,7 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces
 
     Args:
         to: copies bytes from a buffer to the slot.
-        bounces: an earlier read into a slot was refused, so go through the buffer at once.
+        bounces: do not try to read into the slot, since an earlier such read was refused; read into ``bounce``.
 
     Returns:
         Bytes read from the file, and whether the slot's memory refused the read.
@@ -208,7 +208,8 @@ def read_chunk(chunk: Chunk, bounce: Bounce, calls: DiskCalls, to: Move, bounces
 
 
 def fill(calls: DiskCalls, fd: int, target: memoryview, offset: int, need: int, step: int = 1) -> int:
-    """Read ``need`` bytes. A read that ends off a multiple of ``step`` has met the end of the file."""
+    """Read at least ``need`` bytes, or raise ``ShortRead`` if the file ends before: a call reads 0 bytes, or a number
+    that is not a multiple of ``step``, only at the end of the file."""
     done = 0
     while done < need:
         n = calls.preadv(fd, target[done:], offset + done)

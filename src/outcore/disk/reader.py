@@ -28,15 +28,15 @@ ROW_THREADS = 8  # concurrent reads of rows, of which a prompt needs many.
 
 
 class Read:
-    """The reads of one unit. ``wait`` returns when all bytes are in place, or raises the error.
+    """The reads of one unit's chunks. ``wait`` returns when all bytes are in place, or raises the first error.
 
     Args:
-        part_of: the read that this is a part of; cancelling that one cancels this.
+        part_of: a larger read; if it is cancelled, this one is cancelled too.
         then: called with this read when it has ended, before waiting threads continue.
 
     Attributes:
-        nbytes: bytes read from files so far, including rounding to blocks.
-        passing: the error may not occur again; it says nothing about the file or its disk.
+        nbytes: bytes read from files until now, including rounding to blocks.
+        passing: whether a chunk failed with an error such as a lack of memory, after which a retry may succeed.
     """
 
     def __init__(self, name: str, part_of: Read | None = None, then: Callable[[Any], None] | None = None) -> None:
@@ -46,7 +46,7 @@ class Read:
         self.nbytes = 0
         self._part_of, self._then = part_of, then
         self._cancelled = False
-        self._left = 1  # the submitter adds the further chunks before it queues them
+        self._left = 1  # chunks not done; ``submit`` adds the others before it queues any
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -74,18 +74,18 @@ class Read:
         return self._cancelled or (self._part_of is not None and self._part_of.cancelled)
 
     def cancel(self) -> None:
-        """Skip the chunks that have not begun. ``wait`` still waits for those that have."""
+        """Skip the chunks that no thread has begun to read. ``wait`` still waits for the others."""
         self._cancelled = True
 
     def ends_within(self, seconds: float) -> bool:
         return self._done.wait(seconds)
 
     def wait_quietly(self) -> None:
-        """Wait until no thread writes to the buffer any more, ignoring errors."""
+        """Wait until no thread writes to the buffer any more; raises no error of the read."""
         self._done.wait()
 
     def ended(self) -> None:
-        """Like ``wait_quietly``, but a deferred signal is handled meanwhile and may raise."""
+        """Like ``wait_quietly``, but handles deferred signals while it waits, so Ctrl-C raises."""
         interrupts.wait(self._done)
 
     def wait(self) -> None:
@@ -95,10 +95,10 @@ class Read:
 
 
 class Reader(Protocol):
-    """What the ring needs of a reader. Tests use one that reads from memory.
+    """The reader's methods that the ring calls. Tests use a reader that reads from memory.
 
     Attributes:
-        move: copies its second argument into its first; replaced where slots are in device memory.
+        move: copies its second argument's bytes into its first; ``FileReader``'s is replaced where a GPU has the slots.
     """
 
     move: Move
@@ -126,10 +126,10 @@ class FileReader:
             ``random`` does so without read-ahead; ``auto`` is direct where it works, else cached.
         threads: concurrent reads.
         chunk: bytes of one read, a multiple of 4096.
-        looks: check a file after each chunk read from it, and not only in ``check``.
+        looks: check after every chunk whether its file was written to, and not only in ``check``.
 
     Attributes:
-        bounces: the system refused to read into slots, so all reads go through the threads' own buffers.
+        bounces: whether the system refused to read into a slot; from then on reads go through the threads' buffers.
 
     Raises:
         ReadError: a file cannot be opened.
@@ -230,7 +230,7 @@ class FileReader:
             if isinstance(what, Chunk):
                 self._read(read, what, bounce)
             else:
-                # Done even if the read was cancelled, since it needs no disk.
+                # Copied even if the read was cancelled: that needs no disk.
                 failed: ReadError | None = None
                 try:
                     self.move(target[what.at : what.at + len(what.source)], what.source)
@@ -282,10 +282,10 @@ def pieces(extent: Extent, most: int) -> list[tuple[int, int]]:
 
 
 class RowReader:
-    """Reads single rows of tensors through the page cache, where frequent rows stay.
+    """Reads single rows of tensors through the page cache, which keeps rows that are read often.
 
     Args:
-        make: constructs the reader.
+        make: called with ``files`` and settings; returns the reader to use.
     """
 
     def __init__(

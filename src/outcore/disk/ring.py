@@ -5,7 +5,7 @@ known in advance, and its graph can be built while its weights are still being r
 it prefetches in the order of the pass before, across the token boundary too. A unit that comes out of order is read on
 demand, which is slower but never wrong.
 
-All methods are for one thread at a time. The reader's threads run concurrently, but touch bytes only.
+Only one thread at a time may call methods. The reader's threads run concurrently, but only write bytes into slots.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Slot:
             raise BudgetError(f"{what}; keep that unit in memory")
         self.array = mx.zeros((size,), dtype=mx.uint8)
         mx.eval(self.array)
-        # Documented by MLX: the array's own buffer, without a copy.
+        # MLX documents that this NumPy array has the MLX array's own buffer, not a copy.
         view = np.array(self.array, copy=False)
         address = view.ctypes.data
         self.base = -address % step
@@ -57,7 +57,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Partly:
-    """A unit of which a part is in memory already. ``begun`` is called with the read that fills the slot."""
+    """What to read and what to copy for a unit that is partly in memory. ``begun`` is called with the read."""
 
     extents: Sequence[Extent]
     copies: Sequence[SlotCopy]
@@ -81,9 +81,8 @@ class Ring:
         order: the expected order of units in the first pass.
 
     Attributes:
-        ahead: turns being read that were not taken yet; ``held``: turns taken and not released. Other threads may look
-            at both.
-        partly: returns for a unit what to read and what to copy, if a part of it is in memory; None: read all of it.
+        ahead: prefetched turns, not yet taken; ``held``: turns taken and not released. Other threads may look at both.
+        partly: called with a unit's index; returns ``Partly`` for a unit that is partly in memory, else None.
     """
 
     def __init__(
@@ -114,21 +113,21 @@ class Ring:
         self.ahead: list[Lease] = []
         self.held: dict[int, Lease] = {}
         self._closed = False
-        self._broken = False  # a pass broke off: held turns will not be released
+        self._broken = False  # ``abandon`` was called: held turns will not be released
 
     def begin_pass(self) -> None:
-        """Begin a pass over the units; the order of the one before becomes the forecast for the next."""
+        """Begin a pass over the units; prefetch from now on in the order of the pass before."""
         self._check_open()
         if self._broken:
             self._recover()
-        # A pass that lacks units has probably broken off half-way: its order counts only if it comes twice.
+        # A pass that lacks units has probably stopped half-way: its order is used only if two passes have it.
         whole = set(self._order) <= set(self._seen)
         if self._seen and self._seen != self._order and (whole or self._seen == self._before):
             self._order, self._at = self._seen.copy(), 0
         self._before, self._seen = self._seen, []
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Between passes: expect other units, or another order. Prefetched units that still fit are kept."""
+        """Replace the expected order of units, between passes. Keeps prefetched units that are next in it too."""
         self._check_open()
         if not order:
             raise ValueError("a ring without units has nothing to do; close it")
@@ -139,10 +138,10 @@ class Ring:
         self.start()
 
     def take(self, unit: int) -> Lease:
-        """Take the turn for ``unit``. Its read may still be running: see ``wait``."""
+        """Take the next turn, for ``unit``, before its bytes are needed: ``wait`` waits for its read."""
         if self._closed:
             self._check_open()
-        if self._turn - len(self.slots) in self.held:  # the turn before in this slot
+        if self._turn - len(self.slots) in self.held:  # the last turn of this slot
             raise RuntimeError("every slot of the ring is held; release one first")
         if unit != (self.ahead[0].unit if self.ahead else self._order[self._at]):
             self._miss(unit)
@@ -158,15 +157,15 @@ class Ring:
         return lease
 
     def again(self, lease: Lease) -> None:
-        """Read a turn's unit once more, because its parts in memory changed since the read began."""
+        """Read the unit of a taken turn again, because other parts of it are in memory than when its read began."""
         lease.read.cancel()
         lease.read.ended()
         lease.read = self._begin(lease.unit, lease.turn - self._turn).read
 
     def abandon(self) -> None:
-        """Give up the pass: held turns will not be released, and the next pass begins with a whole ring.
+        """Cancel a pass that failed. Its turns will not be released; the next ``begin_pass`` frees all slots.
 
-        Does not wait, since a read may hang. Slots are read into again only when their reads have ended.
+        Does not wait, since a read may hang; ``begin_pass`` waits for the reads to end before it reuses their slots.
         """
         self._broken = True
         for lease in [*self.held.values(), *self.ahead]:
@@ -228,7 +227,7 @@ class Ring:
             self.ahead.append(self._begin(unit, ahead))
 
     def wait(self, lease: Lease) -> None:
-        """Return when the unit's bytes are in its slot.
+        """Wait until the unit's bytes are in its slot.
 
         Raises:
             ReadError: a file is missing or too short, or the disk failed.
