@@ -21,7 +21,7 @@ def leave_one(environment: MutableMapping[str, str], devices: Path = Path("/dev"
 
     Where MLX sees several, a thread's current device may be the last (MLX 0.32.4's ``CudaAllocator`` makes a stream on
     each), and copying a host array to a buffer of the first fails: "cudaMemcpy ... invalid argument" (two H100s;
-    dev/LOG.md, 2026-11-25, fifth session).
+    dev/log/upstream.md).
     """
     gpus = nvidia_gpus(environment, devices)
     if len(gpus) > 1:
