@@ -67,7 +67,7 @@ class Checkpoint:
     Attributes:
         files: the weight files that mlx-lm would load, sorted by name.
         tensors: every tensor of every file, by name.
-        notes: results computed once, such as the identity.
+        notes: results that are computed once and kept here by name, such as ``identity``.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self) -> None:
-        """Check that the files are those whose headers were read. Once they are open, the reader checks them itself."""
+        """Raise ``CheckpointError`` if a file has changed since its header was read. ``Reader.check`` is for later."""
         for file, was in zip(self.files, self._were, strict=False):
             if state_of(file) != was:
                 raise CheckpointError(f"{file}: was written to while the model was opened; load it again")
@@ -91,7 +91,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Check a local model folder and find every tensor in the weight files that ``mlx_lm.load`` would load.
 
     Raises:
-        MissingFileError: the folder, config.json, all weights, a shard or a tensor of the index is missing.
+        MissingFileError: the folder, config.json, a shard or a tensor that the index names is missing, or all weights.
         HeaderError: a weight file is damaged.
         CheckpointError: config.json or the index is invalid, or two files hold a tensor of the same name.
     """
@@ -107,7 +107,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         missing = {name for name in index.values() if not (folder / name).exists()}
         of = f"that {_INDEX} names (delete that index if it is a left-over)"
     else:
-        missing, of = _unnumbered(files), "of its numbered shards"
+        missing, of = _missing_shards(files), "of its numbered shards"
     if missing:
         many, names = f"{len(missing)} file{'s' * (len(missing) > 1)}", _list(sorted(missing))
         raise MissingFileError(f"{folder}: looks half-downloaded: {many} missing {of}: {names}; {_AGAIN}")
@@ -148,7 +148,7 @@ def require_config(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the tensors of a safetensors file from its header, in its order, without MLX and without their bytes.
+    """Return the tensors that a safetensors file's header lists, by name and in its order. Reads only the header.
 
     Raises:
         MissingFileError: no such file, or a dangling link.
@@ -207,7 +207,7 @@ def _parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
         raise HeaderError(f"{path}: __metadata__ must map strings to strings")
     data = 8 + len(raw)
     tensors = {name: _parse_tensor(path, name, entry, data) for name, entry in header.items()}
-    # The format allows neither holes nor overlaps. Then no two slots share bytes, and the last end is the file's.
+    # The format allows neither holes nor overlaps, so the last tensor must end where the file ends.
     end = data
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != end:
@@ -262,7 +262,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, dict[str, Any]]:
-    """Read a JSON object of at most ``most`` bytes; returns its bytes too. ``twins`` as in ``parse_json``."""
+    """Read a file of at most ``most`` bytes; return its bytes and its JSON object. ``twins`` as in ``parse_json``."""
     try:
         raw = read_small(path, most)
         found = parse_json(raw, twins=twins)
@@ -277,8 +277,8 @@ def read_object(path: Path, most: int, *, twins: bool = True) -> tuple[bytes, di
     return raw, found
 
 
-def _unnumbered(files: Iterable[Path]) -> set[str]:
-    """Return missing names of numbered series such as model-00002-of-00004.safetensors."""
+def _missing_shards(files: Iterable[Path]) -> set[str]:
+    """Return the file names that are missing from numbered series such as model-00002-of-00004.safetensors."""
     names = {file.name for file in files}
     series = {(m[1], m[3]) for m in map(_SHARD.fullmatch, names) if m}
     return {f"{stem}-{n:05}-of-{last}.safetensors" for stem, last in series for n in range(1, int(last) + 1)} - names
@@ -301,9 +301,9 @@ CONFIG = "config.json"
 
 _LAYERS = re.compile(r"(num|n)_([a-z_]+_)?(layers?|blocks?)|depth")
 _COUNT = re.compile(r"(num|n)_[a-z_]+")
-_MOST = 1 << 20  # Upper limit of any other count in a configuration: experts, heads, groups.
+_MOST = 1 << 20  # Largest count in a configuration that is accepted for anything but layers: experts, heads, groups.
 
-# Layers that a configuration may name beyond the number of tensors, since a layer can be used more than once.
+# A configuration may have so many more layers than there are tensors, since a layer can be used more than once.
 _SLACK = 64
 
 # Files that mlx-lm and transformers open by themselves. Other files in the folder do not matter.
@@ -315,15 +315,15 @@ _READ = re.compile(
 _MOST_BYTES = {CONFIG: CONFIG_BYTES, "generation_config.json": CONFIG_BYTES, "hf_quant_config.json": CONFIG_BYTES}
 
 
-class LiteralFolder(type(Path())):  # type: ignore[misc]  # a Path is made as a PosixPath
-    """A folder in which mlx-lm can glob: special characters in the folder's own name are escaped."""
+class LiteralFolder(type(Path())):  # type: ignore[misc]  # ``Path()`` makes an object of its subclass PosixPath
+    """A folder for mlx-lm to glob in: the pattern does not apply to special characters in the folder's own name."""
 
     def __truediv__(self, name: Any) -> Path:
         return Path(glob.escape(str(self)) if "*" in str(name) else str(self)) / name
 
 
 def read_config(folder: Path, tensors: int) -> dict[str, Any]:
-    """Read a model's config.json, and refuse one with far more layers than tensors, each of which would be built.
+    """Read a model's config.json. Refuses far more layers than tensors, since mlx-lm would build each of them.
 
     Args:
         tensors: number of tensors in the model's files.

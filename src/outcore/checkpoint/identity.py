@@ -16,22 +16,22 @@ from ..machine.small_files import CONFIG_BYTES, read_small
 from .checkpoint import ADAPTER, ADAPTER_CONFIG, Checkpoint, header_bytes, read_header, read_object
 
 BLOCK = 4096  # bytes read of each sampled tensor
-MOST_BLOCKS = 2048  # sampled in all files of a model, plus the first and last block of each: at most 8 MiB
+MOST_BLOCKS = 2048  # Of all files of a model together, at most 8 MiB. Each file's first and last block come on top.
 
-VERSION = b"outcore identity 2\n"  # version 1 had names, sizes and times only; copies made with it are not used
+VERSION = b"outcore identity 2\n"  # Version 1 digested only names, sizes and times; copies made with it are not used.
 
-Place = tuple[int, int]  # a tensor's offset and its bytes
+Place = tuple[int, int]  # first byte in the file and number of bytes, of a tensor or a block
 
 
 def identity_of(checkpoint: Checkpoint) -> str:
     """Return 32 hex digits that identify the files of a model at the time it was opened.
 
     They cover config.json, the model's own code, and each weight file's name, size, time, header and a block of each
-    tensor, but not the folder's name. A packed copy carries its original's identity and is valid while the two are
-    equal.
+    tensor, but not the folder's name. A packed copy's manifest has the original's identity; the copy is used only while
+    the original still has it.
 
     Raises:
-        CheckpointError: a file cannot be read, or was written to since.
+        CheckpointError: a file cannot be read, or was written to since its header was read.
     """
     if "identity" not in checkpoint.notes:
         config, about = read_object(checkpoint.folder / "config.json", CONFIG_BYTES)
@@ -47,14 +47,14 @@ def identity_of(checkpoint: Checkpoint) -> str:
 def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
     """Digest a model's configuration and, for each file, its name, status, header and sampled blocks.
 
-    This detects every model of which any sampled tensor differs as a whole, as after training, but not a few bytes
-    changed in place with size and time kept. With more than ``MOST_BLOCKS`` tensors every n-th is sampled. With an
-    empty page cache 4 ms for 291 tensors of 4.2 GB, 21 ms for 2,000 and 27 ms for 20,000 of 4 GB (virtual NVMe disk);
-    then 1, 6 and 10 ms.
+    The digest changes if any sampled tensor changes as a whole, as by training. It may stay if a few bytes are changed
+    in place while the file keeps size and time. With more than ``MOST_BLOCKS`` tensors every n-th is sampled. Takes
+    4 ms for 291 tensors of 4.2 GB, 21 ms for 2,000 and 27 ms for 20,000 tensors of 4 GB when nothing is in the page
+    cache (virtual NVMe disk), and 1, 6 and 10 ms the next time.
 
     Args:
         config: bytes of config.json and the digest of the model's own code.
-        files: the tensors' places in each file.
+        files: the places of each file's tensors.
     """
     digest = xxhash.xxh3_128(VERSION)
 
@@ -78,12 +78,12 @@ def _digest(config: bytes, files: Mapping[Path, Sequence[Place]]) -> str:
 
 
 def block_of(offset: int, nbytes: int) -> Place:
-    """Choose one block of a tensor, at a position derived from its place, as beginnings and ends are often padding."""
+    """Return a block of a tensor, at a position hashed from ``offset`` and ``nbytes``: the ends are often padding."""
     room = nbytes - BLOCK
     if room <= 0:
         return offset, nbytes
     at = offset + xxhash.xxh64_intdigest(f"{offset} {nbytes}".encode()) % (room + 1)
-    return max(offset, at - at % BLOCK), BLOCK  # one page of the file instead of two
+    return max(offset, at - at % BLOCK), BLOCK  # aligned down, to read one page of the file instead of two
 
 
 def read_blocks(path: Path, blocks: Sequence[Place]) -> Iterable[bytes]:

@@ -1,8 +1,8 @@
 """Opens a model without reading its weights, and finds which parameters lie on disk exactly as they are used.
 
 mlx-lm builds the model from lazy arrays, with a model class that records what enters ``sanitize``. A parameter of the
-finished model that is the same object as a loaded array lies unchanged at a known place of a file. Any other was made
-by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere on disk.
+finished model that is the same object as a loaded array lies unchanged at a known place of a file. Every other one was
+made by ``sanitize`` (split, stacked, shifted, dequantized) and exists nowhere on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES: dict[str, mx.Dtype] = {
 
 
 class Decoder(Protocol):
-    """Decodes one tensor that is stored in another form than it is used in."""
+    """Decodes one tensor of a packed copy. ``nbytes``: bytes of its side table, which is in memory."""
 
     @property
     def nbytes(self) -> int: ...
@@ -50,11 +50,11 @@ class LazyModel:
         origins: parameter path → tensor on disk, for every parameter that ``sanitize`` left unchanged.
         loaded: paths of all parameters that come from the checkpoint (not from an adapter).
         arguments: those of ``open_lazily``.
-        again: opens the same model once more, with the layers as they are on disk.
-        coding: how the tensors are stored (``manifest``).
-        decoders: by name, for tensors that are stored in another form than they are used in.
-        reshape: repeats on a newly opened model the changes that a draft source made to this one's layers; None: none.
-        random_after: MLX's random state after mlx-lm has built the model, whose modules draw initial weights.
+        again: opens the same model once more, without ``reshape``.
+        coding: ``plain``, or the packed copy's (``manifest.CODING``).
+        decoders: by parameter path, for tensors that a packed copy stores encoded.
+        reshape: makes the changes to a newly opened model that a draft source made to this one's layers; None: none.
+        random_after: MLX's random state after mlx-lm has built the model: modules draw their initial weights.
     """
 
     model: nn.Module
@@ -81,7 +81,7 @@ def open_lazily(
     """Build the model with mlx-lm from lazy arrays. The caller's random state stays as it is.
 
     Args:
-        weights: lazy arrays of the checkpoint's tensors, consumed by the call; None: mlx-lm loads the folder's own.
+        weights: lazy arrays of the checkpoint's tensors; the call empties the dict. None: mlx-lm loads the folder's.
 
     Raises:
         UnsupportedModelError: mlx-lm does not know the model type, or remote code is not allowed.
@@ -187,11 +187,11 @@ def _recording(
 
 
 def _name_on_disk(array: mx.array, entry: tuple[str, mx.array] | None, tensors: Mapping[str, TensorInfo]) -> str | None:
-    """Return the name of the tensor that a parameter is, unchanged; None if ``sanitize`` made it."""
+    """Return the name on disk of the tensor that ``array`` was loaded from; None if ``sanitize`` made or changed it."""
     if entry is None or entry[0] not in tensors:
         return None
     info = tensors[entry[0]]
-    # The object may have been assigned to in place, so at least its shape and dtype must match.
+    # ``sanitize`` may have assigned to the array in place, so at least its shape and dtype must match.
     same = entry[1] is array and info.shape == tuple(array.shape) and DTYPES[info.dtype] == array.dtype
     return info.name if same else None
 

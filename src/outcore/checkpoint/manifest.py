@@ -51,7 +51,7 @@ class Coded(_Checked):
     Attributes:
         coding: ``split16`` (``SplitDecoder``), which has a side table that stays in memory, or ``planes``
             (``stored_planes``).
-        bits, high: for ``planes``, the bits of a code and the number of them in the high plane; else 0.
+        bits, high: for ``planes``, the bits of a quantized weight, and how many of them the high plane has; else 0.
     """
 
     coding: Literal["split16", "planes"]
@@ -70,9 +70,9 @@ class PackedFrom(_Checked):
     """The model that was packed.
 
     Attributes:
-        folder: its name.
-        identity: as in ``identity_of``; part of file names.
-        mlx_lm, mlx: the versions that loaded it; old copies do not name MLX's.
+        folder: name of its folder.
+        identity: ``identity_of`` the model.
+        mlx_lm, mlx: the versions that loaded it; empty in old copies for MLX.
     """
 
     folder: _Text
@@ -85,11 +85,11 @@ class PackedFrom(_Checked):
 
 
 class Manifest(_Checked):
-    """A manifest whose values have the right types. Whether the files match it is checked elsewhere.
+    """A manifest whose values have the right types. ``open_packed`` checks that the files match it.
 
     Attributes:
-        coding: the requested coding.
-        codings: by name, the tensors that are stored in another form.
+        coding: the coding that the pack was asked for.
+        codings: by parameter path, the tensors that are stored encoded.
     """
 
     kind: Literal["overlay", "full", "draft"]
@@ -100,9 +100,9 @@ class Manifest(_Checked):
 
 
 def is_packed(folder: Path, manifest: str = MANIFEST) -> bool:
-    """Whether the folder has Outcore's manifest, or the partial one of a pack that was cut off or still runs.
+    """Whether the folder has a file named ``manifest`` that Outcore wrote. Does not check the other files.
 
-    Does not check that the files are complete.
+    ``PARTIAL_MANIFEST`` is the manifest of a pack that was cut off or still runs.
     """
     try:
         found = parse_json(read_small(folder / manifest, INDEX_BYTES), twins=False)

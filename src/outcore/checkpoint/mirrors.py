@@ -13,7 +13,7 @@ from .checkpoint import Checkpoint
 
 
 class ReadFolder(Protocol):
-    """A folder that is read from. ``nbytes``: read so far. ``lost``: why it is no longer read; None: it is."""
+    """A folder with weights. ``nbytes``: bytes read from it; ``lost``: why it is not read any more, or None."""
 
     folder: Path
     nbytes: int
@@ -24,8 +24,8 @@ class Mirrors(Protocol):
     """A model's own folder and its copies, for as long as the model lives.
 
     Attributes:
-        all: the model's own folder first.
-        note: called, in any thread, when a folder is lost.
+        all: the folders, the model's own first.
+        note: called with a message, in any thread, when a folder can no longer be read.
     """
 
     note: Callable[[str], None]
@@ -39,7 +39,7 @@ class Mirrors(Protocol):
         """Check that every byte of each copy equals the model's. ``check`` is called with each copy's files first.
 
         Raises:
-            StoreError: a copy differs (named).
+            StoreError: a copy differs; the message names file and byte.
         """
 
     def about(self) -> tuple[str, ...]: ...

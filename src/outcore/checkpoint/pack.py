@@ -62,13 +62,13 @@ _FREE = "free some, or set OUTCORE_CACHE to a folder on another disk; what is fi
 def pack_overlay(
     lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None, progress: Progress | None = None
 ) -> None:
-    """Write the parameters of these layers that exist nowhere on disk to the cache, unless they are there.
+    """Write the overlay's files for these layers: the parameters that ``sanitize`` changed. Keeps files that are whole.
 
-    They are computed from a second, lazily opened model. Takes memory for about one layer.
+    MLX computes the parameters from a second, lazily opened model. Takes memory for about one layer.
 
     Args:
-        planned: the result of ``overlay`` from when the model still held its lazy arrays in their loaded dtypes; None:
-            it still does.
+        planned: ``overlay(lazy)``, called before the model's lazy arrays were replaced or cast; None: they have not
+            been.
 
     Raises:
         StoreSpaceError: the disk is too full; finished files are kept.
@@ -93,7 +93,8 @@ def pack_files(
     open_pieces: Callable[[], Pieces],
     progress: Progress | None = None,
 ) -> None:
-    """Write the ``wanted`` ones of a copy's ``files`` that are missing or damaged. Raises as ``pack_overlay``."""
+    """Write those of the ``wanted`` files that are missing or damaged. ``files``: all files that the copy may have.
+    Raises as ``pack_overlay``."""
     source = source_of(checkpoint)
     if len(whole_files(folder, MANIFEST, wanted, source)) < len(wanted):
         manifest = Manifest(kind=kind, source=source, files={})
@@ -110,10 +111,10 @@ class PackWriter:
     """Writes one packed copy.
 
     Attributes:
-        manifest: the manifest to write, without files.
+        manifest: the manifest to write, without its list of files.
         files: all files that the copy may have; ``wanted``: those that it must have.
-        force: rewrite existing files.
-        extra: bytes that ``finish`` will write.
+        force: whether to write existing files again.
+        extra: bytes that ``run``'s ``finish`` will write.
     """
 
     folder: Path
@@ -127,7 +128,7 @@ class PackWriter:
     done: int = field(default=0, init=False)
 
     def run(self, open_pieces: Callable[[], Pieces], finish: Callable[[], None] | None = None) -> bool:
-        """Write the missing files; False if another process did so meanwhile. ``finish`` runs before the manifest."""
+        """Write the missing files, call ``finish``, write the manifest. Returns False if the copy was complete."""
         try:
             self._make_folder()
             with self._locked():
@@ -158,7 +159,7 @@ class PackWriter:
         return True
 
     def discard(self) -> None:
-        """Remove the files written so far, but keep the folder marked as Outcore's."""
+        """Remove the packed files, but leave a partial manifest, which marks the folder as Outcore's."""
         (self.folder / MANIFEST).unlink(missing_ok=True)
         self._begin({})
 
@@ -205,7 +206,7 @@ class PackWriter:
             os.close(fd)
 
     def _kept(self) -> dict[str, Record]:
-        """Return finished files of an earlier pack that was cut off, or of an overlay for other layers."""
+        """Return the records of whole files that an earlier pack left: one cut off, or an overlay for other layers."""
         records: dict[str, Record] = {}
         for name in (MANIFEST, PARTIAL_MANIFEST):
             try:
@@ -216,7 +217,7 @@ class PackWriter:
                 there, wanted = (
                     {coded.name(path): coded for path, coded in each.codings.items()} for each in (found, mine)
                 )
-                # Planes with another number of high bits may have the same names and shapes.
+                # Compare codings: planes with another number of high bits may have the same names and shapes.
                 alike = [f for f in self.files if all(there.get(t) == wanted.get(t) for t, _, _ in f.tensors)]
                 records |= whole_files(self.folder, name, alike, mine.source)
             elif name == MANIFEST and mine.kind == FULL and not self._in_cache:
@@ -242,7 +243,7 @@ class PackWriter:
             raise StoreError(f"{folder}: the model changed while it was packed; pack again once its files are complete")
 
     def _begin(self, records: dict[str, Record]) -> None:
-        """Remove files that the manifest will not list; at every moment the folder is recognizable as Outcore's."""
+        """Write a partial manifest, which marks the folder as Outcore's; then remove files that it does not list."""
         if self.force and (self.folder / MANIFEST).exists():
             (self.folder / MANIFEST).rename(self.folder / PARTIAL_MANIFEST)
         self._write_manifest(records)
@@ -278,7 +279,7 @@ class PackWriter:
 
     def _write_manifest(self, records: dict[str, Record]) -> None:
         mine = self.manifest.model_copy(update={"files": dict(sorted(records.items()))})
-        # The oldest schema that can express it.
+        # The oldest schema that can describe this copy.
         schema = PLAIN_SCHEMA if mine.coding == PLAIN else SCHEMA
         document = {"format": FORMAT, "schema": schema, **mine.model_dump(by_alias=True, exclude_defaults=True)}
         write_small(self.folder / PARTIAL_MANIFEST, json.dumps(document, indent=1).encode())

@@ -62,7 +62,7 @@ def packed_file(name: str, unit: str, tensors: Mapping[str, mx.array] | Sequence
         begin, end = end, end + dtype.size * prod(shape)
         starts.append(begin)
         header[tensor] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        # The format allows no holes, so padding is a tensor. It also ends the file, so direct reads end with the file.
+        # The format allows no holes, so padding is a tensor. The last one fills the file's last block for direct reads.
         if pad := round_up(end, BLOCK) - end:
             header[f"{PAD}{len(starts) - 1}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [end, end + pad]}
             end += pad
@@ -89,7 +89,7 @@ Pieces = dict[str, Piece]  # by tensor name
 
 
 def file_content(file: PackedFile, pieces: Pieces) -> Iterator[memoryview]:
-    """Yield all bytes of a packed file in order. Removes what it has read from ``pieces``, so that it can be freed."""
+    """Yield all bytes of a packed file in order. Removes each piece from ``pieces`` when it is read, to free memory."""
     yield memoryview(file.head)
     end = len(file.head)
     for info, (_, dtype, _) in zip(file.places(Path()), file.tensors, strict=True):
@@ -125,8 +125,8 @@ def piece_bytes(name: str, piece: Piece) -> Iterator[memoryview]:
 
 
 def array_bytes(name: str, array: mx.array) -> Iterator[memoryview]:
-    """Yield the array's elements in row-major order. A view of another array (half of a fused weight) is copied in
-    parts."""
+    """Yield the array's bytes in row-major order, some rows at a time: rows of a view (such as half of a fused weight)
+    must be copied, and all at once would take twice its memory."""
     if not array.size:
         return
     try:

@@ -50,10 +50,10 @@ class Codings(Protocol):
     def as_used(
         self, folder: Path, tensors: Mapping[str, TensorInfo], codings: Mapping[str, Coded]
     ) -> tuple[dict[str, TensorInfo], dict[str, Decoder]]:
-        """Return a copy's tensors as they are used, and the decoders of those that have a coding, both by name.
+        """Return a copy's tensors with the dtype and shape that the model uses, and decoders of the encoded ones.
 
         Raises:
-            StoreError: a coding's tensor is missing or not of its form.
+            StoreError: a tensor that ``codings`` names is missing, or its form does not fit the coding.
         """
 
 
@@ -82,8 +82,8 @@ class PackedStore:
 
     Attributes:
         files: the weight files, sorted by name.
-        tensors: parameter path → its place, without padding.
-        decoders: by parameter path, for tensors that are stored in another form.
+        tensors: parameter path → its place; padding is left out.
+        decoders: by parameter path, for tensors that are stored encoded.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ def open_packed(folder: Path) -> PackedStore:
 
 
 def check_file(path: Path, record: Record) -> dict[str, TensorInfo]:
-    """Return the tensors of one packed file, without padding, if it is as recorded."""
+    """Return a packed file's tensors without padding; raise ``StoreError`` if the file differs from ``record``."""
     try:
         status = path.stat()
         same = status.st_size == record.nbytes
@@ -172,7 +172,7 @@ def open_copy(folder: Path, coding: str, **arguments: Any) -> LazyModel | None:
 
 
 def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None = None) -> LazyModel:
-    """Open a full copy and mark it as in use while its model lives; ``identity``: the required source."""
+    """Open a full copy, marked as in use while its model lives. ``identity``: of its original; None: do not check."""
     with kept(folder, make=False):
         store = open_packed(folder)
         if identity not in (None, store.manifest.source.identity):
@@ -183,7 +183,7 @@ def _open_kept(folder: Path, arguments: Mapping[str, Any], identity: str | None 
 
 
 def open_full(store: PackedStore, **arguments: Any) -> LazyModel:
-    """Open a model lazily from a full packed copy, whose manifest need not be written yet."""
+    """Open a model lazily from a full packed copy. ``store.manifest`` need not be on disk yet."""
     manifest, folder = store.manifest, store.folder
     if manifest.kind != FULL:
         raise StoreError(f"{folder}: holds only some tensors of {manifest.source.folder!a}; give that folder")
@@ -239,7 +239,7 @@ Overlay = tuple[Path, list[PackedFile]]
 
 
 def overlay(lazy: LazyModel) -> Overlay:
-    """Return the overlay's folder and its files: one for each layer that has parameters changed by ``sanitize``."""
+    """Return the overlay's folder and files: one file for each layer with parameters that ``sanitize`` changed."""
     files = []
     for i, layer in enumerate(find_layers(lazy.model)):
         paths = {f"{layer.path}.{p.path}": p.array for p in layer.parameters}
@@ -253,10 +253,10 @@ def overlay(lazy: LazyModel) -> Overlay:
 
 
 def places(lazy: LazyModel, layers: Sequence[Layer], planned: Overlay | None = None) -> dict[str, TensorInfo]:
-    """Return each layer parameter's place, by full path, as it is or will be once ``pack_overlay`` has run.
+    """Return where each parameter of these layers is on disk, or will be once ``pack_overlay`` has run, by full path.
 
-    Omits parameters that do not come from the checkpoint (an adapter's). Call it while the model still holds its lazy
-    arrays in their loaded dtypes. ``planned``: the model's ``overlay``, if already computed.
+    Omits parameters that do not come from the checkpoint (an adapter's). ``planned``: ``overlay(lazy)``; without it,
+    call this before the model's lazy arrays are replaced or cast.
     """
     folder, files = planned or overlay(lazy)
     found = {info.name: info for file in files for info in file.places(folder)}
@@ -275,7 +275,7 @@ def missing_bytes(lazy: LazyModel, layers: Sequence[Layer]) -> int:
 
 
 def whole_files(folder: Path, manifest: str, files: Sequence[PackedFile], source: PackedFrom) -> dict[str, Record]:
-    """Return the records of those files of a copy of ``source`` that match the manifest."""
+    """Return the manifest's records of those ``files`` that are whole; none if the copy is not of ``source``."""
     try:
         found = read_manifest(folder / manifest)
     except StoreError:

@@ -30,7 +30,7 @@ def longest_context(config: dict[str, Any]) -> int | None:
     """Return the number of tokens that the model was made for, including a rope scaling; None if the config does not
     say.
 
-    mlx-lm goes on beyond it, with text that gets worse.
+    mlx-lm accepts longer texts, but what it writes gets worse.
     """
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):

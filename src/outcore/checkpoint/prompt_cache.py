@@ -84,7 +84,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _check_numbers(file: Path) -> None:
-    """Refuse a name with a list index larger than the number of names: MLX would pad the list up to it."""
+    """Raise ``ValueError`` for a name with a list index above the number of names: MLX would make a list that long."""
     found: Any = mx.load(str(file), return_metadata=True)
     names = [*found[0], *found[1]]
     for name in names:

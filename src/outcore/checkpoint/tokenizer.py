@@ -26,8 +26,8 @@ def load_tokenizer(
         extra_eos: further such tokens, as text or number.
 
     Raises:
-        CheckpointError: it is missing or invalid.
-        UsageError: the tokenizer does not have an extra token.
+        CheckpointError: the tokenizer is missing or invalid.
+        UsageError: the tokenizer does not have a token of ``extra_eos``.
     """
     check_files(folder)
     try:
