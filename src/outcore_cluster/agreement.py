@@ -1,4 +1,4 @@
-"""Values that all ranks of a model have to agree on, because they do not follow from what all of them have."""
+"""How ranks agree on values that could differ between them: sampled tokens, room for texts, chunk lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .link_protocol import Link
 
 
 class RankAgreement:
-    """Agreement with the other ranks over a link (``engine.transport.Transport``)."""
+    """Implements ``engine.transport.Agreement`` by messages to the other ranks."""
 
     alone = False
 
@@ -25,7 +25,7 @@ class RankAgreement:
         return array("q", self.link.agree(mine)).tolist()
 
     def give_up(self, error: Exception) -> None:
-        """Ends the run: other ranks wait for work that failed here, and would take the next value for its result."""
+        """Ends the run on all ranks. Without this, the others would take the next value sent for the missing token."""
         self.link.fail(f"no token was chosen: {one_line(error)}")
 
     def text(self, tell: Callable[[], str]) -> str:

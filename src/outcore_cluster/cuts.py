@@ -1,8 +1,8 @@
-"""Finds where a model can be cut between ranks: what each layer's call uses of earlier layers, passes to later ones,
-and does to its caches, so that a rank can run without the layers of others.
+"""Finds where a model can be cut between ranks: which outputs of earlier layers each layer's call uses, what shapes it
+returns, and how it changes its caches. With that, a rank can stand in for the layers of other ranks.
 
-The forward pass is built with stand-ins for weights, as for the trace (``trace``). Each layer's outputs are replaced by
-arrays of the same shape; the graph shows which of them a later layer's arguments are made from.
+The forward pass is built with stand-ins for weights, as for the trace (``modules/trace.py``). Each layer's outputs are
+replaced by new arrays of the same shape; the graph shows which of these a later layer's arguments are made from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BATCH, TOKENS = -1, -2
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of an array, with ``BATCH`` and ``TOKENS`` for the number of sequences and of a pass's tokens."""
+    """An array's shape; in ``dims``, ``BATCH`` is the number of sequences and ``TOKENS`` the number of a pass's
+    tokens."""
 
     dims: tuple[int, ...]
     dtype: mx.Dtype
@@ -39,14 +40,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A layer's call as other layers see it.
+    """What a rank must know about the call of another rank's layer.
 
     Attributes:
-        outputs: what it returns, with ``...`` in place of arrays.
-        leaves: the shapes of these arrays; None for one that depends on more than the pass and cannot be sent.
-        sized_by: the argument that shows the numbers of sequences and tokens, and their places in its shape.
-        advances: what it does to its caches.
-        uses: outputs of other layers that its arguments are made from.
+        outputs: the call's return value, with ``...`` in place of each array.
+        leaves: the shapes of these arrays; None: sequences and tokens do not determine it, so the array cannot be sent.
+        sized_by: an argument, and which of its dimensions are the numbers of sequences and tokens; None: none is.
+        advances: the call's changes to its caches.
+        uses: outputs of other layers that the call's arguments are made from.
     """
 
     outputs: Any
@@ -64,7 +65,7 @@ class Cuts:
         order: the layers in the order of their calls.
         results: outputs of layers that the logits are made from.
         groups: layers that must lie on one rank; each layer is in one group, in the order of calls.
-        users: the layers that get each cache, by the cache's number.
+        users: for each cache, by its number, the layers whose calls get it.
         refusal: why the model cannot be cut; None if it can.
     """
 
@@ -79,7 +80,7 @@ class Cuts:
 def find_cuts(
     model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], cast: Casts, *, evaluates: bool
 ) -> Cuts:
-    """Builds the forward pass for a few tokens and for one, and finds where the model can be cut.
+    """Builds a forward pass of a few tokens and one of one token, and finds where the model can be cut.
 
     Args:
         cast: as in ``modules.trace``.
@@ -111,7 +112,7 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
     calls = {i: _layer_call(first.seen[i], second.seen[i]) for i in order}
     numbers = {id(c): n for n, c in enumerate(caches)}
     users: dict[int, set[int]] = {}
-    owners: dict[int, list[int]] = {}  # layers by the objects that may hold arrays, such as caches
+    owners: dict[int, list[int]] = {}  # the layers that get each object that may hold arrays, such as a cache
     for i in order:
         for key in {id(c) for c in first.seen[i].caches}:
             owners.setdefault(key, []).append(i)
@@ -120,7 +121,7 @@ def _cuts(passes: Sequence[WatchedPass], caches: Sequence[Any], layers: int) -> 
         for key in first.seen[i].objects:
             owners.setdefault(key, []).append(i)
     together: list[Sequence[int]] = list(owners.values())
-    # One uses an output of the other that cannot be sent.
+    # A layer must be with another if it uses an output of that layer that cannot be sent.
     together += [[i, layer] for i in order for layer, n in calls[i].uses if calls[layer].leaves[n] is None]
     together += [[i, other] for i in order for other in first.seen[i].peeks | second.seen[i].peeks]
     together += [order[order.index(i) :] for i in order if first.seen[i].opaque or calls[i].sized_by is None]
@@ -162,7 +163,8 @@ def _shape(few: mx.array, one: mx.array) -> Shape | None:
 
 
 def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the dimensions, given those for ``FEW`` tokens and for one; None if they depend on more than the pass."""
+    """Compares a shape in the passes of ``FEW`` tokens and of one. Returns it with ``BATCH`` and ``TOKENS``; None if
+    anything but the number of tokens changes it."""
     if len(few) != len(one):
         return None
     dims = [TOKENS if (a, b) == (FEW, 1) else a if a == b else 0 for a, b in zip(few, one, strict=True)]
@@ -174,5 +176,4 @@ def _dims(few: tuple[int, ...], one: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def filled(template: Any, arrays: Iterator[mx.array]) -> Any:
-    """Returns a layer's outputs, with the next array in place of each ``...`` of the template."""
     return tree_map(lambda value: next(arrays) if value is ... else value, template)

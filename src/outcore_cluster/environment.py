@@ -43,7 +43,7 @@ KEY, KEY_FILE = "OUTCORE_LINK_KEY", "OUTCORE_LINK_KEY_FILE"
 ADDRESSES, KEY_FD = "OUTCORE_LINK_ADDRESSES", "OUTCORE_LINK_KEY_FD"
 RUN, NAMES, FD = "OUTCORE_LINK_RUN", "OUTCORE_LINK_NAMES", "OUTCORE_LINK_FD"
 PARENT, START_S, STALL_S = "OUTCORE_LINK_PARENT", "OUTCORE_LINK_START_S", "OUTCORE_LINK_STALL_S"
-# The variable by which the environment selects a backend of mx.distributed.
+# For each backend of mx.distributed, a variable that is set if the ranks were started for this backend.
 NAMED_BY = {"jaccl": "MLX_JACCL_COORDINATOR", "nccl": "NCCL_HOST_IP", "mpi": "OMPI_COMM_WORLD_SIZE"}
 ALL = (RANK, HOSTFILE, BACKEND, KEY, KEY_FILE, ADDRESSES, KEY_FD, RUN, NAMES, FD, PARENT, START_S, STALL_S)
 # Least bytes of a key; a shorter one could be guessed by a listener on the network.
@@ -56,14 +56,14 @@ def from_environment(
     limits: LinkLimits | None = None,
     leave: Callable[[int], None] | None = os._exit,
 ) -> SocketLink | MlxLink | None:
-    """Returns this process's link once all ranks are connected; None if it is not one rank of several.
+    """Returns this process's link once all ranks are connected; None if the process is not one rank of several.
 
-    Removes the variables, so that processes that a rank starts are not ranks. Call it before slow imports: other ranks
-    wait, but not for ever.
+    Removes the variables, so that processes that a rank starts are not ranks. Call it before slow imports: the other
+    ranks wait only ``LinkLimits.start`` seconds.
 
     Raises:
         UsageError: a variable is invalid, or there is no key.
-        LinkError: a rank did not come.
+        LinkError: another rank did not connect in time.
     """
     backend = environment.get(BACKEND) or next((name for name, by in NAMED_BY.items() if environment.get(by)), None)
     if backend is None:

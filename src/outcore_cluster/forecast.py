@@ -1,5 +1,5 @@
-"""Predicts the seconds that all ranks together take: each rank describes its part of a pass, and all compute the
-same."""
+"""Predicts how long all ranks together take for a pass. Each rank sends the times of its own layers to all others, and
+every rank computes the same prediction from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .link_times import LinkTimes
 from .rank_share import RankShare
 from .timing import RankStage, pass_ends, steady_s
 
-# The place of work after the last layer.
+# Stands for the place of work that is no layer and follows the last one, such as the head.
 BEHIND = 1 << 30
 
 # Fields of a ``RankPart`` that the JSON for users leaves out.
@@ -26,14 +26,14 @@ OUTSIDE = "token", "prompt"
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part, in bytes, seconds and GB/s. Plain values, sent to the other ranks as JSON.
+    """One rank's part of a model, in bytes, seconds and GB/s. Plain values, sent to the other ranks as JSON.
 
     Attributes:
-        layers, resident: its layers, and those of them that stay in memory. ``slots``: of its ring.
-        token: a token's pass, in order: each layer's place in the order of calls, seconds of reading and of computing.
-        prompt: the pass for a prompt by the length of its chunks: place, seconds of reading, of computing a chunk, and
-            of computing one token.
-        calibrated: the numbers rest on measurements.
+        layers, resident: how many layers the rank has, and how many of these stay in memory. ``slots``: of its ring.
+        token: its layers in a decode step: place in the model's order of calls, seconds of reading and of computing.
+        prompt: for each chunk length, its layers in a prompt's pass: place, seconds of reading, of computing a chunk,
+            and of computing one token.
+        calibrated: whether the times rest on measurements.
     """
 
     host: str
@@ -53,8 +53,8 @@ class RankPart:
     def of(
         cls, share: RankShare, size: ModelSize, plan: Plan, known: Calibration, steps: Sequence[int], **more: Any
     ) -> RankPart:
-        """Describes this rank with its own layers' size and plan, for chunks of the lengths ``steps``; ``more``:
-        ``host``, ``notes``."""
+        """Returns this rank's part, from the size and plan of its own layers. ``steps``: chunk lengths of prompts, in
+        tokens; ``more``: ``host`` and ``notes``."""
 
         def placed(turns: list[Turn]) -> list[tuple[int, float, float]]:
             found = [(BEHIND if t.layer is None else share.places[t.layer], t.read_s, t.compute_s) for t in turns]
@@ -96,9 +96,9 @@ class RanksPlan:
     """The prediction for all ranks together.
 
     Attributes:
-        token_s: predicted seconds for one token of every sequence.
-        ttft_s: predicted seconds to the first token after ``prompt`` tokens, with nothing read yet.
-        step: tokens of the prompt's chunks.
+        token_s: predicted seconds of a decode step, one token of every sequence.
+        ttft_s: predicted seconds to the first token after a prompt of ``prompt`` tokens, with empty slots at first.
+        step: chunk length of the prompt, in tokens.
     """
 
     parts: tuple[RankPart, ...]
@@ -112,12 +112,13 @@ class RanksPlan:
     def of(
         cls, parts: Sequence[RankPart], prompt: int, step: int, sent: Sequence[int], sequences: int, link: LinkTimes
     ) -> RanksPlan:
-        """Predicts for chunks of ``step`` tokens and ``sequences`` in a token's pass; ``sent``: bytes per token that
-        each layer sends, in the order of calls."""
+        """Predicts a prompt in chunks of ``step`` tokens, and decode steps of ``sequences`` sequences. ``sent``: bytes
+        per token that each layer sends to other ranks, in the order of calls."""
         slots = [part.slots for part in parts]
 
         def stages(turns: Sequence[Sequence[Any]], tokens: Sequence[int]) -> list[RankStage]:
-            """Merges the ranks' parts into one order: place, seconds of reading, and of computing by pass."""
+            """Merges the ranks' layers by place; each is a place, seconds of reading, and seconds of computing per
+            pass."""
             each = sorted((place, rank, n, *t) for rank, its in enumerate(turns) for n, (place, *t) in enumerate(its))
             sizes = [tuple(nbytes * n for n in tokens) for nbytes in sent]
             return [RankStage(rank, c, read, () if at == BEHIND else sizes[at]) for at, rank, _, read, c in each]
@@ -149,7 +150,7 @@ class RanksPlan:
 
     @property
     def layout(self) -> str:
-        """``in turn``; ``in blocks`` if each rank's layers follow each other; empty if one rank has all."""
+        """``in blocks`` if each rank's layers follow each other, else ``in turn``; empty if one rank has all layers."""
         places = sorted({(each[0], rank) for rank, part in enumerate(self.parts) for each in part.token})
         blocks = [rank for rank, _ in itertools.groupby(rank for at, rank in places if at != BEHIND)]
         if len(blocks) < 2:

@@ -1,7 +1,7 @@
-"""Advances the caches of another rank's layer without holding anything in them, so that offsets and masks are right.
+"""Advances the caches of another rank's layers without storing keys and values, so that offsets and masks are right.
 
-Keys and values have width 0: as many tokens as on the layer's own rank, and no bytes. So every operation on caches
-(trim, merge, filter, extend, quantize) works on these, too.
+The keys and values have width 0: as many tokens as on the layer's own rank, and no bytes. So mlx-lm's operations on
+caches (trim, merge, filter, extend, quantize) work on these, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .watched_pass import Advance
 
 
 def empty(cache: Any) -> None:
-    """Drops a cache's keys and values, which ``PipelineStage.fill`` wrote, and keeps its number of tokens."""
+    """Replaces a cache's keys and values, which ``PipelineStage.fill`` wrote, by as many of width 0."""
     for name in ("keys", "values"):
         held = getattr(cache, name, None)
         if any(a.shape[-1] for a in arrays_in(held)):
@@ -27,8 +27,8 @@ def empty(cache: Any) -> None:
 
 
 def hold_alike(*caches: Any) -> None:
-    """Empties caches of one layer if one of them is empty: they are about to be merged, and the draft that filled the
-    others may have ended since."""
+    """Empties all ``caches`` (of one layer, about to be merged) if one is empty: only caches of texts that were
+    computed while ``PipelineStage.fill`` was on are filled."""
     if all(isinstance(cache, CacheList) for cache in caches):
         for each in zip(*(cache.caches for cache in caches), strict=True):
             hold_alike(*each)
@@ -44,8 +44,8 @@ def hold_alike(*caches: Any) -> None:
 
 
 def advance(caches: Sequence[Any], advances: Sequence[Advance], batch: int, tokens: int) -> None:
-    """Advances the caches of a layer's call by ``tokens`` tokens of ``batch`` sequences. ``caches`` is empty if a whole
-    text is evaluated in one call."""
+    """Advances a layer's caches by ``tokens`` tokens of ``batch`` sequences. ``caches`` is empty if a whole text is
+    evaluated in one call."""
     for each in advances if caches else ():
         cache = caches[each.cache]
         if each.tokens:

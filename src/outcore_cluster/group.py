@@ -1,4 +1,4 @@
-"""The ranks that share a model: ``LoadOptions.ranks``, and what commands call."""
+"""``RankGroup``, the value of ``LoadOptions.ranks``: what loading and commands call when ranks share a model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from .link_times import LinkTimes, measure_link
 from .rank_share import RankShare
 from .sharing import SharedModel, shared_out
 
-# Chunk lengths in tokens that are tried for prompts over several ranks. Shorter ones cost more computing than they
-# save waiting.
+# Chunk lengths in tokens that are tried for prompts. Shorter ones cost more computing than they save waiting.
 STEPS = 32, 64, 128, 256, 512
 
-# Shorter chunks than planned are used if they take less than this part of the time to the first token.
+# Chunks shorter than planned are used if they reduce the time to the first token to less than this fraction.
 WORTH = 0.9
 
 
@@ -40,8 +39,8 @@ class RankGroup:
     """Ranks that share a model (``outcore.decode.preparation.Ranks``).
 
     Attributes:
-        link: to the other ranks; its maker closes it.
-        host: this rank's host as users call it; empty if it has no name.
+        link: this rank's link to the others.
+        host: name of this rank's host in messages; empty if it has no name.
     """
 
     link: Link
@@ -54,14 +53,15 @@ class RankGroup:
 
     @property
     def times(self) -> LinkTimes:
-        """The link's times, measured at first use; all ranks use this at the same time."""
+        """The link's latency and rate. The first use measures them, on all ranks at the same time."""
         self._times = self._times or measure_link(self.link)
         return self._times
 
     # Loading
 
     def options(self, o: LoadOptions) -> LoadOptions:
-        """Turns off what does not work over several machines. Raises ``UsageError`` if the caller asked for it."""
+        """Returns ``o`` without features that do not work over several machines. Raises ``UsageError`` if one was
+        requested."""
         kind, _ = parse_draft(o.draft)
         if kind not in OWN and not draft_source(kind).over_ranks:
             raise UsageError(
@@ -89,7 +89,7 @@ class RankGroup:
     def several(
         self, size: ModelSize, plan: Plan, o: LoadOptions, planned: Callable[[LoadOptions], tuple[ModelSize, Plan]]
     ) -> tuple[ModelSize, Plan]:
-        """Plans for as many sequences, with the same room, as the rank with the least room has."""
+        """Plans again for the number of sequences, and of their tokens, for which all ranks have room."""
         if not isinstance(o.sequences, Workload):
             return size, plan
         (most,) = self.agreement.leasts([size.sequences])
@@ -98,14 +98,15 @@ class RankGroup:
         return replace(found, shared=room, joining=joining), plan
 
     def predicted(self, prepared: Preparation, o: LoadOptions) -> Preparation:
-        """Adds the prediction for all ranks, and sets the chunk length of prompts that is best for it."""
+        """Returns ``prepared`` with the prediction for all ranks, and with the chunk length that it prefers for
+        prompts."""
         profile, plan, share = prepared.profile, prepared.plan, prepared.profile.share
         assert isinstance(share, RankShare)  # ``share_out`` made it
         size = profile.size
         # Rank 0's options hold for all.
         prompt, sequences = self.agreement.numbers(lambda: [size.prompt, size.sequences])
         (longest,) = self.agreement.leasts([plan.prefill_step])
-        # With one chunk, one rank after the other would compute the prompt.
+        # If a prompt is one chunk, only one rank at a time computes.
         steps = [longest, *(n for n in STEPS if o.prefill_step_size is None and n < min(longest, prompt))]
         host, notes = self.host or f"rank {self.link.rank}", [*prepared.notes]
         mine = RankPart.of(share, size, plan, prepared.calibration, steps, host=host, notes=notes)
@@ -121,7 +122,7 @@ class RankGroup:
         )
 
     def notes(self, found: RanksPlan) -> list[str]:
-        """Returns each rank's note about its own layers, and on rank 0, which prints, the notes of all others."""
+        """Returns the notes to show: on rank 0 the other ranks' notes, on another rank how many layers it has."""
         if rank := self.link.rank:
             of = sum(part.layers for part in found.parts)
             return [f"{found.parts[rank].layers} of {of} layers are this machine's, rank {rank} of {len(found.parts)}"]
@@ -136,7 +137,7 @@ class RankGroup:
     # Commands
 
     def model_folder(self, name: str, revision: str | None) -> Path:
-        """Returns once all ranks have the model."""
+        """Returns the model's folder once all ranks have the model."""
         folder = resolve_model(name, revision)
         self.link.gather(b"")
         return folder

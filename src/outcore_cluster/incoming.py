@@ -15,7 +15,7 @@ from .link_protocol import Arrival, Link
 
 @dataclass
 class Incoming:
-    """The outputs of another rank's layer in one pass."""
+    """Outputs of one layer of rank ``source`` in one pass. ``number``: the layer's place among those in ``rounds``."""
 
     link: Link
     source: int
@@ -34,7 +34,7 @@ class Incoming:
 
     def wait(self) -> None:
         if self.rounds is not None:
-            # The next layer's may arrive while this one's are in use; later ones reuse this one's buffers.
+            # The next layer's outputs may arrive while this layer's are in use; the layer after it reuses its buffers.
             self.rounds.post(self.number + 2)
         began = self.metrics.clock()
         for arrival in self.arrivals:
@@ -43,9 +43,9 @@ class Incoming:
 
 
 class Rounds:
-    """Receives for several passes that share one reading of the weights, in the order in which the messages are sent:
-    layer after layer, and for each layer pass after pass. Two sets of buffers alternate: when a third layer arrives,
-    the first one has been computed."""
+    """Posts the receives of several passes that share one reading of the weights, in the order of the messages: layer
+    after layer, and for each layer pass after pass. Layers use two sets of buffers in turn: when the third layer's
+    outputs arrive, the first layer's are no longer needed."""
 
     def __init__(self) -> None:
         self._rounds: list[list[Incoming]] = []
@@ -58,7 +58,7 @@ class Rounds:
         self._pass, self._at = self._pass + 1, 0
 
     def buffer(self, nbytes: int, n: int) -> mx.array:
-        """Returns memory for the ``n``-th array of the next layer."""
+        """Returns the buffer for the ``n``-th array of the next layer."""
         key = (self._pass, self._at % 2, n)
         found = self._buffers.get(key)
         if found is None or found.nbytes != nbytes:
@@ -81,7 +81,7 @@ class Rounds:
 
 
 def new_buffer(nbytes: int) -> mx.array:
-    """Returns memory that exists at once, even while a device has work queued."""
+    """Returns a buffer that is allocated at once, even while a device has work queued."""
     return mx.array(np.zeros((nbytes,), dtype=np.uint8))
 
 

@@ -14,7 +14,7 @@ class RankMeans:
     """A rank's resources.
 
     Attributes:
-        memory: bytes for layers. ``ring``: bytes of it that slots take once a layer is streamed.
+        memory: bytes for layers and slots. ``ring``: bytes of it that slots take if any layer is streamed.
         rate: bytes per second that its disk reads. ``compute_rate``: bytes of weights per second that it computes with.
     """
 
@@ -24,13 +24,13 @@ class RankMeans:
     compute_rate: float = 1e10
 
 
-# Numbers of layers that follow each other on one rank if layers alternate.
+# If layers alternate between ranks: how many consecutive groups of layers one rank gets at a time.
 WINDOWS = (1, 2, 4)
 
 # Slots of each rank's ring.
 SLOTS = 3
 
-# Assumed seconds from one rank to another if they were not measured.
+# Assumed seconds of a message from one rank to another if the link was not measured.
 HOP_S = 0.0005
 
 
@@ -39,15 +39,15 @@ def share_layers(
 ) -> list[int]:
     """Returns the rank of each layer, in the order of calls.
 
-    If all ranks together can hold the layers, each gets layers that follow each other, so that few outputs are sent:
-    shares by compute rate, since ranks compute chunks of a prompt at the same time, or by memory if those do not fit.
-    Otherwise layers alternate, so that each rank reads its next layer while others compute, and all disks finish at the
-    same time T, with sum(memory + rate T) = bytes. A simulation chooses how many layers follow each other then: fewer
-    wait less for disks, more need fewer hops.
+    If all ranks together can hold the layers in memory, each rank gets consecutive layers, so that few outputs are
+    sent. Shares are by compute rate, since ranks compute chunks of a prompt at the same time, or by memory if those do
+    not fit. Otherwise layers alternate between ranks, so that each rank reads its next layer while others compute; all
+    disks finish at the same time T, with sum(memory + rate T) = bytes. A simulation chooses how many consecutive layers
+    a rank then gets: with few, ranks wait less for disks; with many, fewer outputs are sent.
 
     Args:
         nbytes: of each layer. ``groups``: layers that must lie on one rank; each layer is in one group.
-        hop_s: seconds from one rank to another.
+        hop_s: seconds of a message from one rank to another.
     """
     total = sum(nbytes)
     if sum(r.memory for r in ranks) >= total:
@@ -69,7 +69,7 @@ def share_layers(
 def shared_pass_s(
     nbytes: Sequence[int], owners: Sequence[int], ranks: Sequence[RankMeans], hop_s: float = HOP_S
 ) -> float:
-    """Returns the seconds of a pass if each rank holds the same part of each of its layers in memory."""
+    """Predicts the seconds of a pass in which each rank holds the same fraction of each of its layers in memory."""
     held = [sum(n for n, o in zip(nbytes, owners, strict=True) if o == i) for i in range(len(ranks))]
     missing = [max(0.0, 1 - r.memory / h) if h else 0.0 for r, h in zip(ranks, held, strict=True)]
     stages = [
@@ -84,7 +84,7 @@ def shared_pass_s(
 
 
 def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
-    """Returns each rank's share of ``total`` bytes with which all disks finish at the same time."""
+    """Returns the fraction of ``total`` bytes for each rank with which all disks finish at the same time."""
     rate = sum(r.rate for r in ranks)
     memory = sum(r.memory for r in ranks)
     if rate <= 0 or memory >= total:
@@ -96,8 +96,8 @@ def fair_shares(total: int, ranks: Sequence[RankMeans]) -> list[float]:
 
 
 def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
-    """Gives each rank layers that follow each other. A group goes to the rank whose part of all bytes holds its
-    middle."""
+    """Returns the rank of each layer if each rank gets consecutive layers. A group goes to the rank that has the byte
+    in the group's middle."""
     owners = [0] * len(nbytes)
     total, done = sum(nbytes), 0.0
     ends = [sum(shares[: n + 1]) for n in range(len(shares))]
@@ -112,7 +112,7 @@ def in_blocks(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Se
 
 
 def in_turn(nbytes: Sequence[int], groups: Sequence[Sequence[int]], shares: Sequence[float]) -> list[int]:
-    """Interleaves layers as evenly as the shares allow: each group goes to the rank that is furthest behind its
+    """Returns the rank of each layer if layers alternate: each group goes to the rank that is furthest behind its
     share."""
     owners = [0] * len(nbytes)
     held = [0.0] * len(shares)

@@ -1,8 +1,8 @@
 """Runs a server's sequences on several ranks: rank 0 decides, the others follow.
 
-Before each step rank 0 sends which sequences join and which leave, and every rank does the same with its own
-``Continuous``. Only rank 0 has samplers, processors and stop strings; the others get each sequence's prompt, its
-largest number of tokens, and each token.
+Before each step rank 0 sends which sequences join and which leave, and every rank applies this to its own
+``Scheduler``. Only rank 0 has samplers, processors and stop strings; the others get each sequence's prompt, the largest
+number of tokens of its answer, and each sampled token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from outcore.machine.allocator import clear_cache
 
 from .agreement import RankAgreement
 
-# What follows once sequences have joined and left: a step, a pause, or the end.
+# What the ranks do after sequences have joined and left: compute a step, pause, or end.
 STEP, REST, END = "step", "rest", "end"
 
 
 class RankLeader:
-    """Rank 0's ``Continuous``, which other ranks follow."""
+    """Rank 0's scheduler: the ``Scheduler`` calls, with each step sent to the other ranks, too."""
 
     def __init__(self, sequences: Scheduler, agreement: RankAgreement) -> None:
         self._sequences, self._agreement = sequences, agreement
@@ -60,13 +60,13 @@ class RankLeader:
         """Computes one more token of every sequence, on all ranks. An exception ends the run."""
         self._tell(STEP)
         step = self._sequences.step()
-        # Only this rank has the samplers, so others do not see these errors.
+        # Errors of samplers, which only rank 0 has: the other ranks must be sent that these sequences end.
         self._leaving += [uid for uid, _ in step.failed]
         return step
 
     def rest(self) -> None:
-        """Has other ranks free memory that only computing needs, once there are no requests. Raises ``LinkError`` if
-        the run has failed."""
+        """Makes the other ranks free memory that only computing needs. Called when there are no requests. Raises
+        ``LinkError`` if the run has failed."""
         self._agreement.link.check()
         if not self._resting:
             self._tell(REST)
@@ -92,8 +92,8 @@ class RankLeader:
 
 
 def follow(model: nn.Module, sequences: Scheduler) -> None:
-    """Follows rank 0 until it ends, with ``sequences`` made as rank 0's were, at the same time. Raises ``LinkError`` if
-    the run has failed."""
+    """Applies rank 0's steps to ``sequences`` until rank 0 ends. Every rank makes ``sequences`` with the same
+    arguments, at the same time. Raises ``LinkError`` if the run has failed."""
     session: Session = model.outcore
     with contextlib.closing(sequences), contextlib.ExitStack() as busy:
         awake = False

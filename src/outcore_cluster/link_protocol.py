@@ -1,4 +1,4 @@
-"""The link between ranks as the rest of the package sees it: messages of bytes, and values that all ranks agree on."""
+"""The interface of the link between ranks: messages of bytes, and values that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class LinkLimits:
 
     Attributes:
         beat: between two heartbeats.
-        silence: a rank that is not heard for so long counts as gone.
-        stall: a rank that others wait for, that waits for none itself and shows no work (processor time, reads) for so
-            long counts as stuck.
+        silence: after so long without a heartbeat, a rank counts as gone.
+        stall: a rank that another waits for counts as stuck after so long without work (processor time, reads), unless
+            it waits for a rank itself.
         computing: how long one evaluation on a GPU, which takes no processor time, counts as work.
         start: until all ranks are connected.
-        handshake: for one connection to prove who it is.
+        handshake: for the handshake of one connection.
         grace: for the main thread to end by itself once the run has failed.
     """
 
@@ -32,14 +32,14 @@ class LinkLimits:
 
 
 class Arrival(Protocol):
-    """A posted receive."""
+    """A receive that was posted; ``ready`` once its bytes have arrived."""
 
     @property
     def ready(self) -> bool: ...
 
     def wait(self) -> None:
-        """Waits for the bytes. Raises ``LinkError`` if the peer is gone or silent (names its rank and host), or sent
-        another number of bytes."""
+        """Waits for the bytes. Raises ``LinkError``, which names the peer's rank and host, if that rank is gone or
+        silent, or sent another number of bytes."""
 
 
 class Link(Protocol):
@@ -52,12 +52,12 @@ class Link(Protocol):
     def size(self) -> int: ...
 
     def send(self, to: int, data: memoryview) -> None:
-        """Queues a message. Its bytes must not change until ``flush``, or until the link releases ``data``, which it
-        keeps alive."""
+        """Queues a message to rank ``to``. The link keeps ``data`` alive until it is sent; its bytes must not change
+        before."""
 
     def receive(self, source: int, into: memoryview) -> Arrival:
-        """Posts a receive for the next message of a rank. A sender's messages arrive in the order in which it sent
-        them."""
+        """Posts a receive into ``into`` for the next message of rank ``source``. A rank's messages arrive in the order
+        in which it sent them."""
 
     def agree(self, value: bytes) -> bytes:
         """Returns rank 0's value on all ranks. All ranks call it in the same order."""
@@ -78,4 +78,4 @@ class Link(Protocol):
         """Waits until all queued messages were sent."""
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Ends this rank's part. Safe to call twice."""

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from .link_protocol import Link
 
-# Bytes of a message that shows latency, and of one that shows the rate, and the round trips of each. One more goes
-# before: threads wake up then, and TCP windows open.
+# Bytes and number of the messages that measure latency, and of those that measure the rate. One more round trip goes
+# before, not counted: threads wake up during it, and TCP windows open.
 SMALL, LARGE = (64, 12), (250_000, 3)
 
-# Bytes per second of a link that took no time at all.
+# Largest rate that is reported, in bytes per second.
 MOST = 1e12
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The slowest link of a run: seconds of a message of few bytes, and bytes per second."""
+    """The slowest link of a run: seconds for a small message, and bytes per second of large ones."""
 
     latency_s: float
     rate: float = MOST
@@ -30,8 +30,8 @@ class LinkTimes:
 
 
 def measure_link(link: Link, clock: Callable[[], float] = time.perf_counter) -> LinkTimes:
-    """Sends messages to and fro between rank 0 and each other rank in turn; all ranks call it at the same time. Latency
-    is half of the median round trip; the rate is that of the large messages' median beyond that."""
+    """Measures round trips between rank 0 and each other rank; all ranks call it at the same time. Latency is half of a
+    small message's median round trip; the rate is a large message's bytes divided by its time beyond the latency."""
     latencies, rates = [0.0], [MOST]
     for peer in range(1, link.size) if link.rank == 0 else (0,):
         small, large = (_round_trip_s(link, peer, *way, clock) / 2 for way in (SMALL, LARGE))
@@ -41,7 +41,7 @@ def measure_link(link: Link, clock: Callable[[], float] = time.perf_counter) -> 
 
 
 def _round_trip_s(link: Link, peer: int, size: int, rounds: int, clock: Callable[[], float]) -> float:
-    """Returns the median seconds. Rank 0 begins, the other rank answers."""
+    """Returns the median seconds of ``rounds`` round trips. Rank 0 sends first, the other rank answers."""
     message, back, took = memoryview(bytes(size)), memoryview(bytearray(size)), list[float]()
     for _ in range(1 + rounds):
         began = clock()

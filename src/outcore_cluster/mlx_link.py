@@ -1,11 +1,11 @@
 """A link on ``mx.distributed``: JACCL (RDMA over Thunderbolt 5), NCCL and MPI, as ``mlx.launch --backend`` sets them
 up, and MLX's own ring, with which it is tested.
 
-Each message is two of MLX's, its kind and length and then its bytes, so that values and data may come in any order.
+Each message is two arrays, its kind and length and then its bytes, so that values and data may come in any order.
 Receives run on one stream and sends on another: on one stream, two ranks that send each other much would wait for ever.
 
-MLX cannot refuse strangers (keep the network to yourself). It waits without end for a rank that is stopped or idle. The
-loss of a rank ends the others by an error that names none, by ``exit(1)`` or by an abort (mlx#4276, mlx#4060);
+MLX cannot refuse strangers, so the network must be private. It waits for ever for a rank that is stopped or idle. If a
+rank is lost, the others end with an error that names no rank, by ``exit(1)`` or by an abort (mlx#4276, mlx#4060);
 ``mlx.launch`` then ends all ranks.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 from outcore.errors import LinkError, UsageError
 from outcore.text import one_line
 
-# The kind of a message that is a value; 0 is data.
+# The kind of messages that carry values of ``agree`` and ``gather``; those of ``send`` have kind 0.
 VALUE = 1
 
 
 class _Arrival:
-    """A receive, filled when it or a later one is waited for."""
+    """A posted receive. Its bytes are read while this or a later receive is waited for."""
 
     def __init__(self, link: MlxLink, source: int, into: memoryview) -> None:
         self._link, self._source = link, source
@@ -50,7 +50,7 @@ class MlxLink:
         self.rank, self.size = self._group.rank(), self._group.size()
         if backend == "ring" and self.size > 3:
             raise UsageError(
-                "mx.distributed's ring sends to neighbours only: three ranks at most, or Outcore's own link"
+                "mx.distributed's ring sends to neighbours only: start at most three ranks, or use Outcore's own link"
             )
         device = mx.gpu if backend == "nccl" else mx.cpu
         self._sending, self._receiving = mx.new_stream(device), mx.new_stream(device)
@@ -86,7 +86,7 @@ class MlxLink:
         return values
 
     def take(self, source: int) -> None:
-        """Receives the next message of a rank, data or value."""
+        """Receives and stores the next message of rank ``source``, data or value."""
         kind, length = np.array(self._got(source, 2, mx.uint32))
         data = bytes(self._got(source, int(length), mx.uint8)) if length else b""
         (self._values if kind == VALUE else self._early)[source].append(data)
@@ -130,7 +130,7 @@ class MlxLink:
         mx.eval(self._last)
 
     def fail(self, reason: str) -> None:
-        """Other ranks notice when this process has ended."""
+        """Notes that the run has failed. Other ranks notice when this process ends."""
         self._failed = True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's part of a model: its own layers and their caches, and everything that is no layer."""
+"""One rank's part of a model: its own layers, their caches, and the weights that belong to no layer."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .transport import RankTransport
 if TYPE_CHECKING:
     from .forecast import RanksPlan
 
-# Hidden states of a prompt's chunk that the link needs memory for: two that arrive, and one that is sent.
+# How many chunks' hidden states the link holds: two that arrive, and one that is sent.
 BUFFERS = 3
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """A model's layers shared out over ranks.
+    """Which rank has which layers of a model, seen from one rank.
 
     Attributes:
-        link: of this rank. ``owners``: the rank of each layer, by its number.
-        layers: of the whole model. ``heads``: tables that only logits need, which rank 0 alone uses.
-        eager: the model evaluates arrays in its forward pass.
-        filled: rank 0's caches of other ranks' layers are filled, too (``PipelineStage.fill``).
+        link: this rank's link. ``owners``: the rank of each layer, by the layer's number.
+        layers: all layers of the model. ``heads``: tables that only logits need, which rank 0 alone uses.
+        eager: whether the model evaluates arrays in its forward pass.
+        filled: whether rank 0 fills its caches of other ranks' layers, too (``PipelineStage.fill``).
         forecast: the prediction for all ranks, made when the model was loaded.
     """
 
@@ -78,7 +78,7 @@ class RankShare:
         return transport
 
     def forget(self) -> None:
-        """Replaces the weights of other ranks' layers by empty arrays, so that none of them is read."""
+        """Empties the weights of other ranks' layers (and of the head, except on rank 0), so that none is read."""
         gone = [layer.module for i, layer in enumerate(self.layers) if not self.own(i)]
         if self.link.rank:
             gone += [t.layer.module for t in self.heads if not t.looked_up]
@@ -95,7 +95,7 @@ def cuts_of(profile: ModelProfile) -> Cuts:
 def share_out(
     profile: ModelProfile, cuts: Cuts, link: Link, owners: Sequence[int], *, filled: bool = False
 ) -> ModelProfile:
-    """Returns this rank's profile of a model, given the rank of each layer in the order of calls."""
+    """Returns this rank's profile of a model. ``owners``: the rank of each layer in the order of calls."""
     by_layer = dict(zip(cuts.order, owners, strict=True))
     heads = tuple(t for t in profile.tables if t.multiplied and t.head)
     ranks = tuple(by_layer[i] for i in range(len(profile.layers)))
@@ -160,7 +160,7 @@ def _size(profile: ModelProfile, share: RankShare, own: Sequence[int], tables: S
 
 
 def _outside_bytes(profile: ModelProfile, layer: Layer) -> int:
-    """Bytes of a layer's vectors, which are not streamed."""
+    """Returns the bytes of a layer's parameters that are not streamed, such as vectors."""
     streamed = {(id(p.module), p.key) for p in layer.parameters}
     found = [p for p in _all_parameters(layer.module) if (id(p.module), p.key) not in streamed]
     return sum(nbytes(p.array, profile.cast.target(f"{layer.path}.{p.path}", p.array.dtype)) for p in found)

@@ -1,11 +1,11 @@
-"""Shares a model out over ranks, with what drafts for it.
+"""Shares a model and its draft out over ranks.
 
-Rank 0 drafts for all and sends the others its drafts. A copy of the model as a draft model continues from the model's
-own caches, of which each rank has those of its layers. So rank 0's copy of other ranks' layers fills their caches there
-(``PipelineStage.fill``), from those layers' inputs. Another draft model has caches of its own.
+Rank 0 drafts for all ranks and sends them its drafts. A draft model that is a copy of the model continues from the
+model's own caches, but each rank has only the caches of its own layers. So rank 0 calls the copies of other ranks'
+layers to fill their caches (``PipelineStage.fill``). Another draft model has caches of its own.
 
-Before that, ranks check by digests that their copies of a model have the same weights, however these are stored: some
-bytes of each parameter, and of packed copies the checksums of whole files.
+First, ranks check by digests that their copies of the model have the same weights, in whatever form these are stored:
+some bytes of each parameter, and of packed copies the checksums of whole files.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class SharedModel(NamedTuple):
 def shared_out(
     profile: ModelProfile, ranks: RankGroup, o: LoadOptions, folder: Path, known: Calibration | None, budget: int
 ) -> SharedModel:
-    """Returns this rank's part of the model, and its draft (n-grams for ``auto``). All ranks call it at the same
-    time.
+    """Returns this rank's part of the model, and the draft (n-grams for ``auto``). All ranks call it at the same time.
 
     Raises:
         UsageError: the model cannot be cut, or the requested draft does not work over several machines.
@@ -72,7 +71,7 @@ def shared_out(
     others = [RankMeans(**json.loads(each)) for each in gathered[1:]]
 
     def owners(draft: Draft | None) -> tuple[int, ...]:
-        # The draft takes memory of rank 0.
+        # Only rank 0 has the draft in its memory.
         left = budget - (draft.weights + draft.cache if draft is not None else 0)
         if is_filled(draft):
             left -= profile.size.cache - profile.size.cache // link.size
@@ -80,7 +79,7 @@ def shared_out(
         at = {i: n for n, i in enumerate(cuts.order)}
         groups = [[at[i] for i in group] for group in cuts.groups]
         nbytes = [profile.size.layers[i].resident for i in cuts.order]
-        # At most one token's hidden state goes between two layers.
+        # While decoding, one layer sends the next at most the hidden state of a token.
         return tuple(share_layers(nbytes, groups, means, times.hop_s(max(_hidden(cuts), default=0))))
 
     if link.rank:
@@ -96,8 +95,8 @@ def shared_out(
             by_layer = dict(zip(cuts.order, mine, strict=True))
             if is_filled(draft) and (profile.trace.evaluates or not fillable(cuts, by_layer)):
                 raise UsageError(
-                    f"{called('draft')} {name}: a copy of this model cannot draft over several machines; ngram or "
-                    "another model can"
+                    f"{called('draft')} {name}: a copy of this model cannot draft over several machines; give ngram "
+                    "or another model"
                 )
             found = {"owners": mine, "filled": is_filled(draft), "draft": name}
         except OutcoreError as e:
@@ -110,7 +109,7 @@ def shared_out(
 
 
 def is_filled(draft: Draft | None) -> bool:
-    """Whether rank 0's caches of other ranks' layers are filled for the draft."""
+    """Whether rank 0 fills its caches of other ranks' layers for the draft."""
     return draft is not None and draft.copies_model
 
 
@@ -127,7 +126,7 @@ def _means(profile: ModelProfile, link: Link, budget: int, calibration: Calibrat
 
 
 def _hidden(cuts: Cuts) -> list[int]:
-    """Bytes per token that each layer puts out."""
+    """Returns the bytes per token of each layer's outputs."""
     leaves = [[s for s in call.leaves if s is not None] for call in cuts.calls.values()]
     return [sum(math.prod(s.of(1, 1)) * s.dtype.size for s in shapes) for shapes in leaves]
 
@@ -147,12 +146,12 @@ DIFFERENCES = {
 def weight_prints(lazy: LazyModel) -> dict[str, str]:
     """Returns digests by name. Two copies of the same weights have equal digests under all names that both have.
 
-    Digests cover: a block of each parameter that lies on disk as it is used (of at most ``MOST_BLOCKS`` of them), and
-    of an original's other tensors and an adapter's; the files of a packed copy; the paths of all parameters; how an
+    Digests cover one block of each tensor (of at most ``MOST_BLOCKS`` parameters that are used as they lie on disk, of
+    an original's other tensors, and of an adapter's); the files of a packed copy; the paths of all parameters; how an
     adapter is applied; the model's own code, configuration, tokenizer and templates.
 
     Raises:
-        OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter cannot be.
+        OSError: a file cannot be read. StoreError, CheckpointError: the manifest or the adapter is invalid.
     """
     folder, origins = lazy.checkpoint.folder, lazy.origins
     paths = sorted(path for path, _ in tree_flatten(lazy.model.parameters()))
@@ -181,7 +180,7 @@ def weight_prints(lazy: LazyModel) -> dict[str, str]:
 
 
 def _of_tensors(tensors: dict[str, TensorInfo]) -> dict[str, str]:
-    """Returns digests over each tensor's shape and one block, which do not depend on its place in a file."""
+    """Returns a digest of each tensor's shape and one block of its bytes, wherever in a file the tensor lies."""
     by_file: dict[Path, list[tuple[str, TensorInfo]]] = defaultdict(list)
     for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
         by_file[info.file].append((name, info))
@@ -210,9 +209,9 @@ def _small_files(folder: Path) -> Iterator[bytes]:
 
 
 def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
-    """Raises ``UsageError``, which names the rank and the difference, if a rank has other weights of the same
-    architecture: the answers would be those of neither. All ranks call it at the same time."""
-    # Copies with different codings can only be compared by the folder that they were made from.
+    """Raises ``UsageError``, which names the rank and the difference, if ranks have different weights of the same
+    architecture. All ranks call it at the same time."""
+    # Two copies with different codings are the same model only if they were made from the same folder.
     made_from = identity_of(lazy.checkpoint)
     mine = {"host": host, "made_from": made_from, "coding": lazy.coding, "prints": weight_prints(lazy)}
     gathered = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
@@ -228,5 +227,5 @@ def check_same_model(lazy: LazyModel, link: Link, host: str) -> None:
         if each["made_from"] != gathered[0]["made_from"] and each["coding"] != gathered[0]["coding"]:
             raise UsageError(
                 f"{who[rank]} has a copy with --coding {each['coding']}, {who[0]} one with {gathered[0]['coding']}, "
-                "and not of one folder: copy the model's folder from there"
+                f"made from different models: copy the model's folder from {who[0]}"
             )

@@ -1,8 +1,8 @@
 """Layers that lie on several ranks: each rank sends the outputs of its layers to the ranks that need them.
 
-Every rank runs the whole forward pass. A layer of another rank is not computed (``foreign``): its output is an array in
-memory that the link writes to. So the graph of the following layers is built before the bytes arrive, and a wait
-precedes any evaluation that depends on them.
+Every rank runs the whole forward pass. A rank does not compute another rank's layer (``foreign``): it returns arrays in
+memory that the link writes to. So the graph of the following layers is built before the bytes arrive; before anything
+that depends on them is evaluated, the rank waits for them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 class PipelineStage:
-    """One rank's side of a model that lies on several.
+    """Receives and sends layer outputs on one rank of a model that lies on several.
 
     Args:
         metrics: counts the seconds of waiting.
 
     Attributes:
-        recorder: streams this rank's layers; this object itself if all of them are in memory.
+        recorder: the executor that streams this rank's layers; this object itself if all of them are in memory.
         rounds: receives of the passes that are being recorded.
-        immediate: received outputs must be there before the graph goes on, in this pass.
-        before_send: called before anything that is sent is computed.
-        undo: takes caches back if nothing is streamed; None: caches need not be restored.
+        immediate: in this pass, a layer's call waits for the outputs that it receives.
+        before_send: called before outputs that are sent are evaluated.
+        undo: restores the caches of a failed pass if nothing is streamed; None: they need not be restored.
     """
 
     def __init__(self, share: RankShare, metrics: Metrics) -> None:
@@ -94,12 +94,12 @@ class PipelineStage:
         self.undo = undo
 
     def begin_pass(self, *, pooled: bool) -> None:
-        """A router's input must be there before the graph goes on."""
+        """If ``pooled``, layers wait for received outputs at once, because routers are evaluated on the way."""
         self.immediate = pooled
 
     @contextmanager
     def passes(self) -> Iterator[Callable[[], None]]:
-        """Records several passes; the yielded function is called before each."""
+        """Records several passes; the caller calls the yielded function before each."""
         rounds = self.rounds = Rounds()
         try:
             yield rounds.next_pass
@@ -107,7 +107,7 @@ class PipelineStage:
             self.rounds = None
 
     def watch(self, module: nn.Module) -> None:
-        """Has the outputs of a layer in memory sent, if other ranks need them."""
+        """From now on sends the outputs of this layer, which is in memory, if other ranks need them."""
         if self._numbers.get(id(module)) in self._sent:
             unswap(module)
             swap(module, "Ranked", functools.partial(self._resident, id(module)))
@@ -149,24 +149,24 @@ class PipelineStage:
         return foreign
 
     def fill(self, copy: nn.Module | None) -> None:
-        """Has a copy of the model fill the caches of other ranks' layers from now on, so that the copy can continue
-        from this rank's caches. The inputs are exact; only the projections that make keys, values and states are the
-        copy's. None ends it."""
+        """From now on calls the copies of other ranks' layers in ``copy`` to fill this rank's caches, so that a draft
+        can continue from these. The layers' inputs are exact; only keys, values and states are made with the copy's
+        weights. None ends it."""
         places = {} if copy is None else dict(copy.named_modules())
         self._copies = {i: places[layer.path] for i, layer in enumerate(self._share.layers) if places}
 
     def _fill(self, copy: nn.Module, args: Any, kwargs: Any) -> None:
-        """Has a copy of a layer write to its caches. Its outputs are not computed."""
+        """Calls the copy of a layer for what it writes to its caches. Its outputs are not computed."""
         caches = caches_in(args, kwargs)
         if not caches:
             return
-        # A layer may write to its arguments.
+        # Copied handles, because a layer may write to its arguments.
         copy(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
         self._built(handles(caches), [], caches)
 
     def _built(self, arrays: list[mx.array], leaving: Leaving, *seen: Any) -> None:
-        """Computes the call of a layer in memory whose outputs other ranks need, or of a copy's layer; if passes are
-        recorded, it is computed in its turn."""
+        """Evaluates a layer's arrays and sends those in ``leaving``; while passes are recorded, adds them to the
+        recording."""
         recorder, within = self.recorder, self.recorder.recording
         if within is None:
             self.settle()
@@ -202,13 +202,13 @@ class PipelineStage:
         return not all(incoming.ready for incoming in self._pending)
 
     def settle(self) -> None:
-        """Waits for everything that the graph so far is made from, unless passes are recorded."""
+        """Waits for received outputs; those of passes that are being recorded are waited for later."""
         pending, self._pending = self._pending, []
         for incoming in pending:
             incoming.wait()
 
     def whole(self, model: nn.Module) -> None:
-        """Waits at the end of each call of a model of which nothing is streamed here."""
+        """Waits at the end of each call of ``model``, of which this rank streams nothing, for received outputs."""
         swap(model, "Ranked", self._whole)
 
     def _whole(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class PipelineStage:
     # Sending
 
     def leaving(self, module: int, out: Any) -> Leaving:
-        """Returns the arrays to evaluate and the ranks that each is sent to. ``module`` is the layer's id."""
+        """Returns the outputs that other ranks need, each with the ranks it is sent to. ``module``: the layer's id."""
         layer = self._numbers.get(module)
         sent = self._sent.get(layer, {}) if layer is not None else {}
         if layer is None or not sent:
@@ -258,7 +258,7 @@ class PipelineStage:
 
 
 def _nothing(shape: Shape | None, batch: int, tokens: int) -> mx.array:
-    """Returns a stand-in for an array that this rank does not need: one element in memory."""
+    """Returns zeros in place of an output that this rank does not need; they take one element of memory."""
     if shape is None:
         return mx.zeros((0,))
     return mx.broadcast_to(mx.zeros((1,) * len(shape.dims), dtype=shape.dtype), shape.of(batch, tokens))
@@ -269,9 +269,9 @@ def _own(value: Any) -> Any:
 
 
 def _flat(array: mx.array, shape: Shape | None) -> mx.array:
-    """Returns an output as bytes. Raises ``LinkError`` if the receiver expects another shape or dtype."""
+    """Returns an output as bytes. Raises ``LinkError`` if it has not the dtype or number of dimensions of ``shape``."""
     if shape is None or array.dtype != shape.dtype or array.ndim != len(shape.dims):
-        raise LinkError(f"a layer put out {array.dtype} of shape {array.shape}, which was not expected: report this")
+        raise LinkError(f"a layer returned {array.dtype} of shape {array.shape}, expected {shape}: report this")
     return mx.contiguous(array).reshape(-1).view(mx.uint8)
 
 
@@ -284,13 +284,13 @@ def _as_it_is(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def fillable(cuts: Cuts, owners: Mapping[int, int]) -> bool:
-    """Whether rank 0 can be sent the inputs of all layers that write to caches."""
+    """Whether all inputs of layers that write to caches can be sent to rank 0."""
     used = {leaf for call in cuts.calls.values() if call.advances for leaf in call.uses}
     return all(owners[layer] == 0 or cuts.calls[layer].leaves[n] is not None for layer, n in used)
 
 
 def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[tuple[int, int, int]]:
-    """Returns the outputs that one rank needs from another, in order: layer, number of the output, receiving rank. If
+    """Returns the outputs that one rank needs from another, sorted: layer, number of the output, receiving rank. If
     ``filled``, rank 0 also needs the inputs of all layers that write to caches."""
     uses = [(owners[i], call.uses) for i, call in cuts.calls.items()] + [(0, cuts.results)]
     uses += [(0, call.uses) for call in cuts.calls.values() if filled and call.advances]
@@ -298,7 +298,7 @@ def crossings(cuts: Cuts, owners: Sequence[int], filled: bool = False) -> list[t
 
 
 def reusable(cuts: Cuts) -> set[int]:
-    """Returns layers whose outputs only the next layer uses, so that their memory is free once that one was sent."""
+    """Returns the layers whose outputs only the next layer uses, so that a later layer's outputs may overwrite them."""
     behind = dict(zip(cuts.order, cuts.order[1:], strict=False))
     users: dict[int, set[int | None]] = {}
     for i, uses in [*((i, call.uses) for i, call in cuts.calls.items()), (None, cuts.results)]:

@@ -1,7 +1,7 @@
 """Simulates the rings of several ranks: how long a pass takes if layers lie on several machines.
 
-A unit is read once its rank's disk and one of its slots are free. It is computed once it is read, its rank's device is
-free, and the layer before it, on any rank, was computed and sent.
+A unit is read once its rank's disk and one of its rank's slots are free. It is computed once it is read, its rank's
+device is free, and the layer before it, on any rank, was computed and sent.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from .link_times import LinkTimes
 
-# Passes until the rings are in step, and passes whose mean counts.
+# Simulated passes that are left out, until the rings are in step, and the passes after them that are averaged.
 BEFORE, COUNTED = 3, 2
 
 
 @dataclass(frozen=True)
 class RankStage:
-    """Work that a rank's device does at one go.
+    """One layer, or several that a rank computes without a pause.
 
     Attributes:
-        compute_s: seconds of each of the passes that share a reading. read_s: seconds of reading before (0: in memory).
+        compute_s: seconds of computing, for each pass that shares the reading. ``read_s``: of reading; 0: in memory.
         sent: bytes that each of these passes sends to the next rank.
     """
 
@@ -37,12 +37,12 @@ def steady_s(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes)
 
 
 def pass_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes, passes: int = 1) -> list[float]:
-    """Returns when ``passes`` passes over the layers end. The first one begins at 0 with empty slots.
+    """Returns the times at which ``passes`` passes over the layers end. The first begins at 0 with empty slots.
 
     Args:
-        stages: of one pass over the layers, in order, for one or several passes that share a reading. Rank 0 chooses
-            the tokens at the end and sends them to the others.
-        slots: of each rank's ring.
+        stages: the layers in the order of calls; their ``compute_s`` has as many passes as share a reading. At the end
+            rank 0 chooses the tokens and sends them to the others.
+        slots: number of slots of each rank's ring.
     """
     disk, device, sender = ([0.0] * len(slots) for _ in range(3))
     done: list[list[float]] = [[] for _ in slots]
@@ -71,8 +71,7 @@ def pass_ends(stages: Sequence[RankStage], slots: Sequence[int], link: LinkTimes
 
 
 def _turns(stages: Sequence[RankStage]) -> list[RankStage]:
-    """Joins stages that a rank computes at one go: layers in memory with the streamed layer after them, or with one
-    another."""
+    """Joins layers that a rank computes without a pause: layers in memory, and the streamed layer after them."""
     turns: list[RankStage] = []
     for stage in stages:
         before = turns[-1] if turns else None

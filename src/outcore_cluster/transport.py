@@ -1,6 +1,6 @@
 """A rank's ``Transport``: layer inputs and outputs (``stage``), agreement (``agreement``), and the room for texts.
 
-The prediction (``forecast``) sets the length of a prompt's chunks, which ranks compute one behind the other.
+The prediction (``forecast``) limits the chunk length of prompts, so that ranks compute successive chunks in parallel.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ENDLESS = 2**62
 
 
 class RankRoom(RankAgreement):
-    """Agreement on the room for texts. ``state``, the running model, is held weakly, as it holds this object."""
+    """Agrees with the other ranks on the room for texts. ``state``: the running model (a weak reference: no cycle)."""
 
     def __init__(self, link: Link, state: Session, forecast: RanksPlan | None = None) -> None:
         super().__init__(link)
         self.forecast = forecast
         self._state = weakref.ref(state)
-        # Number of sequences, and tokens of the longest, that all ranks have room for; and their shortest chunks.
+        # What all ranks had room for when last asked: number of sequences, and tokens of the longest; the chunk length.
         self._agreed: tuple[int, int] | None = None
         self._agreed_step: int | None = None
 
@@ -63,7 +63,7 @@ class RankRoom(RankAgreement):
         first, last, tokens, room = self.leasts(mine)
         if first != -last:
             raise UsageError(
-                "another machine was given another prompt: each has to be asked the same, in the same order"
+                "another machine was given another prompt: give all machines the same prompts in the same order"
             )
         if not room:
             raise refusal
@@ -83,7 +83,7 @@ class RankRoom(RankAgreement):
         if len(lengths) == 1 and self.forecast is not None:
             step = min(step, self.forecast.step)  # so that its chunks follow each other over ranks
         if not context:
-            # A rank that had room has taken it, so the next call asks again.
+            # Other ranks have made room for this text, so the next call must ask them again.
             self._agreed = None
             raise refusal
         self._agreed, self._agreed_step = (len(lengths), context), step
@@ -113,8 +113,8 @@ class RankTransport(RankRoom, PipelineStage, Transport):
     def run_passes(
         self, passes: Sequence[Callable[[], mx.array]], *, tokens: int | None = None, wanted: Wanted = None
     ) -> list[mx.array]:
-        """Runs several passes over layers in memory, layer after layer as ranks do that stream theirs, so that all
-        ranks send and receive in the same order and compute at the same time."""
+        """Runs several passes over layers in memory, layer by layer as on ranks that stream, so that all ranks send and
+        receive in the same order and compute at the same time."""
         recorded, outputs = list[RecordedPass](), list[mx.array]()
         before, self.recorder = self.recorder, self
         try:

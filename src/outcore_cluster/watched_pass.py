@@ -27,12 +27,12 @@ Leaf = tuple[int, int]
 
 @dataclass(frozen=True)
 class Advance:
-    """What a layer's call does to one of its caches.
+    """A change that a layer's call makes to one of its caches.
 
     Attributes:
-        cache: its number among the call's caches.
-        tokens: the call stores keys and values of the pass's tokens.
-        entries: of an ``ArraysCache``, the entries that it replaces. ``counted``: the call advances its token count.
+        cache: the cache's number among the caches that the call gets.
+        tokens: whether the call stores keys and values of the pass's tokens.
+        entries: which entries of an ``ArraysCache`` it replaces. ``counted``: whether it advances that cache.
     """
 
     cache: int
@@ -43,7 +43,8 @@ class Advance:
 
 @dataclass
 class SeenCall:
-    """One call of a layer: the shapes of its array arguments by place or name, its outputs, and what it wrote."""
+    """One call of a layer: the shapes of its array arguments by position or name, its outputs, and what it wrote.
+    ``opaque``: an output is an object that may hold arrays."""
 
     given: dict[int | str, tuple[int, ...]]
     caches: list[Any]
@@ -53,8 +54,8 @@ class SeenCall:
     opaque: bool
     advances: tuple[Advance, ...]
     uses: frozenset[Leaf]
-    peeks: frozenset[int]  # layers whose cache entries it uses
-    kept: list[mx.array]  # its own cache entries
+    peeks: frozenset[int]  # other layers whose cache entries its arguments are made from
+    kept: list[mx.array]  # the arrays in its caches afterwards
 
 
 class WatchedPass:
@@ -91,7 +92,7 @@ class WatchedPass:
             return frozenset(), frozenset()
         names = {f"OUT{i}_{n}": a for i, seen in self.seen.items() for n, a in enumerate(seen.leaves)}
         names |= {f"KEPT{i}_{n}": a for i, seen in self.seen.items() for n, a in enumerate(seen.kept)}
-        # Behind an operation of their own, as an output may be passed on unchanged.
+        # ``stop_gradient`` adds a node for each, as an output may be passed on unchanged.
         asked = {f"ASKED{n}": mx.stop_gradient(a) for n, a in enumerate(arrays)}
         found = [_NAMED.fullmatch(name) for name in _ancestors({**names, **asked}, list(asked))]
         outputs = frozenset((int(m[2]), int(m[3])) for m in found if m is not None and m[1] == "OUT")
@@ -134,7 +135,7 @@ _NAMED = re.compile(r"(OUT|KEPT)(\d+)_(\d+)")
 
 
 def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
-    """Returns the names of the nearest named arrays that these are made from."""
+    """Follows the graph back from the arrays named ``of``; returns the first named arrays on each path."""
     graph = io.StringIO()
     mx.export_to_dot(graph, **names)
     behind: dict[str, list[str]] = {}
@@ -151,7 +152,7 @@ def _ancestors(names: Mapping[str, mx.array], of: Sequence[str]) -> set[str]:
 
 
 def _objects(values: Any) -> list[int]:
-    """Returns the ids of arguments that may carry arrays from layer to layer: all but arrays, caches and plain
+    """Returns the ids of arguments through which layers may pass arrays to later ones: all but arrays, caches and plain
     values."""
     found: list[int] = []
     for v in values:
