@@ -1,1 +1,1 @@
-"""``outcore launch``, and commands as one rank of several."""
+"""``outcore launch``, and running a command as one of the ranks that it starts."""

@@ -1,4 +1,4 @@
-"""Runs a command as one rank of several, as its environment says (``outcore_cluster.environment``). Only rank 0
+"""Runs a command as one rank of several if the environment says so (``outcore_cluster.environment``). Only rank 0
 prints."""
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ COMMANDS = "generate", "chat", "batch", "perplexity", "serve", "plan"
 
 
 def check_command(name: str, args: argparse.Namespace | None = None) -> None:
-    """Raises ``UsageError`` for a command, or one of its flags if they are known, that does not work over several
-    machines."""
+    """Raises ``UsageError`` if the command, or one of its flags in ``args``, does not work over several machines."""
     if name not in COMMANDS:
         raise UsageError(f"{name}: not over several machines; what is: {', '.join(COMMANDS)}")
     given = vars(args) if args is not None else {}
@@ -31,7 +30,7 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
     refused = {
         "--kv-disk on": given.get("kv_disk") == "on",
         "--session": given.get("session") is not None,
-        # ``chat`` and ``serve`` turn it on by default, and run without it here.
+        # On by default in ``chat`` and ``serve``; ``leave_out`` turns it off.
         f"--prefix-cache {prefix}": prefix != "off" and (prefix != "on" or name == "generate"),
         f"--draft {given.get('draft')}": draft == "mtp",
         "--device": name == "plan" and given.get("device") is not None,
@@ -42,12 +41,12 @@ def check_command(name: str, args: argparse.Namespace | None = None) -> None:
 
 
 def leave_out(args: argparse.Namespace) -> None:
-    """Turns off what commands turn on by default and does not work over several machines."""
+    """Turns off features that are on by default and do not work over several machines."""
     if getattr(args, "prefix_cache", None) == "on":
         args.prefix_cache = "off"
 
 
-# Flags that all ranks must have alike: otherwise numbers or ends of texts would differ unnoticed.
+# Flags that must be equal on all ranks: otherwise results would differ unnoticed.
 SAME = (
     "prefill_step_size",
     "dtype",
@@ -60,8 +59,7 @@ SAME = (
 
 
 def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
-    """Raises ``UsageError``, on every rank, if ranks have different commands or flags. All ranks call it at the same
-    time."""
+    """Raises ``UsageError`` on all ranks if their commands or flags differ. All ranks call it at the same time."""
     mine = {"command": command} | {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in SAME}
     gathered = [json.loads(each) for each in link.gather(json.dumps(mine).encode())]
     for name in mine:
@@ -75,10 +73,10 @@ def check_same(link: Link, command: str, args: argparse.Namespace) -> None:
 def as_rank(parser: ArgumentParser, args: argparse.Namespace, result: Result) -> Iterator[bool]:
     """Connects to the other ranks if there are any and the command runs a model. Sets ``args.ranks``, for ``load``.
 
-    Yields whether this process prints. An exception on one rank ends all.
+    Yields whether this process prints. An exception on one rank ends all ranks.
 
     Raises:
-        UsageError: the environment is invalid. LinkError: a rank did not come.
+        UsageError: the environment is invalid. LinkError: a rank did not connect in time.
     """
     args.ranks, name, link = None, parser.prog.rpartition(" ")[2], None
     if any(group.title == "engine" for group in parser._action_groups):

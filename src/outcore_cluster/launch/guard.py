@@ -1,13 +1,13 @@
 """``python -m outcore_cluster.launch.guard``: starts one rank on its host, and ends it when the launcher is gone.
 
-It runs between ``outcore launch`` and the rank, its child; on another host, ssh starts it. First it writes one line of
-JSON with its port and versions; the rank's own output follows. It reads lines of JSON, one object each: start (command,
-environment, directory, host, terminal), go (rank, addresses, ...), input, input_end, interrupt, terminate, beat. Its
-exit status is the rank's, or 128 + n if signal n ended the rank.
+The guard is a child of ``outcore launch``, or of ssh on another host; the rank is the guard's child. First the guard
+writes one line of JSON with its port and versions; the rank's own output follows. It reads lines of JSON, one object
+each: start (command, environment, directory, host, terminal), go (rank, addresses, ...), input, input_end, interrupt,
+terminate, beat. Its exit status is the rank's, or 128 + n if signal n ended the rank.
 
-The end of its input, or ``SILENCE_S`` without a line, means that the launcher is gone or stopped: it then ends the rank
-and the rank's children, by SIGKILL if need be. If the guard itself is killed, the rank's link notices that its parent
-has changed, and ends the rank.
+If its input ends, or is silent for ``SILENCE_S``, the launcher is gone or stopped: the guard then ends the rank and the
+rank's children, by SIGKILL if need be. If the guard itself is killed, the rank's link notices that its parent has
+changed, and ends the rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class RankGuard:
         self._input: queue.Queue[bytes | None] = queue.Queue()
 
     def run(self) -> int:
-        """Guards until the rank has ended or the launcher is gone. Returns the exit status."""
         held, heard_at = b"", time.monotonic()
         moved_at = heard_at
         while time.monotonic() - heard_at < SILENCE_S:
@@ -78,7 +77,7 @@ class RankGuard:
             directory = self._order["directory"]
             if directory is not None and not Path(directory).is_dir():
                 raise OSError(f"--cwd {directory}: there is no such folder on this host")
-            # Faster ranks that connect before this rank runs wait instead of being refused.
+            # Listens before the rank runs, so that ranks that are faster wait instead of being refused.
             family, _, _, _, place = socket.getaddrinfo(self._order["host"], 0, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family, backlog=64)
             print(
@@ -114,7 +113,7 @@ class RankGuard:
             names.PARENT: str(os.getpid()),
         }
         environment = {**os.environ, **self._order["environment"], **variables}
-        # Only rank 0 reads what the user types; it sends that to the others.
+        # Only rank 0 reads the user's input; it sends it to the others.
         terminal = self._order.get("terminal")
         own = [subprocess.DEVNULL if run["rank"] else subprocess.PIPE, None, None]
         try:
@@ -151,7 +150,7 @@ class RankGuard:
                 rank.wait(TERM_S)
         if rank.poll() is None:
             rank.kill()
-        # Its session is a process group until the last process has ended.
+        # The rank began a process group; kill the processes that are left in it.
         if self._order.get("terminal") is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -162,8 +161,8 @@ class RankGuard:
 
 
 def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, str]:
-    """Returns the environment for the ``place``-th of ``there`` ranks on a host: a GPU of its own if there are enough,
-    else a part of the memory."""
+    """Returns the environment for the ``place``-th of ``there`` ranks on a host: each has a GPU to itself if there are
+    enough, else a part of the memory."""
     gpus = nvidia_gpus(environment)
     if len(gpus) > 1:
         environment = environment | {VISIBLE: gpus[place % len(gpus)]}
@@ -172,7 +171,7 @@ def on_host(environment: dict[str, str], place: int, there: int) -> dict[str, st
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, so that only SIGKILL ends it."""
+    """Whether a signal such as SIGSTOP has stopped a process; then only SIGKILL ends it."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
@@ -181,7 +180,7 @@ def is_stopped(pid: int) -> bool:
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):
-        # Not SIG_IGN, which the rank would inherit.
+        # The launcher handles these. Not SIG_IGN, which the rank would inherit.
         signal.signal(number, lambda *_: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))

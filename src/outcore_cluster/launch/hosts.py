@@ -1,4 +1,4 @@
-"""The hosts of a run, and the addresses at which they find each other."""
+"""The hosts of a run, and their addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCAL = ("local", "localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """One rank's host: its name for ssh and messages, and its address for the other ranks."""
+    """One rank's host: its name for ssh and in messages, and the address to which other ranks connect."""
 
     name: str
     address: str
@@ -38,7 +38,7 @@ class Hosts:
 
 
 def find_hosts(names: str | None, hostfile: str | None, repeat: int) -> Hosts:
-    """Returns the given hosts. Raises ``UsageError`` if there are none, or if one is invalid or has no address."""
+    """Returns the hosts that the flags name. Raises ``UsageError`` if there are none, or if one is invalid."""
     if (names is None) == (hostfile is None):
         raise UsageError("give --hosts, such as local,mini.local, or --hostfile")
     if repeat < 1:
@@ -94,13 +94,13 @@ def _resolved(name: str) -> str:
 
 
 def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
-    """Returns this machine's address as the first other host sees it; loopback if there is no other."""
+    """Returns this machine's address in the network of the first other host; loopback if there is no other."""
     if not others:
         return "127.0.0.1"
     name, address = others[0]
     target = address or _resolved(name)
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    # Sends nothing: the system only chooses the route.
+    # Connecting a UDP socket sends nothing; it only chooses the route.
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((target, 9))
@@ -110,8 +110,8 @@ def _own_address(others: Sequence[tuple[str, str | None]]) -> str:
 
 
 def remote_command(ssh: str, name: str, directory: str, python: str) -> list[str]:
-    """Returns the command that starts a guard on another host. Its input is a pipe that ends when this side ends."""
-    # The user's shell, whichever it is, only starts sh.
+    """Returns the command that starts a guard on another host. The guard's input ends when the connection does."""
+    # The user's shell there may be any; it only starts sh.
     script = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.quote(python)} -m outcore_cluster.launch.guard"
     there = f"exec sh -c {shlex.quote(script)}"
     options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2"]

@@ -1,8 +1,8 @@
 """``outcore launch``: runs a command on several machines at once, each as one rank.
 
-A guard (``outcore_cluster.launch.guard``) starts on every host, here as a child and elsewhere through ssh. It reports
-its versions and starts the rank. It gets the run's key on its standard input and passes it on through a pipe, so that
-no list of processes shows the key.
+The launcher starts a guard (``outcore_cluster.launch.guard``) for every rank: a child here, through ssh on other hosts.
+The guard reports its versions and starts the rank. It gets the run's key on its standard input and passes it on through
+a pipe, so that no list of processes shows the key.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .guard import PACKAGES
 from .hosts import Host, find_hosts, remote_command, variable_of
 from .processes import Rank, RankProcesses, how
 
-# Seconds within which a host's guard must answer, also from a cold disk.
+# Seconds within which every guard must report, even if Python is read from a cold disk.
 READY_S = 20.0
-# Seconds within which all ranks must be connected; their guards run by then.
+# Seconds within which all ranks must be connected, counted from when all guards run.
 START_S = 7
 # Seconds within which a second Ctrl-C ends all ranks at once.
 TWICE_S = 3.0
@@ -44,7 +44,7 @@ LINES_SHOWN = 5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns 0 if all ranks did.
+    """Runs the command on all hosts. Returns 0 if all ranks did.
 
     Raises:
         UsageError: the hosts or the command are invalid.
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: Ctrl-C was pressed, and the ranks have ended.
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    # A path is the user's own program, whose flags are unknown.
+    # A word with "/" is the path of the user's own program, whose flags are unknown.
     args.program, args.serves = bool(words) and "/" in words[0], words[:1] == ["serve"]
     inner = None if args.program else _command(words)
     hosts = find_hosts(args.hosts, args.hostfile, args.repeat_hosts)
@@ -82,7 +82,7 @@ async def _run(
     ranks: RankProcesses,
     starting: contextlib.ExitStack,
 ) -> None:
-    """Starts a guard on each host and a rank behind it, as the ``order`` says. Returns when all have ended."""
+    """Starts a guard for each host and has it start a rank (``order``). Returns when all ranks have ended."""
     typed, head = os.isatty(0), hosts[0]
     _hear_interrupts(ranks, typed and head.local)
     with contextlib.ExitStack() as stack:
@@ -119,28 +119,28 @@ async def _run(
 
 
 def _own_streams(as_json: bool, stack: contextlib.ExitStack) -> list[int]:
-    """Returns descriptors of this process's standard streams for rank 0, if that runs on this machine. With JSON,
-    standard output is not among them: rank 0's output goes through the guard process that started it."""
+    """Returns copies of this process's standard streams for a rank 0 on this machine. With JSON its standard output is
+    not a copy but the guard's, so that the launcher reads it."""
     found = []
     for fd in (0, 2) if as_json else (0, 1, 2):
         try:
-            # Above the descriptors of a child's own streams.
+            # 10 or higher: lower ones may be replaced in the child.
             found.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10))
         except OSError:
-            found.append(os.open(os.devnull, os.O_RDWR))  # it is closed
+            found.append(os.open(os.devnull, os.O_RDWR))  # this stream is closed
         stack.callback(os.close, found[-1])
     return [found[0], 1, found[1]] if as_json else found
 
 
 def _read_input(loop: asyncio.AbstractEventLoop, rank: Rank) -> None:
-    with contextlib.suppress(RuntimeError):  # all have ended
+    with contextlib.suppress(RuntimeError):  # the loop is closed: all ranks have ended
         for line in sys.stdin:
             loop.call_soon_threadsafe(partial(rank.say, input=line))
         loop.call_soon_threadsafe(partial(rank.say, input_end=1))
 
 
 def _document(answer: list[str] | None) -> dict[str, Any]:
-    """Returns what rank 0 printed with ``--json``; empty if it was ended before."""
+    """Returns the object that rank 0 printed with ``--json``; empty if rank 0 was ended before."""
     for line in reversed("".join(answer or ()).splitlines()):
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
@@ -149,7 +149,6 @@ def _document(answer: list[str] | None) -> dict[str, Any]:
 
 
 def _command(words: Sequence[str]) -> argparse.Namespace:
-    """Checks the command that the ranks will run, before any of them starts."""
     from outcore.cli.commands import commands, parser_of
 
     if words and words[0] not in commands():
@@ -201,8 +200,9 @@ def _show(as_json: bool, answer: list[str] | None, starting: contextlib.ExitStac
 
 
 def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
-    """Passes Ctrl-C to rank 0, unless the terminal already did. Rank 0 then ends (and all ranks with it) or continues,
-    as in ``chat``. A second Ctrl-C within ``TWICE_S``, or one before any rank has started, ends everything at once."""
+    """Passes Ctrl-C to rank 0, unless the terminal already did. Rank 0 then ends (and all ranks with it) or goes on
+    (``chat``). A second one within ``TWICE_S`` ends all ranks at once; one before any rank has started ends the
+    launcher."""
     this = asyncio.current_task()
     assert this is not None
 
@@ -221,7 +221,7 @@ def _hear_interrupts(ranks: RankProcesses, by_terminal: bool) -> None:
 
 
 def _named(rank: Rank, ranks: RankProcesses) -> Rank:
-    """Returns the rank that a failed rank named in its last line, else the failed rank."""
+    """Returns the rank that the last line of a failed rank's output names, else the failed rank."""
     said = next(iter(list(rank.lines)[-1:]), "")
     return next((each for each in ranks.ranks if each is not rank and f" {each.who}: " in said), rank)
 
@@ -245,15 +245,15 @@ def _status(ranks: RankProcesses, args: argparse.Namespace) -> int:
     told = _named(first, ranks) is head or "error" in args.result.record
     if head.ended in (1, 2) and not args.program and told:
         return head.ended  # it has printed the reason
-    # A rank that was told of the fault may have ended before the rank at fault.
+    # A rank that reports another rank's fault may have ended before that rank.
     by_itself = [rank for rank in bad if rank.ended is not None and rank.ended > 0]
     for rank in dict.fromkeys((first, *(rank for rank in by_itself if _named(rank, ranks) is rank))):
         for line in list(rank.lines)[-LINES_SHOWN:]:
             print(f"{rank.who}: {line}", file=sys.stderr)
-    # Rank 0's output on this host is not seen here; if it ended after another rank had failed, it was told so.
+    # Rank 0 on this host writes to the terminal, not to the launcher: what it said of the fault is unknown here.
     unheard = [r for r in by_itself if _named(r, ranks) is not first and not (r is head and head.host.local)]
     if not args.program and first.ended == 2 and all(rank.ended == 2 for rank in (first, *unheard)):
-        # Slower ranks were ended before they could report the same wrong usage.
+        # The command is wrong on all ranks; slower ones were ended before they could report it.
         what = next(iter(list(first.lines)[-1:]), "").partition(": ")[2]
         args.result.record |= {"error": what, "type": "UsageError", "exit_status": 2}
         return 2

@@ -19,7 +19,7 @@ from outcore_cluster.forecast import RankPart, RanksPlan
 from outcore_cluster.link_times import MOST
 from outcore_cluster.rank_share import RankShare
 
-# Which layers a machine gets depends on its measurements, so it may then have kinds that were not measured.
+# Rounds of measuring. The measurements change which layers a machine gets, and these may need measuring, too.
 TURNS = 2
 LAYOUTS = {
     "in turn": "Layers lie in turn: each machine reads its next one while another computes.",
@@ -29,11 +29,11 @@ LAYOUTS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measures each machine that is not measured, plans on each, and shows all plans on rank 0."""
+    """Measures each machine that is not measured, makes each machine's plan, and prints all plans on rank 0."""
     folder = model_folder(args)
     prepared = _prepared(folder, loading_options(args), measure=not args.no_calibrate)
     forecast, name = _forecast(prepared), name_of(folder)
-    assert forecast is not None  # there are ranks
+    assert forecast is not None  # only ranks come here
     notes = list(prepared.notes)
     if not forecast.calibrated:
         notes.append("predicted from assumptions: not all machines were measured for this model (outcore calibrate)")
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepared(folder: Path, options: dict[str, Any], *, measure: bool) -> Preparation:
-    """Prepares the model. All ranks measure, or none does, so that they call each other in the same order."""
+    """Prepares the model. All ranks measure before that, or none, so that they call each other in the same order."""
     for _ in range(TURNS if measure else 0):
         opened = prepare(folder, **options, least=True)
         if (forecast := _forecast(opened)) is not None and forecast.calibrated:

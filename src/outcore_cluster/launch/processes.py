@@ -1,4 +1,4 @@
-"""The ranks of a run as the launcher sees them: each behind a guard (``outcore_cluster.launch.guard``) on its host."""
+"""The ranks of a run as the launcher sees them: a guard (``outcore_cluster.launch.guard``) on each host runs one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .hosts import Host
 # Last lines kept of a rank's output.
 LINES = 20
 BEAT_S = 1.0
-# Seconds that other ranks have to end by themselves once one has failed.
+# Seconds that the other ranks have to end by themselves once one has failed.
 PARTING_S = 1.5
-# Seconds that guards have to end their ranks.
+# Seconds that guards have to end their ranks once their input is closed.
 LET_GO_S = 1.0
 # Seconds that the other ranks have to end once rank 0 is done.
 FINISH_S = 30.0
-# Seconds that a guard's last output may come after its end.
+# Seconds to wait for the last output of a guard that has ended.
 WORDS_S = 1.0
-# The exit status of a shell, and of ssh, if there is no such program.
+# The exit status of a shell, and so of ssh, if there is no such program.
 NOT_FOUND = 127
 
 
@@ -38,9 +38,8 @@ class Rank:
     """One rank and its guard.
 
     Attributes:
-        ready: what the guard reports about its host. ``ended``: the rank's exit status; below 0 the signal that ended
-            it.
-        moved_at: when the guard's process here was last seen running, not stopped.
+        ready: the guard's report about its host. ``ended``: the rank's exit status; below 0 the signal that ended it.
+        moved_at: when the guard (or ssh to it) was last seen not stopped by a signal.
     """
 
     def __init__(self, number: int, host: Host) -> None:
@@ -56,7 +55,7 @@ class Rank:
         return f"rank {self.number} ({self.host.name})"
 
     def say(self, **what: Any) -> None:
-        """Sends a line to the guard, unless its input is closed."""
+        """Sends an order to the guard, as a line of JSON, unless the guard's input is closed."""
         assert self.guard is not None and self.guard.stdin is not None
         if not self.guard.stdin.is_closing():
             self.guard.stdin.write(json.dumps(what).encode() + b"\n")
@@ -70,12 +69,12 @@ class RankProcesses:
     """All ranks of a run.
 
     Args:
-        show: called with rank 0's output that comes through a guard: the stream's name, and text.
+        show: called with rank 0's output that comes through a guard: ``out`` or ``err``, and text.
 
     Attributes:
-        interrupted_at: when Ctrl-C was last pressed; ``at_once``: pressed twice, so all ranks are ended.
-        begun: the guards were told to start their ranks.
-        terminated: SIGTERM came, and rank 0 was told. ``failed``: the first rank that ended with another status than 0.
+        interrupted_at: when Ctrl-C was last pressed. ``at_once``: it was pressed twice, so all ranks are ended.
+        begun: whether the guards were ordered to start their ranks.
+        terminated: whether SIGTERM was passed on to rank 0. ``failed``: the first rank whose exit status was not 0.
     """
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
@@ -90,7 +89,7 @@ class RankProcesses:
         self._let_go = False
 
     async def start(self, host: Host, command: Sequence[str], **options: Any) -> Rank:
-        """Starts the guard of one more rank. Raises ``LinkError`` if there is no such program."""
+        """Starts the guard of one more rank. Raises ``LinkError`` if the program cannot be started."""
         self.ranks.append(rank := Rank(len(self.ranks), host))
         try:
             rank.guard = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, **options)
@@ -111,7 +110,8 @@ class RankProcesses:
             if time.monotonic() >= end:
                 raise LinkError(f"{late.who}: no answer within {within_s:.0f} s", late.number)
             if (rank := self._stopped()) is not None:
-                raise LinkError(f"{rank.who}: what should start it is stopped, for {SILENCE_S:.0f} s", rank.number)
+                why = f"the process that starts it is stopped, for {SILENCE_S:.0f} s"
+                raise LinkError(f"{rank.who}: {why}", rank.number)
             await self._next(end)
 
     async def run(self) -> None:
@@ -120,7 +120,7 @@ class RankProcesses:
             await self._next(self._end)
             now = time.monotonic()
             if (stopped := self._stopped()) is not None and stopped.ended is None:
-                self._fail(stopped, f"what guards it is stopped, for {SILENCE_S:.0f} s")
+                self._fail(stopped, f"the process that guards it is stopped, for {SILENCE_S:.0f} s")
             if self.ranks[0].ended == 0 and self._end is None:
                 self._end = now + FINISH_S
             due = self._end is not None and now >= self._end
@@ -170,7 +170,7 @@ class RankProcesses:
 
     async def _read(self, rank: Rank, name: str, stream: Any) -> None:
         while name == "out" and rank.ready is None and (line := await stream.readline()):
-            if line.startswith(b'{"port"'):  # the shell there may have printed something before
+            if line.startswith(b'{"port"'):  # a line before it may be the shell's
                 rank.ready = json.loads(line)
                 self.wake()
         while data := await stream.read(1 << 15):
@@ -180,7 +180,7 @@ class RankProcesses:
             rank.lines.extend(printable(line) for line in text.splitlines() if line.strip())
 
     async def _next(self, end: float | None) -> None:
-        """Waits until a rank has ended or is ready, at most until the next beat."""
+        """Waits until a rank is ready or has ended, at most until ``end`` or the next beat, which this sends."""
         now = time.monotonic()
         if now >= self._beat:
             self._beat = now + BEAT_S
@@ -196,8 +196,7 @@ class RankProcesses:
         self._changed.clear()
 
     def _stopped(self) -> Rank | None:
-        """Returns a rank whose guard here, or ssh to it, is stopped: a slow one may still answer, a stopped one does
-        not."""
+        """Returns a rank whose guard (or ssh to it) has been stopped by a signal for too long; None: there is none."""
         now = time.monotonic()
         return next((rank for rank in self.ranks if now - rank.moved_at > SILENCE_S + BEAT_S), None)
 

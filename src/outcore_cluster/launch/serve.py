@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> bool:
-    """Whether this rank runs the server. On another rank, follows rank 0 and returns when it ends.
+    """Returns at once whether this rank runs the server (rank 0). On another rank follows rank 0 first, until it ends.
 
     Raises:
         UsageError: several models were given. Loading one on a client's request would end all ranks if one has no room.
@@ -36,7 +36,7 @@ def serves(ranks: RankGroup, args: argparse.Namespace, names: Sequence[str]) -> 
 
 
 def _follow_first(names: Sequence[str], revision: str | None, options: ServiceOptions) -> None:
-    """Follows rank 0 until it ends. Ignores Ctrl-C, which rank 0 handles."""
+    """Loads the model and follows rank 0 until it ends. Ignores Ctrl-C, which rank 0 handles."""
     offered = Shelf(names, revision=revision).default
     with _uninterrupted():
         model, _ = load_model(offered.folder, options.load)

@@ -1,4 +1,4 @@
-"""One connection between two ranks that have proven who they are.
+"""One connection between two ranks, after both have proven who they are. Format of a frame:
 
 kind 1 byte | length 8 bytes, big-endian | payload
 """
@@ -15,15 +15,16 @@ from enum import IntEnum
 from queue import SimpleQueue
 
 _HEADER = struct.Struct("!BQ")
-# Largest payload in bytes that the calling thread sends itself. Another thread would first need the interpreter, up to
-# 5 ms (``sys.getswitchinterval``) after a caller that goes on computing.
+# Largest payload in bytes that the calling thread sends itself. Another thread would have to wait for the interpreter,
+# up to 5 ms (``sys.getswitchinterval``) while the caller computes.
 SMALL = 1 << 16
-# Bytes per system call; each piece counts as work.
+# Bytes per system call; after each call the rank counts as moving.
 PIECE = 1 << 20
 
 
 class Kind(IntEnum):
-    """Kinds of frames: messages, and for control heartbeats, two kinds of values, verdicts, and a rank's end."""
+    """Kinds of frames: messages (``DATA``); for control heartbeats, values of ``agree`` and ``gather``, verdicts,
+    ends."""
 
     DATA = 1
     BEAT = 2
@@ -45,8 +46,8 @@ class LinkConnection:
         lost: called when the connection broke.
 
     Attributes:
-        leaving: what the kernel has not taken of queued frames.
-        posted, received: how many messages receives were posted for so far, and how many arrived.
+        leaving: bytes of queued frames that the kernel has not taken yet.
+        posted, received: how many receives were posted, and how many messages have arrived.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LinkConnection:
         return self.posted
 
     def put(self, kind: Kind, payload: memoryview) -> None:
-        """Sends a frame. A thread sends what does not leave at once."""
+        """Sends a frame. What the kernel does not take at once is sent by a thread."""
         header = _HEADER.pack(kind, payload.nbytes)
         small = payload.nbytes <= SMALL
         frame = [memoryview(header + payload)] if small else [memoryview(header), payload.cast("B")]
@@ -107,7 +108,7 @@ class LinkConnection:
                     more = bool(self.leaving)
                 self._moved(self, not more)
         except OSError as e:
-            if not self.control:  # the reader first takes what came before the break, such as a verdict
+            if not self.control:  # the reader still has to take frames that came before the break, such as a verdict
                 self._lost(self, e)
 
     def _read(self) -> None:
@@ -127,9 +128,9 @@ class LinkConnection:
                 self.received += 1
                 if self._take is not None:
                     self._take(self, Kind(kind), bytes(into))
-                del into  # the caller's array is kept alive by it
+                del into  # it keeps the caller's array alive
                 self._moved(self, True)
-        except Exception as e:  # also what the content of a control frame raises
+        except Exception as e:  # ``take`` may raise anything for an invalid control frame
             self._lost(self, e)
 
     def _fill(self, into: memoryview) -> None:

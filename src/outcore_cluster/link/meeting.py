@@ -6,8 +6,8 @@ connection prove that they have the run's key:
 
     client → server   magic, protocol, 32 random bytes
     server → client   magic, protocol, 32 random bytes
-    client → server   its facts, and an HMAC-SHA256 over both greetings and the facts
-    server → client   why it refuses the client, or nothing, and such an HMAC
+    client → server   its ``Facts``, and an HMAC-SHA256 over both greetings and the facts
+    server → client   the reason why it refuses the client (empty: it does not), and an HMAC over both greetings and it
 
 The client proves itself first, so a stranger learns only that Outcore listens. The HMACs of client and server cover
 different words, so neither message can be sent back.
@@ -34,7 +34,7 @@ from ..link_protocol import LinkLimits
 
 CONTROL, DATA = "control", "data"
 RETRY_S = 0.05
-# Handshakes at the same time. The oldest makes room for the next, so that silent strangers keep no rank out.
+# Most handshakes at the same time. One more cancels the oldest, so that silent strangers keep no rank out.
 MOST_GREETED = 32
 MAGIC = b"OUTCLINK"
 PROTOCOL = 4
@@ -43,7 +43,7 @@ _LENGTH = struct.Struct("!H")
 
 
 class HandshakeError(Exception):
-    """The other side is no rank of this run; the message says why."""
+    """The other side is not a rank of this run; the message says why."""
 
 
 class RefusedError(HandshakeError):
@@ -51,7 +51,7 @@ class RefusedError(HandshakeError):
 
 
 class Facts(NamedTuple):
-    """A client's run and rank, and the rank that it expects at the other end (``to``)."""
+    """A client's Outcore version, run, number of ranks in it, rank, expected rank at the other end, and purpose."""
 
     version: str
     run: str
@@ -63,8 +63,8 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """This rank's number, and what all ranks of a run have in common: by rank, addresses (host, port) and hosts as
-    users call them; the run's name and secret key; Outcore's version."""
+    """This rank's number, and what all ranks of a run have in common: by rank, addresses (host, port) and names of
+    hosts in messages; the run's name and secret key; Outcore's version."""
 
     rank: int
     addresses: Sequence[tuple[str, int]]
@@ -74,12 +74,11 @@ class Identity:
     version: str
 
     def who(self, *ranks: int) -> str:
-        """Returns ranks as errors name them."""
         return ", ".join(f"rank {rank} ({self.names[rank]})" for rank in ranks)
 
 
 class Meeting:
-    """One rank's start-up. ``there`` holds the connections so far, by the rank at the other end and the purpose."""
+    """Connects one rank with all others. ``there``: the connections by the other rank and the purpose."""
 
     def __init__(
         self, me: Identity, limits: LinkLimits, listener: socket.socket | None, alone: Callable[[], str | None]
@@ -93,7 +92,7 @@ class Meeting:
         self._listener = listener or listen(me.addresses[me.rank], me.who(me.rank))
 
     async def meet(self) -> None:
-        """Connects this rank with all others. Raises ``LinkError`` if one does not come in time or refuses this one."""
+        """Connects this rank with all others. Raises ``LinkError`` if one is not there in time or refuses this rank."""
         accepting = asyncio.create_task(self._accept())
         try:
             for peer in range(self._me.rank):
@@ -124,7 +123,7 @@ class Meeting:
             except HandshakeError as e:
                 why = f": {one_line(e)}"
             except OSError as e:
-                # A handshake that failed says more.
+                # The error of an earlier handshake says more.
                 why = why or f": {e.strerror or one_line(e)}" if left < 2 * RETRY_S else why
             await asyncio.sleep(min(RETRY_S, left))
         raise self._absent({peer}, why)
@@ -145,12 +144,12 @@ class Meeting:
             try:
                 sock, address = await asyncio.get_running_loop().sock_accept(self._listener)
             except OSError:
-                await asyncio.sleep(RETRY_S)  # no descriptors left, or a connection that broke at once
+                await asyncio.sleep(RETRY_S)  # no free descriptor, or the connection broke at once
                 continue
             if len(greeting) == MOST_GREETED:
                 greeting[0].cancel()
             greeting.append(asyncio.create_task(self._greet(sock, str(address[0]))))
-            await asyncio.sleep(0)  # until the task has begun, so that it closes the socket whatever happens
+            await asyncio.sleep(0)  # lets the task begin, so that it closes the socket even if it is cancelled
 
     async def _greet(self, sock: socket.socket, address: str) -> None:
         with sock:
@@ -162,7 +161,7 @@ class Meeting:
                 self._refused = f"{address}: {one_line(e)}"
 
     def _judge(self, theirs: Facts) -> str:
-        """Returns why a client that has the key is refused; empty: it is not."""
+        """Returns the reason to refuse a client that has the key; empty: it is accepted."""
         me = self._me
         if theirs.version != me.version:
             return f"Outcore {theirs.version} there, {me.version} here: install the same version on all hosts"
@@ -174,7 +173,7 @@ class Meeting:
         return "" if self._vacant(theirs) else f"there is a rank {theirs.rank} already"
 
     def _vacant(self, theirs: Facts) -> bool:
-        """Whether this place is free, or the rank that had it has hung up."""
+        """Whether this rank has no such connection yet, or the other end of that connection has hung up."""
         sock = self.there.get((theirs.rank, theirs.purpose))
         try:
             return sock is None or not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -185,7 +184,7 @@ class Meeting:
 
 
 def listen(address: tuple[str, int], who: str) -> socket.socket:
-    """Returns a listening socket. Raises ``LinkError`` if the address is not this machine's, or in use."""
+    """Returns a listening socket. Raises ``LinkError`` if this machine has no such address or the port is in use."""
     try:
         family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[:2], family=family, backlog=MOST_GREETED)
@@ -194,8 +193,8 @@ def listen(address: tuple[str, int], who: str) -> socket.socket:
 
 
 async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Facts], str], within_s: float) -> Facts:
-    """Runs one side: a client gives its facts; a server gives what judges a client that has the key, which returns why
-    it refuses that client, or an empty text. Returns the client's facts.
+    """Runs one side of the handshake and returns the client's facts. ``role``: a client's facts; on the server a
+    function that returns why it refuses a client that has the key, or an empty text.
 
     Raises:
         RefusedError: the server has the key and refuses this client.
@@ -203,7 +202,7 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
         OSError: the connection broke, or the handshake took longer than ``within_s``.
     """
     loop, own, server = asyncio.get_running_loop(), _HELLO.pack(MAGIC, PROTOCOL, os.urandom(32)), callable(role)
-    hung_up = "it hung up before it had said who it is" if server else "it hung up at once"
+    hung_up = "it hung up before it had proven who it is" if server else "it hung up at once"
 
     async def read(count: int) -> bytes:
         data = b""
@@ -239,7 +238,7 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
                 raise HandshakeError(f"it speaks version {protocol} of the link, this one {PROTOCOL}")
             if server:
                 await loop.sock_sendall(sock, own)
-            # The key of this connection alone.
+            # A key for this connection only.
             both = hmac.digest(key, b"outcore link\n" + (other + own if server else own + other), "sha256")
             if isinstance(role, Facts):
                 await send(json.dumps(role))
@@ -252,4 +251,4 @@ async def handshake(sock: socket.socket, key: bytes, role: Facts | Callable[[Fac
                 raise HandshakeError(reason)
             return theirs
     except TimeoutError:
-        raise TimeoutError("it took too long to say who it is") from None
+        raise TimeoutError("it took too long to prove who it is") from None

@@ -4,8 +4,8 @@ Each pair of ranks has a connection for messages. Rank 0 has another one with ea
 values, verdicts), so that a message of gigabytes delays no heartbeat. Strangers are kept out (``meeting``), but nothing
 is encrypted: in a network that others use, put the link into WireGuard or an ssh tunnel.
 
-Each rank tells rank 0 every second which rank it waits for; rank 0 decides which rank is at fault. A rank that finds an
-error takes rank 0's verdict, so all report the death of one rank, not of those that ended because of it.
+Each rank tells rank 0 every second which rank it waits for; rank 0 decides which rank is at fault and tells all others.
+So if a rank dies, all ranks report that one, not a rank that ended because of it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from .connection import Kind, LinkConnection
 from .meeting import DATA, Identity, Meeting
 from .verdict import DEVICE, GONE, Blame, Movement, Sign, broke, silent, stuck
 
-# Bytes in front of a gathered value: how many agreed values the sender has taken.
+# Bytes in front of a gathered value, for the number of agreed values that the sender has taken.
 COUNT = 8
-# Seconds between two looks for held signals while the main thread waits.
+# While the main thread waits, it handles signals so often (seconds).
 POLL_S = 0.05
-# Seconds that a verdict may come after a connection for messages broke, before the rank at its other end is blamed.
+# Seconds to wait for a verdict after a connection for messages broke, before the rank at its other end is blamed.
 REPORT_S = 0.2
 
 
 @dataclass
 class Peer:
-    """A rank that this one exchanges control frames with: for rank 0 each other rank, for these rank 0."""
+    """A rank with which this one exchanges control frames: any other rank for rank 0, rank 0 for the others."""
 
     control: LinkConnection
     heard_at: float
     sign: Sign = field(default_factory=Sign)
-    ended: bool = False  # it has said that its part is done
-    gone: bool = False  # nothing is sent to it any more
+    ended: bool = False  # its part is done: it sent ``BYE``
+    gone: bool = False  # its control connection has ended, so nothing is sent to it
     values: defaultdict[Kind, deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
 
 
@@ -73,9 +73,9 @@ class SocketLink:
     ``LinkError`` once the run has failed.
 
     Args:
-        listener: the socket that other ranks connect to; None: one is made at this rank's address.
-        leave: ends the process ``LinkLimits.grace`` after the run has failed; None: links share a process.
-        alone: called every second; returns a reason to end, such as a launcher that is gone.
+        listener: the socket that other ranks connect to; None: the constructor makes one at this rank's address.
+        leave: ends the process ``LinkLimits.grace`` seconds after the run has failed; None: the process goes on.
+        alone: called every second; returns a reason to end the run, such as a launcher that has ended, or None.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class SocketLink:
         self.rank, self.size, self.host = me.rank, len(me.addresses), me.names[me.rank]
         self._me, self._limits, self._leave = me, limits or LinkLimits(), leave
         self.fault: LinkError | None = None
-        self._told = self._closed = False  # an exception has reported the fault; ``close`` was called
+        self._told = self._closed = False  # whether an exception has reported the fault; whether ``close`` was called
         self._closing, self._changed = threading.Event(), threading.Condition()
-        self._agreements = 0  # values that rank 0 has sent, or that another rank has taken
+        self._agreements = 0  # number of ``agree`` calls so far
         self._movement = Movement(self._limits.computing)
         self.working = partial(self._movement.waiting, DEVICE, due=False)
         self._peers: dict[int, Peer] = {}
@@ -101,7 +101,7 @@ class SocketLink:
             asyncio.run(meeting.meet())
         except LinkError as e:
             missed = e
-        first = time.monotonic() + self._limits.start - self._limits.silence  # others may not have met all ranks yet
+        first = time.monotonic() + self._limits.start - self._limits.silence  # others may still be connecting
         for (rank, purpose), sock in meeting.there.items():
             if purpose == DATA:
                 self._data[rank] = LinkConnection(sock, rank, None, self._moved, self._lost)
@@ -112,7 +112,7 @@ class SocketLink:
         threading.Thread(target=self._beat, args=(alone,), name="outcore-link-beat", daemon=True).start()
         try:
             if missed is not None:
-                # Rank 0 may have met all ranks; this tells it which one is missing.
+                # Rank 0 may be connected to all ranks; tell it which rank this one misses.
                 self._blame(Blame(missed.rank or 0, str(missed).partition(") ")[2] or str(missed)))
                 raise missed
             self.gather(b"")
@@ -145,7 +145,7 @@ class SocketLink:
         for rank in range(1, self.size):
             given = self._value(Kind.GATHER, rank)
             if (agreements := int.from_bytes(given[:COUNT])) != self._agreements:
-                # It would take an earlier agreed value for the next one.
+                # That rank would take an earlier agreed value for the next one.
                 why = f"is out of step: it has taken {agreements} values of {self._agreements} that were agreed on"
                 self._blame(Blame(rank, f"{why}; each rank has to do the same, to the same end"))
                 self.check()
@@ -157,7 +157,7 @@ class SocketLink:
     def check(self) -> None:
         if self.fault is not None:
             self._told = True
-            raise LinkError(str(self.fault), self.fault.rank)  # a new one, as a traceback grows with each raise
+            raise LinkError(str(self.fault), self.fault.rank)  # a new exception, as a traceback grows with each raise
 
     def flush(self) -> None:
         """Waits until the kernel has taken all queued messages."""
@@ -190,11 +190,11 @@ class SocketLink:
         """Waits until ``done()``, for something that ``rank`` sends. Heartbeats tell the other ranks about the wait.
 
         Args:
-            due: only that rank's work can end the wait, so it is blamed if it is idle.
+            due: whether only work of that rank can end the wait, so that it is blamed if it is idle.
         """
         with self._movement.waiting(rank, due):
             while True:
-                ended = not due and self._peers[rank].ended  # before a look at what it has sent
+                ended = not due and self._peers[rank].ended  # read before ``done``, which may become true until then
                 with self._changed:
                     if not done() and self.fault is None and not ended:
                         self._changed.wait(POLL_S)
@@ -211,13 +211,12 @@ class SocketLink:
         return values.popleft()
 
     def _tell(self, kind: Kind, payload: bytes = b"") -> None:
-        """Sends a control frame to all peers."""
         for peer in self._peers.values():
             if not peer.gone:
                 peer.control.put(kind, memoryview(payload))
 
     def _blame(self, blame: Blame) -> None:
-        """Ends the run for what seems to be a rank's fault. Rank 0 decides, or this rank if it cannot ask rank 0."""
+        """Ends the run for a rank's fault. Rank 0 decides which rank that is, or this one if it cannot ask rank 0."""
         if self.rank == 0 or blame.rank == 0 or all(peer.gone for peer in self._peers.values()):
             self._decide(blame)
         else:
@@ -227,7 +226,7 @@ class SocketLink:
         with self._changed:
             if self.fault is not None or self._closing.is_set():
                 return
-            self._tell(Kind.BLAME, json.dumps(blame).encode())  # before the main thread may end the process
+            self._tell(Kind.BLAME, json.dumps(blame).encode())  # before the main thread sees the fault and ends
             self.fault = LinkError(f"{self._me.who(blame.rank)}: {blame.what}", blame.rank)
             self._changed.notify_all()
         if self._leave is not None:
@@ -237,7 +236,7 @@ class SocketLink:
         """Ends the process if the main thread does not: it may be in a C call that no exception interrupts."""
         time.sleep(self._limits.grace)
         line = f"{printable(f'outcore: {self.fault}')}\n".encode(errors="backslashreplace")
-        # Python's own streams may be locked for ever, and the reader of standard error may have stopped.
+        # Not by ``sys.stderr``, which may be locked for ever; and only if somebody reads standard error.
         if not self._told and select.select([], [2], [], 0.5)[1]:
             os.write(2, line)
         leave(1)
@@ -271,7 +270,7 @@ class SocketLink:
             self._peers[connection.rank].gone = True
             if not self._peers[connection.rank].ended:
                 self._blame(Blame(connection.rank, broke(error)))
-        # A connection for messages may break once nothing more is sent. Another rank may be to blame for it.
+        # A connection that is no longer needed may break; and another rank may be at fault, of which a verdict tells.
         while not connection.control and not self._closing.wait(REPORT_S) and self.fault is None:
             if connection.leaving or connection.posted > connection.received:
                 self._blame(Blame(connection.rank, broke(error)))

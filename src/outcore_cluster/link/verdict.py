@@ -12,19 +12,19 @@ from outcore.text import one_line
 
 NOBODY, DEVICE = -1, -2
 GONE = "its process has ended, or its connection broke"
-# Processor seconds per second from which a process counts as working; a waiting one takes less than 0.005.
+# A process that takes at least so many processor seconds per second is working; a waiting one takes less than 0.005.
 BUSY = 0.02
 
 
 class Blame(NamedTuple):
-    """A rank, and what is wrong with it."""
+    """The rank at fault, and what is wrong with it."""
 
     rank: int
     what: str
 
 
 def broke(error: Exception) -> str:
-    """What an error of a connection says about the rank at its other end."""
+    """Returns what an error of a connection says about the rank at the other end."""
     if isinstance(error, ConnectionError | EOFError):  # a process that ends with bytes unread resets its connections
         return GONE
     return f"its connection broke: {error.strerror or error}" if isinstance(error, OSError) else one_line(error)
@@ -36,7 +36,7 @@ class Sign(NamedTuple):
     Attributes:
         still_s: seconds since the last byte on the link if the rank waits for another, else since its last work.
         waits_for: the rank that it waits for, or ``NOBODY``.
-        due: only work can bring what it waits for. Rank 0's next value may take as long as its user thinks.
+        due: whether only work of that rank can end the wait. (Rank 0's next value may take as long as its user thinks.)
     """
 
     still_s: float = 0.0
@@ -53,8 +53,8 @@ def work_of_process() -> tuple[float, int]:
 
 
 class Movement:
-    """What this process does, and which rank it waits for. ``work`` returns the processor seconds of all other threads
-    so far, and the bytes read from disks; one evaluation on a device counts for up to ``computing_s`` seconds."""
+    """Notes when this process last worked, and which rank it waits for. ``work`` returns processor seconds of all other
+    threads and bytes read from disks; an evaluation on a device is work for up to ``computing_s`` seconds."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Movement:
 
     @contextmanager
     def waiting(self, rank: int, due: bool) -> Iterator[None]:
-        """Marks a wait for a rank, or for ``DEVICE``, which takes no processor time of this process."""
+        """Marks a wait for a rank, or for ``DEVICE``: an evaluation, which takes no processor time."""
         self._doing = self._clock(), rank, due
         try:
             yield
@@ -94,13 +94,13 @@ class Movement:
 
 
 def silent(heard: Mapping[int, float], now: float, silence_s: float) -> Blame | None:
-    """Blames the rank that has been silent for longest, if for too long."""
+    """Blames the rank whose last heartbeat (``heard``, by rank) is oldest if it is older than ``silence_s``."""
     rank = min(heard, key=lambda peer: heard[peer], default=NOBODY)
     return Blame(rank, f"silent for {silence_s:.3g} s") if now - heard.get(rank, now) > silence_s else None
 
 
 def stuck(signs: Mapping[int, Sign], stall_s: float) -> Blame | None:
-    """Blames a rank once none has moved for ``stall_s``: an idle one whose work is due, or one if all of them wait."""
+    """Blames a rank once none has moved for ``stall_s``: an idle one that another waits for, or any if all wait."""
     if min(sign.still_s for sign in signs.values()) < stall_s:
         return None
     idle = {rank: sign for rank, sign in signs.items() if sign.waits_for == NOBODY}
@@ -108,6 +108,6 @@ def stuck(signs: Mapping[int, Sign], stall_s: float) -> Blame | None:
         if sign.due and sign.waits_for in idle:
             still_s = idle[sign.waits_for].still_s
             return Blame(sign.waits_for, f"has done nothing for {still_s:.0f} s, while rank {rank} waits for it")
-    # An idle rank 0 may be waiting for a user.
+    # An idle rank 0 may be waiting for its user.
     last, sign = max(signs.items())
     return None if idle else Blame(last, f"waits for rank {sign.waits_for}, while all ranks wait for one another")
