@@ -105,18 +105,6 @@ def test_answers_are_in_openais_format(
     assert record["bytes_read"] > 0 and 0 < record["peak_memory_bytes"] <= record["budget_bytes"] == 60_000_000
 
 
-def test_the_example_in_the_docs_works_when_pasted(demo_model: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs/usage.md").read_text(encoding="utf-8")
-    example = page.split("<!-- tests/test_batch_command.py runs this -->\n```\n")[1].split("```")[0]
-    assert example.count("mlx-community/Qwen3.5-9B-MLX-6bit") == 1 and example.count('"max_tokens": 200') == 2
-    example = example.replace("mlx-community/Qwen3.5-9B-MLX-6bit", str(demo_model)).replace(": 200", ": 3")
-    script = f'outcore() {{ "{sys.executable}" -m outcore "$@"; }}\n{example}'
-    environment = os.environ | {"PYTHONPATH": python_path(Path(outcore.__file__).parents[1])}
-    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {r["custom_id"]: r["error"] for r in records(tmp_path / "answers.jsonl")} == {"sky": None, "sea": None}
-
-
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(
     capsys: pytest.CaptureFixture[str], model: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -529,17 +529,6 @@ def sequences_with_options(link: Link, folder: Path, joining: Any, leaving: Any,
     return sequences(link, folder, joining, leaving, **options)
 
 
-def texts_in_turn(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[int]]:
-    """Three texts of one model, of each a token in turn."""
-    model = loaded(link, folder, **options)
-    with model.outcore:
-        texts = [
-            outcore.stream_generate(model, TokensOnly(), prompt, max_tokens=9, prefill_step_size=16)
-            for prompt in (PROMPT, [3, 1, 4], [9] * 20)
-        ]
-        return [[r.token for r in each] for each in zip(*texts, strict=True)]
-
-
 def choosing_by_numbers(link: Link | None, folder: Path, options: dict[str, Any]) -> list[list[tuple[int, str]]]:
     """Texts whose processor looks at all tokens so far, whose processor looks at logits, and whose sampler looks at
     log-probabilities: Python, that has MLX compute what it is given."""
