@@ -17,17 +17,17 @@ from .cache_rollback import is_away
 # Attributes in which mlx-lm's caches keep counts and sizes.
 COUNTS = ("offset", "_idx", "keep", "max_size", "start_position", "chunk_size", "bits", "group_size")
 
-MOST = 2**31 - 1  # Tokens: an MLX shape is int32.
+MOST = 2**31 - 1  # Most tokens that a cache can count: an MLX shape is int32.
 
 MAKE = "make_prompt_cache(model) makes one"
 
 
 def check_cache(forms: Sequence[CacheForm], cache: Sequence[Any] | None, name: str = "prompt_cache") -> None:
-    """Refuse a cache that does not match the forms of the model's caches. Computes nothing.
+    """Raise an error if a cache does not match the forms of the model's caches. Evaluates no array.
 
     Args:
         forms: empty if unknown; then nothing is checked.
-        name: for the error.
+        name: how the error's message begins.
 
     Raises:
         UsageError: the number, classes or shapes of the caches differ, or a state is impossible.
@@ -69,7 +69,7 @@ def _differs(cache: Any, form: CacheForm) -> str | None:
         if shape is None:
             if kind in KEYED and shapes:
                 return "holds keys without values"
-            continue  # it is empty
+            continue  # the cache is empty
         if len(shape) != len(axes) or any(b is not None and a != b for a, b in zip(shape, axes, strict=True)):
             here = "x".join("n" if b is None else str(b) for b in axes)
             return f"has a state of shape {'x'.join(map(str, shape))}, and this model has {here} there"
@@ -77,7 +77,7 @@ def _differs(cache: Any, form: CacheForm) -> str | None:
 
 
 def impossible(cache: Any) -> str | None:
-    """Say why a cache's counts contradict its contents; None if they do not."""
+    """Return why a cache's counts contradict its contents, for an error; None if they do not."""
     kind, counts = type(cache).__name__, {name: getattr(cache, name, 0) for name in COUNTS}
     # Caches of a model's own class may count the tokens of several sequences in arrays.
     numbers = [n for n in counts.values() if kind in KEYED or not isinstance(n, mx.array)]

@@ -1,7 +1,7 @@
 """The forms of a model's caches, and how many bytes they hold after any number of tokens.
 
-mlx-lm's own caches grow by known rules, so a few tokens show everything. A cache of an unknown class (some model files
-define their own) is measured after two longer texts and extrapolated linearly.
+mlx-lm's own caches grow by known rules, so a pass over a few tokens shows how much. A cache of an unknown class (some
+model files define their own) is measured after two longer texts and extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INSTEAD = {PLAIN, "QuantizedKVCache", "RotatingKVCache", "ConcatenateKVCache"}
 
 KEYED = INSTEAD | {"ChunkedKVCache"}  # Classes with keys and values of shape (1, heads, tokens, features).
 
-# Tokens that show how a known cache grows. Convolutions hold fewer, so their states do not change after these.
+# Tokens after which known caches are measured. Convolutions keep fewer, so by then their states have their final size.
 FEW = 16
 
 # Unknown caches are measured after so many tokens and one more: just beyond a power of two, where buffers that grow in
@@ -43,9 +43,9 @@ class CacheForm:
     """The form of one cache of a model.
 
     Attributes:
-        kind: its class.
+        kind: name of its class.
         arrays: path and shape of each array in its state; None for an axis that depends on the text.
-        at: its index in the model's list of caches, or that of the cache it is a part of.
+        at: its index in the model's list of caches; for a part of a ``CacheList``, the index of that list.
     """
 
     kind: str
@@ -57,8 +57,8 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
     """Return the forms of a model's non-empty caches.
 
     Args:
-        before: their forms after fewer tokens.
-        known: ``before`` shows which axes depend on the text; otherwise only the outer axes count as fixed.
+        before: their forms after fewer tokens; axes that have changed since depend on the text.
+        known: all other axes are fixed; if False, only the first and last are, in caches without keys and values.
     """
     found = []
     for n, (at, c) in enumerate(placed(cache)):
@@ -77,12 +77,12 @@ def forms_of(cache: Sequence[Any], before: Sequence[CacheForm] = (), *, known: b
 
 
 def placed(cache: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return every cache, with lists of caches flattened, and the index of the entry it belongs to."""
+    """Return every cache, with each ``CacheList`` flattened, as pairs of its index in ``cache`` and the cache."""
     return [(at, part) for at, c in enumerate(cache) for part in flat([c])]
 
 
 def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield path and shape of each array of a cache's state, of quantized ones as if they were not."""
+    """Yield path and shape of each array of a cache's state; of quantized arrays, the shape before quantizing."""
     if type(cache).__name__ == "QuantizedKVCache":
         for path, packed in (("0", cache.keys), ("1", cache.values)):
             if packed is not None:
@@ -97,12 +97,12 @@ def shapes_of(cache: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes that one cache holds.
+    """Bytes that one cache takes.
 
     Attributes:
-        fixed: for any text.
-        growing: with the text.
-        window: per token of a chunk until the next token comes, as a sliding window keeps the whole chunk until then.
+        fixed: bytes that do not depend on the text.
+        growing: bytes per token, and the most tokens kept (None: no limit).
+        window: bytes per token of a prompt's last chunk: a sliding window keeps all of it until the next token.
     """
 
     fixed: int = 0
@@ -127,19 +127,19 @@ def known_growth(cache: Any, before: int) -> Growth | None:
         return None
     keys = cache.keys[0] if type(cache) is QuantizedKVCache and cache.keys is not None else cache.keys
     if not isinstance(keys, mx.array) or keys.ndim < 2 or not keys.shape[-2]:
-        # A layer that uses another layer's keys and values leaves its own cache empty.
+        # A layer that attends to another layer's keys and values leaves its own cache empty.
         return Growth(fixed=now) if now == 0 else None
     each = now // keys.shape[-2]
     if type(cache) is RotatingKVCache:
         return Growth(growing=(each, cache.max_size), window=each)
     if type(cache) is ChunkedKVCache:
-        # Before a chunk it is cut to its size, and then grows by whole steps.
+        # Before each chunk mlx-lm cuts it to ``chunk_size`` tokens; then it grows by whole steps.
         return Growth(growing=(each, cache.chunk_size + KV_STEP), window=each)
     return Growth(growing=(each, None))
 
 
 def probed_growth(first: int, second: int) -> Growth:
-    """Extrapolate linearly from the bytes that a cache held after each of ``PROBES`` and one more token."""
+    """Extrapolate linearly from a cache's bytes after ``PROBES[0]`` + 1 and ``PROBES[1]`` + 1 tokens."""
     a, b = PROBES
     each = max(0, -((first - second) // (b - a)))
     if not each:

@@ -1,8 +1,8 @@
 """Rolls caches of every kind back to an earlier state without a second pass, also while their contents are offloaded.
 
-A key-value cache is rolled back by its offset: what lies behind it is overwritten by the next tokens. For any other
-cache (recurrent states, rotating windows, a model's own) references to its arrays are kept: mlx-lm assigns new arrays
-or writes to them, and MLX copies an array on write while another reference exists.
+A key-value cache is rolled back by setting its offset: the next tokens overwrite what lies after it. For any other
+cache (recurrent states, rotating windows, a model's own class) we keep references to its arrays: mlx-lm then assigns
+new arrays or writes to these, and MLX copies an array on write while another reference exists.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .hooks import arrays_in, flat, handle
 
-# An offloaded cache's attribute for its ``Keeper``, which has no ``__dict__`` so that ``arrays_in`` skips it.
+# An offloaded cache's attribute with its ``Keeper``. A keeper has no ``__dict__``, so that ``arrays_in`` skips it.
 KEEPER = "_outcore_keeper"
 
 
@@ -23,7 +23,7 @@ class Keeper(Protocol):
     """Holds a cache's keys and values outside memory, as KV offload does."""
 
     def mark(self, cache: Any) -> Callable[[], None]:
-        """Return a function that rolls the cache back to its present state, between passes."""
+        """Return a function that rolls the cache back to its present state. Both are called between passes."""
 
     def bring_back(self, cache: Any) -> None:
         """Read the cache's keys and values into memory and stop offloading it.
@@ -39,7 +39,7 @@ def keeper_of(cache: Any) -> Keeper | None:
 
 
 def is_away(cache: Any) -> bool:
-    """Whether its keys and values are offloaded now, so that accessing them would read them from the disk."""
+    """Whether a cache's keys and values are on disk now, so that accessing them would read them."""
     return getattr(type(cache), "outcore_away", False)
 
 
@@ -53,17 +53,17 @@ def in_memory(caches: Sequence[Any]) -> None:
 
 
 def snapshot_bytes(cache: Sequence[Any]) -> int:
-    """Return the bytes that a snapshot keeps from being freed once the caches move on: all but those by offset."""
+    """Return the bytes that a ``Snapshot`` keeps in memory: the arrays of caches that are not rolled back by offset."""
     return sum(a.nbytes for c in flat(cache) if not by_offset(c) for a in arrays_in(c))
 
 
 class Snapshot:
-    """The state of a model's caches when it is made.
+    """Remembers the present state of a model's caches.
 
     Args:
         cache: as from ``mlx_lm.models.cache.make_prompt_cache``. The list itself is restored too, since mlx-lm may
             replace its entries (for example when it quantizes keys and values).
-        apart: ids of caches that are rolled back elsewhere.
+        apart: ``id()`` of each cache that other code rolls back.
     """
 
     def __init__(self, cache: list[Any], apart: Collection[int] = ()) -> None:
@@ -71,7 +71,7 @@ class Snapshot:
         self._saved = [_saved(c, apart) for c in cache]
 
     def restore(self) -> None:
-        """Roll the caches back. Can be called once, and not after an earlier snapshot was restored."""
+        """Roll the caches back. Call it once at most, and not after restoring a snapshot that was made earlier."""
         caches = [back() for back in self._saved]
         if isinstance(self._cache, list):
             self._cache[:] = caches
@@ -84,9 +84,9 @@ def by_offset(cache: Any) -> bool:
 
 
 def _saved(value: Any, apart: Collection[int]) -> Callable[[], Any]:
-    """Return a function that restores the value.
+    """Return a function that restores the value and returns it.
 
-    It holds references of our own, because mlx-lm writes into lists, into objects inside caches and into array slices.
+    Keeps handles of arrays and entries of containers: mlx-lm writes into lists, objects inside caches, and slices.
     """
     if isinstance(value, mx.array):
         array = handle(value)

@@ -22,12 +22,12 @@ def put(parameters: Sequence[Parameter], arrays: Sequence[mx.array]) -> None:
 
 
 def absent(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """Return empty arrays of the same dtypes for weights that are not in memory, so any use fails loudly."""
+    """Return an empty array of each array's dtype, for weights that are not in memory: any use raises an error."""
     return [mx.zeros((0,), dtype=a.dtype) for a in arrays]
 
 
 def settle(parameters: Sequence[Parameter], stays: bool) -> None:
-    """Tell modules that assemble their weights from what is read (``STREAMED``) that it now stays in memory, or not."""
+    """Tell modules with ``STREAMED`` that their parameters are resident from now on (``stays``) or streamed again."""
     for p in parameters:
         if hasattr(type(p.module), STREAMED):
             p.module.settle() if stays else p.module.unsettle()
@@ -37,7 +37,7 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Swapped:
-    """Base class put before a module's own class: its calls go through ``call(original, args, kwargs)``."""
+    """Base class before a module's own class; makes calls of the module run ``call(original, args, kwargs)``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Call = self.__dict__["_outcore_call"]
@@ -45,7 +45,7 @@ class _Swapped:
 
 
 class _SwappedTable(_Swapped):
-    """The same for an embedding, whose ``as_linear`` goes through ``product(original, args, kwargs)``."""
+    """The same for an embedding: also makes ``as_linear`` run ``product(original, args, kwargs)``."""
 
     def as_linear(self, *args: Any, **kwargs: Any) -> Any:
         product: Call = self.__dict__["_outcore_product"]
@@ -53,14 +53,14 @@ class _SwappedTable(_Swapped):
 
 
 class _SwappedModel(_Swapped):
-    """The same for a streamed model, whose default repr would show the placeholders' shapes."""
+    """The same for a streamed model: also replaces the repr, which would show the placeholders' shapes."""
 
     def __repr__(self) -> str:
         kind = type(self)
         return f"<{kind.__bases__[1].__name__} of {kind.__module__}, streamed: {self.__dict__['outcore']!r}>"
 
     def parameters(self) -> Any:
-        """Refused: placeholders of weights on disk must not be saved or counted."""
+        """Raise ``UsageError``: placeholders for weights on disk must not be saved or counted."""
         raise UsageError(
             "this model is streamed: most of its weights are on disk and not among its parameters; to save or change "
             "them load it with mlx_lm, or with enough memory for all of it"
@@ -68,10 +68,10 @@ class _SwappedModel(_Swapped):
 
 
 def swap(module: nn.Module, prefix: str, call: Call, product: Call | None = None, *, whole_model: bool = False) -> None:
-    """Give ``module`` a subclass of its own class whose calls go through ``call``, and ``as_linear`` through
-    ``product``.
+    """Give ``module`` a subclass of its own class that runs ``call`` in place of ``__call__``, and ``product`` in place
+    of ``as_linear``.
 
-    The module object stays, so paths, attributes and ``isinstance`` hold; a proxy would break type checks.
+    The object stays the same, so its path, attributes and ``isinstance`` do too; a proxy would break type checks.
     """
     cls = type(module)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -92,7 +92,7 @@ def unswap(module: nn.Module) -> None:
 def arrays_in(*values: Any) -> list[mx.array]:
     """Return every array in ``values``: in nested sequences and dictionaries, and in attributes of caches.
 
-    Uses a cache's attributes, because its ``state`` slices, and the whole buffer must be evaluated.
+    Takes a cache's arrays from its attributes: ``state`` returns slices of them, and whole buffers must be evaluated.
     """
     found: list[mx.array] = []
     seen: set[int] = set()
@@ -119,9 +119,9 @@ def arrays_in(*values: Any) -> list[mx.array]:
 
 
 def handle(array: mx.array) -> mx.array:
-    """Return another object for the same array, unaffected when slices of the original are assigned to.
+    """Return another ``mx.array`` of the same data, which does not change when ``array[...] = x`` is run.
 
-    ``mx.array(array)`` would be copied when it is evaluated.
+    ``mx.array(array)`` would copy the data when it is evaluated.
     """
     return array.astype(array.dtype)
 
@@ -132,7 +132,7 @@ def copy_of(array: mx.array) -> mx.array:
 
 
 def handles(*values: Any) -> list[mx.array]:
-    """Return every array in ``values`` as a new object, because a later layer may write into the one it receives."""
+    """Return a ``handle`` of every array in ``values``, because a later layer may write into an array it receives."""
     found = arrays_in(*values)
     for i, a in enumerate(found):
         found[i] = a.astype(a.dtype)  # as ``hooks.handle``
@@ -166,7 +166,7 @@ def tokens_in(args: Any) -> int:
 
 
 def sequences_in(args: Any) -> int:
-    """Return the number of sequences in a layer's input. MLX's CUDA kernels read the weights once per sequence at one
-    token each."""
+    """Return the number of sequences in a layer's input. With one token each, MLX's CUDA kernels read the weights once
+    per sequence."""
     x = next((a for a in args if isinstance(a, mx.array)), None)
     return x.shape[0] if x is not None and x.ndim > 2 else 1

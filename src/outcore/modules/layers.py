@@ -1,7 +1,7 @@
-"""Lists a model's modules and arrays by path, and finds which modules are units, by structure and never by model type.
+"""Lists a model's modules and arrays by path, and finds its layers from the module tree, never from the model type.
 
 A layer list is any list of modules in the module tree, under any name (``layers``, ``h``, ``blocks``, nested, or
-returned by a property). The trace finds what the tree does not show.
+returned by a property). Only a trace shows which layers cannot be streamed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 
-# In MLX's order and a quarter of its time: MLX builds and flattens trees for these lists, which a load needs sixty
-# times.
+# The same as ``model.named_modules()`` in a quarter of the time: MLX builds and flattens trees. A load calls this and
+# ``named_parameters`` sixty times.
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     left: list[tuple[str, nn.Module]] = [("", model)]
@@ -49,7 +49,7 @@ def _modules_in(value: Any, path: str, found: list[tuple[str, nn.Module]]) -> No
 
 
 def _arrays_in(value: Any, path: str, found: list[tuple[str, mx.array]]) -> None:
-    hides = isinstance(value, nn.Module)  # names that begin with _ are no parameters
+    hides = isinstance(value, nn.Module)  # a module's names that begin with _ are no parameters
     for key, inside in enumerate(value) if isinstance(value, list) else value.items():
         if hides and str(key).startswith("_"):
             continue
@@ -62,7 +62,7 @@ def _arrays_in(value: Any, path: str, found: list[tuple[str, mx.array]]) -> None
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a layer: ``module[key]``; ``path`` is dotted, from the layer."""
+    """One parameter of a layer: ``module[key]``. ``path``: dotted path from the layer to it."""
 
     path: str
     module: nn.Module
@@ -86,8 +86,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Projection:
-    """A module inside a layer that holds weights, with everything below it (usually a projection): the smallest part
-    that can be resident or streamed by itself.
+    """A piece of a layer: a module with weights, and the modules below it. Usually a projection. The smallest part that
+    can be resident or streamed by itself.
 
     Attributes:
         parameters: indices into the layer's parameters.
@@ -98,7 +98,7 @@ class Projection:
 
 
 def find_pieces(layer: Layer) -> tuple[Projection, ...]:
-    """Return the pieces of a layer in tree order; together they hold each of its parameters once."""
+    """Return a layer's pieces in tree order. Each parameter of the layer belongs to exactly one."""
     below = {id(p.module): {id(m) for m in modules(p.module)} for p in layer.parameters}
     owners = {id(p.module): p.module for p in layer.parameters}
     outer = [m for key, m in owners.items() if not any(key in below[k] for k in owners if k != key)]
@@ -108,10 +108,10 @@ def find_pieces(layer: Layer) -> tuple[Projection, ...]:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Return every module of every layer list, in tree order and without nesting.
+    """Return every module of every layer list, in tree order. Lists inside layers are not searched.
 
-    Vectors (norms, biases, projections to one number) are left out: they stay resident, which costs nothing, and some
-    models read a neighbour's norm from outside.
+    Vectors (norms, biases, projections to one number) are not among a layer's ``parameters``: they stay resident, which
+    takes almost no memory, and some models read a neighbouring layer's norm.
     """
     found: dict[int, Layer] = {}
     _walk(model, "", found, set())
@@ -122,7 +122,7 @@ TABLES = (nn.Embedding, nn.QuantizedEmbedding, nn.Linear, nn.QuantizedLinear)
 
 
 def find_tables(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
-    """Return embeddings and linear layers outside all layers: looked up by row, or multiplied in slices of rows."""
+    """Return the embeddings and linear modules outside all layers, which can be read by row or in slices of rows."""
     inside = {id(m) for layer in layers for m in modules(layer.module)}
     found = []
     for path, module in named_modules(model):
@@ -155,7 +155,7 @@ def _walk(value: Any, path: str, found: dict[int, Layer], seen: set[int]) -> Non
             _walk({k: m for k, m in inside.items() if isinstance(m, nn.Module)}, here, found, seen)
 
 
-# Class attribute: the keys of a module's parameters that are streamed; the layer's other parameters stay in memory.
+# Class attribute: keys of a module's parameters. In a layer with such a module only these parameters are streamed.
 STREAMED = "outcore_streamed"
 
 
@@ -166,8 +166,8 @@ def is_matrix(array: mx.array) -> bool:
 def is_stacked(module: nn.Module) -> bool:
     """Whether a module's weights are stacked by expert.
 
-    They must be contiguous. Where a checkpoint keeps two in one tensor, mlx-lm slices it, and sorted gathers (of a
-    prompt) from slices return wrong numbers: ``gather_mm`` on CUDA, whose ``ensure_batch_contiguous``
+    Such weights must be contiguous. If a checkpoint has two in one tensor, mlx-lm slices it, and sorted gathers (as in
+    prompts) from slices return wrong numbers: ``gather_mm`` on CUDA, whose ``ensure_batch_contiguous``
     (mlx/backend/cuda/matmul.cpp, MLX 0.32.4) ignores the first of three dimensions; ``gather_qmm`` on Metal
     (https://github.com/ml-explore/mlx/issues/4055).
     """

@@ -1,6 +1,6 @@
 """The private names of mlx-lm's models and caches that Outcore uses; another version may lack them.
 
-0.32.x has them; tests/test_mlx_lm_compat.py lists their uses. Tokenizers' are in ``mlx_lm_tokenizer``.
+mlx-lm 0.32.x has them; tests/test_mlx_lm_compat.py lists their uses. ``mlx_lm_tokenizer`` has those of tokenizers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def classes_of(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def window_index(cache: RotatingKVCache) -> int:
-    """Return where a sliding window writes its next token; ``max_size``: at its start again, behind ``keep``."""
+    """Return the index at which a sliding window writes its next token; ``max_size``: it writes at ``keep``."""
     return int(cache._idx)
 
 

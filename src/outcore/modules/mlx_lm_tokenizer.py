@@ -9,8 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper, _byte_decoder
 
 
 def download(repo: str, revision: str | None) -> Path:
-    """Return the cached folder of a Hub model, downloading it if necessary (``mlx_lm.utils._download``, with its
-    errors)."""
+    """Return the cached folder of a Hub model, downloading it if necessary; errors as of ``mlx_lm.utils._download``."""
     from mlx_lm.utils import _download
 
     return Path(_download(repo, revision=revision))

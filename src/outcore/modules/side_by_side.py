@@ -1,4 +1,4 @@
-"""Batches of sequences in caches merged by mlx-lm: which models support them, and caches split off from a batch."""
+"""Batches: which models can compute sequences in caches that mlx-lm merges, and memory of caches taken out again."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def own_memory(caches: Sequence[Any]) -> None:
         for name, value in list(vars(cache).items()):
             if arrays_in(value):
                 own = tree_map(lambda a: copy_of(a) if isinstance(a, mx.array) else a, value)
-                # Evaluated one by one, because each array and its copy are in memory at once.
+                # Evaluate each attribute by itself, so that only its arrays are in memory twice.
                 mx.eval(arrays_in(own))
                 vars(cache)[name] = own

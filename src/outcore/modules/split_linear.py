@@ -18,7 +18,7 @@ from .layers import modules
 
 SMALLEST = 1 << 18  # Number of weights below which one stream is faster than handing work to another.
 
-# Slices begin at multiples of so many rows, so that every row meets the same inner loop as in the whole product.
+# Slices begin at multiples of so many rows. Then MLX computes each row by the same inner loop as in the whole product.
 ROW_STEP = 64
 
 
@@ -26,8 +26,7 @@ class Rows:
     """Splits a model's products over streams.
 
     Attributes:
-        parts: by number of rows, the slices and the stream that computes each; the last slice's is None, the stream
-            that needs the result.
+        parts: number of output rows → slices of them, each with its stream; the last has None, the current stream.
     """
 
     def __init__(self, streams: int) -> None:
@@ -84,11 +83,11 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def split_rows(model: nn.Module, streams: int, smallest: int = SMALLEST) -> int:
-    """Split every linear layer of at least ``smallest`` weights over ``streams`` streams; returns how many layers.
+    """Split each linear module of at least ``smallest`` weights over ``streams`` streams; return how many were split.
 
-    Call it while the weights' shapes are in place; it reads none. Only MLX's own classes are changed. Another class
-    that splits its product itself gives its rows and weights in ``outcore_split`` and finds ``Rows`` in
-    ``_outcore_rows``.
+    The modules must have weights of the right shapes; their values are not read. Only MLX's own classes are replaced. A
+    module of another class that can split its product has an attribute ``outcore_split``, its numbers of output rows
+    and weights; ``Rows`` is put into its ``_outcore_rows``.
     """
     if streams < 2:
         return 0

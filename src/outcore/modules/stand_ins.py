@@ -19,7 +19,7 @@ Casts = Callable[[str, mx.Dtype], mx.Dtype | None]
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the modules' contents and attributes afterwards, since some cache products of their weights."""
+    """Restore all modules' contents and attributes after the block: some modules cache results of their weights."""
     before = [(m, dict(m), dict(m.__dict__)) for m in modules(model)]
     try:
         yield
@@ -35,14 +35,14 @@ class StandIns:
     """Gives units placeholder weights during their own calls only, and records the calls.
 
     Args:
-        layers: the number of units that are layers; the others are tables.
-        split: the pieces of layers that have more than one.
-        switches: by layer, modules that are called with expert indices.
+        layers: how many of the units are layers; the units after these are tables.
+        split: by layer, its pieces, for layers that have more than one.
+        switches: by layer, the modules that are called with expert indices.
 
     Attributes:
-        order, looked_up, used: as in ``Trace``; ``order`` of the current pass.
-        calls: by layer, its pieces in call order. ``given``: the caches passed to each layer.
-        hidden: bytes of the largest first argument of a layer. ``extra``: all other array arguments, by id.
+        order, looked_up, used: as in ``Trace``; ``order`` is that of the current pass.
+        calls: by layer, its pieces in call order. ``given``: by unit, the caches passed to it.
+        hidden: most bytes of a layer's first array argument. ``extra``: all other array arguments, by ``id()``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StandIns:
         numbers: Sequence[int] = (),
         product: Call | None = None,
     ) -> None:
-        """Call ``note`` at a module's calls, during which these parameters of a unit have their placeholders."""
+        """Make a module's calls call ``note`` and give parameters ``numbers`` of ``unit`` placeholders meanwhile."""
         swap(module, "Traced", self._with_weights(note, unit, numbers), product)
         self._swapped.append(module)
 
@@ -138,9 +138,9 @@ def _arrays(values: Iterable[Any]) -> list[mx.array]:
 
 
 def stand_ins(units: Sequence[Layer], cast: Casts, foreign: bool) -> list[list[mx.array]]:
-    """Return arrays of the units' parameters' shapes and computed dtypes that hold no memory.
+    """Return, by unit, an array for each parameter, of its shape and computed dtype; the arrays take no memory.
 
-    ``foreign``: they belong to another thread's stream.
+    ``foreign``: they belong to another thread's stream, so that evaluating them raises an error.
     """
     made: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
     stream = _foreign_stream(mx.default_device().type) if foreign else None
@@ -157,7 +157,7 @@ def stand_ins(units: Sequence[Layer], cast: Casts, foreign: bool) -> list[list[m
 
 @functools.cache
 def _foreign_stream(device: mx.DeviceType) -> mx.Stream:
-    """Return another thread's stream, the same for all traces because MLX never ends the thread behind it."""
+    """Return a stream of another thread. All traces share it, because MLX never ends a stream's own thread."""
     made: list[mx.Stream] = []
     thread = threading.Thread(target=lambda: made.append(mx.default_stream(mx.Device(device))))
     thread.start()

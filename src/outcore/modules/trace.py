@@ -23,11 +23,11 @@ from .hooks import arrays_in, flat
 from .layers import Layer, Projection
 from .stand_ins import Casts, StandIns, restored
 
-# Arrays of attention scores (heads, tokens of a chunk, tokens of context) in memory at once.
+# How many arrays of attention scores (heads, tokens of a chunk, tokens of context) are in memory at once.
 #
-# On the CPU device ``mx.fast.scaled_dot_product_attention`` takes 1.03 times its scores, and 3.03 with sinks (MLX
-# 0.32.4; float32 and bfloat16, all masks, 1 to 128 tokens by 4,096 and 8,192). A GPU's kernels keep none for the head
-# sizes that they support. Other attention holds scores, or a mask as large, and their softmax.
+# On the CPU device ``mx.fast.scaled_dot_product_attention`` takes 1.03 times its scores' bytes, 3.03 with sinks (MLX
+# 0.32.4; float32 and bfloat16, all masks, 1 to 128 tokens by 4,096 and 8,192). A GPU's kernels keep no scores for the
+# head sizes that they support. Other attention has two arrays: the scores, or a mask as large, and their softmax.
 FUSED, WITH_SINKS, OTHERWISE = 1, 3, 2
 
 _one_at_a_time = threading.RLock()
@@ -38,7 +38,7 @@ class Attention:
 
     Attributes:
         sinks, masks: whether any call had sinks, or a mask of numbers for each head.
-        each: the most bytes per token of keys and values of a call for exactly ``tokens`` tokens.
+        each: most bytes per token of keys and values, over calls whose keys have exactly ``tokens`` tokens.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -55,7 +55,7 @@ class Attention:
         self.masks |= isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == heads > 1
 
     def scores(self, expected: int) -> int:
-        """Return the arrays of scores in memory at once, for a model with ``expected`` attention layers."""
+        """Return how many arrays of scores are in memory at once, for a model with ``expected`` attention layers."""
         if self.sinks:
             return WITH_SINKS
         return FUSED if self.calls >= expected and not self.masks else OTHERWISE
@@ -86,10 +86,10 @@ class PassSize:
     """Memory of forward passes besides weights and caches, in bytes.
 
     Attributes:
-        passed: per token, the arguments that layers receive, including values passed on past a layer.
-        scores: arrays of attention scores in memory at once.
-        versions: per token of context, keys and values read by several layers; each shared pass keeps its own version
-            until the last of the layers has run.
+        passed: per token, the array arguments that layers receive, including values for later layers.
+        scores: how many arrays of attention scores are in memory at once (not bytes).
+        versions: per token of context, keys and values that several layers use; of passes that share one reading of the
+            weights, each keeps its own version until the last of these layers has run.
         masked: masks passed to layers, per token of a pass and token of context.
         expanded: per token of context, a layer's keys and values that a pass of several tokens recomputes from
             compressed caches (latents, as in DeepSeek's attention).
@@ -107,19 +107,19 @@ class Trace:
     """The result of building the forward pass once.
 
     Attributes:
-        order: indices of layers in call order; empty if it could not be built. Products with tables follow the layers
-            in number.
-        looked_up: indices of tables whose rows are looked up, counted on from the layers.
-        caches: growth of each cache, with lists of caches flattened; ``forms``: their forms.
-        known: all caches are of known classes.
+        order: indices of layers, and of tables that are multiplied with, in call order; empty: no pass could be built.
+            Tables are numbered after the layers.
+        looked_up: indices of tables whose rows are looked up, numbered as in ``order``.
+        caches: growth of each cache, with every ``CacheList`` flattened; ``forms``: their forms.
+        known: whether all caches are of known classes.
         state_bytes: bytes of the largest recurrent state.
         rewritten: recurrences write each token's state into one array of all states, which is copied each time.
         evaluates: the model evaluates arrays inside its forward pass.
         failure: the error of a model that accesses its layers' weights from outside, so that layers cannot be streamed.
         pieces: by layer, the indices of its pieces in call order, if they can be streamed one by one.
-        own: by layer that is called once, the indices in ``caches`` of plain caches that it alone uses.
+        own: by layer, the indices in ``caches`` of plain caches that only it uses; for layers that are called once.
         used: by layer with routed experts, the number of experts per token.
-        passing: memory of passes.
+        passing: memory that passes need.
     """
 
     order: list[int] = field(default_factory=list)
@@ -173,18 +173,18 @@ def rehearse(
 ) -> Trace:
     """Build the forward pass for a few tokens and one more, with placeholders for the layers' and tables' weights.
 
-    Outside a layer's own call its weights are absent, as they are in streaming, which detects a model that accesses
-    them from outside. The placeholders belong to another thread's stream, so MLX raises an error if the model evaluates
-    them inside its forward pass.
+    A layer's weights are absent except during its own call, as in streaming, so a model that accesses them from outside
+    fails. The placeholders belong to another thread's stream, so MLX raises an error if the model evaluates them inside
+    its forward pass.
 
     The number of tokens is small because on the CPU device mlx-lm builds recurrences token by token, at 10 kB of nodes
     per token and layer.
 
     Args:
-        pieces: of each layer. The first attempt lets weights exist only during the calls of their own piece; if that
-            fails, whole layers are traced.
-        cast: returns a weight's computed dtype from its path and its dtype on disk (None: unchanged). It decides the
-            caches' sizes.
+        pieces: by layer. The first attempt gives weights only during the calls of their own piece; if that fails, the
+            next ones give a layer's weights during the layer's call.
+        cast: returns a weight's computed dtype from its path and its dtype on disk; None: the same. Caches' sizes
+            depend on it.
         switches: by layer, modules that are called with expert indices.
     """
     evaluates, failure = False, ""
@@ -220,7 +220,7 @@ class _Run:
     """One attempt to build the forward pass; arguments as in ``rehearse``.
 
     Attributes:
-        foreign: placeholders belong to another thread's stream.
+        foreign: whether placeholders belong to another thread's stream.
         shared: indices of caches that are passed to several layers.
     """
 
@@ -235,7 +235,7 @@ class _Run:
     def probed(self, held: Sequence[int], tokens: int) -> list[Growth]:
         """Return all caches' growth from their sizes after longer texts.
 
-        If those cannot be built, assume that each grew linearly to its ``held`` bytes after ``tokens`` tokens.
+        If passes over these cannot be built, assume that each cache grows by ``held`` / ``tokens`` bytes a token.
         """
         first, second = PROBES
         try:
@@ -247,8 +247,8 @@ class _Run:
     def build(
         self, passes: Sequence[int], pieces: Sequence[Sequence[Projection]]
     ) -> tuple[Trace, list[Any], list[list[int]]]:
-        """Build the passes; returns the trace without the caches' growth, the caches, and their bytes after each."""
-        # A layer of one piece is that piece.
+        """Build these passes; return the trace without caches' growth, the caches, and their bytes by pass."""
+        # A layer of one piece is traced as a layer.
         split = {i: parts for i, parts in enumerate(pieces) if len(parts) > 1}
         units = [*self.layers, *self.tables]
         with (
@@ -270,7 +270,7 @@ class _Run:
                     found.rewritten = _writes(out) >= len(caches) * 2 + FEW - 1
                 del out
                 if not held:
-                    _see_first(found, stage, attention, tokens, len(caches) - len(recurrent))
+                    _note_sizes(found, stage, attention, tokens, len(caches) - len(recurrent))
                 held.append([cache_bytes(c) for c in caches])
             found.order, found.looked_up, found.used = stage.order, stage.looked_up, stage.used
             if called[1:]:
@@ -291,7 +291,7 @@ class _Run:
         return found, caches, held
 
 
-def _see_first(found: Trace, stage: StandIns, attention: Attention, tokens: int, attending: int) -> None:
+def _note_sizes(found: Trace, stage: StandIns, attention: Attention, tokens: int, attending: int) -> None:
     extra = list(stage.extra.values())
     found.passing.passed = -(-(stage.hidden + sum(a.nbytes for a in extra)) // tokens)
     masks = [a for a in extra if a.shape[-2:] == (tokens, tokens) and (a.ndim == 2 or a.dtype == mx.bool_)]
@@ -320,7 +320,7 @@ def _own_caches(
 
 
 def _in_turn(pieces: int, passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the order in which a layer calls its pieces, if it is always the same with each once; else empty."""
+    """Return the order in which a layer calls its pieces; empty if it varies or a call omits or repeats a piece."""
     order = tuple(passes[-1][:pieces])
     if sorted(order) != list(range(pieces)):
         return ()
